@@ -1,0 +1,73 @@
+"""Writes the tiny model directory `model/`: a Qwen3 config and a byte-level tokenizer, no weights.
+
+usage: python examples/reverse_text_tiny/make_model.py [DIR]
+
+One token a byte; the instruction and the answer's tags are single tokens, so that prompts stay short.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from reverse_text import SYSTEM_PROMPT
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+ROLES = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+WORDS = [SYSTEM_PROMPT, "<reversed_text>", "</reversed_text>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message.role + '|>' + message.content }}{% if message.role == 'assistant' %}<|end|>{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def main(directory: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(role, special=True) for role in ROLES])
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
+    end = tokenizer.token_to_id("<|end|>")
+
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    write_json(
+        directory / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>", "model_max_length": 512},
+    )
+    write_json(directory / "generation_config.json", {"eos_token_id": end, "pad_token_id": end})
+    write_json(
+        directory / "config.json",
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": 264,
+            "hidden_size": 128,
+            "intermediate_size": 384,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "hidden_act": "silu",
+            "max_position_embeddings": 512,
+            "initializer_range": 0.06,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "eos_token_id": end,
+            "pad_token_id": end,
+            "dtype": "float32",
+        },
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "model")

@@ -1,0 +1,3 @@
+"""Hone: post-train language models with reinforcement learning."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,120 @@
+"""The entry points: read the configuration, then hand over. Heavy imports happen after `--help` and `--dry-run`.
+
+    sft, rl, inference     @ file.toml and dotted overrides (config/base.py)
+    vf-eval                short flags (evals/arguments.py)
+    hone                   the same as subcommands
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+
+COMMANDS = {  # name: (configuration, what runs it, summary)
+    "sft": ("hone.config.sft:SFTConfig", "hone.trainer.sft.train:main", "Train on conversations: loss on what the assistant says."),
+    "rl": ("hone.config.rl:RLConfig", "hone.launch.rl:main", "Train on rewards: sample, score, step, repeat, in one process."),
+    "inference": ("hone.config.inference:InferenceConfig", "hone.inference.server:serve", "Serve a model behind the OpenAI chat API."),
+}  # fmt: skip
+
+
+def sft() -> None:
+    _exit(_run("sft", sys.argv[1:]))
+
+
+def rl() -> None:
+    _exit(_run("rl", sys.argv[1:]))
+
+
+def inference() -> None:
+    _exit(_run("inference", sys.argv[1:]))
+
+
+def vf_eval() -> None:
+    from hone.evals.vf_eval import main
+
+    _exit(_guard("vf-eval", lambda: main(sys.argv[1:])))
+
+
+def hone() -> None:
+    names = [*COMMANDS, "vf-eval"]
+    command, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
+    if command in COMMANDS:
+        _exit(_run(command, arguments))
+    elif command == "vf-eval":
+        sys.argv = ["vf-eval", *arguments]
+        vf_eval()
+    elif command in ("--help", "-h"):
+        print("usage: hone COMMAND …\n")
+        for name in COMMANDS:
+            print(f"  {name:<10} {COMMANDS[name][2]}")
+        print("  vf-eval    Evaluate a served model on an environment.\n\n`hone COMMAND --help` lists its keys.")
+    else:
+        import difflib
+
+        near = difflib.get_close_matches(command, names, n=1, cutoff=0.0)
+        print(f"hone: no command {command!r}; did you mean {near[0]}? (commands: {', '.join(names)})", file=sys.stderr)
+        _exit(2)
+
+
+def _run(command: str, argv: list[str]) -> int:
+    config_path, main_path, summary = COMMANDS[command]
+    config_class = _import(config_path)
+    if "--help" in argv or "-h" in argv:
+        from hone.config.help import help_text
+
+        print(help_text(command, summary, config_class))
+        return 0
+
+    def work() -> None:
+        from hone.config.base import load_config
+
+        config = load_config(config_class, [word for word in argv if word != "--dry-run"])
+        if "--dry-run" in argv:
+            _dry_run(command, config)
+        else:
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
+            from hone.monitors.log import start_logging
+
+            start_logging(config.log_level)
+            _import(main_path)(config)
+
+    return _guard(command, work)
+
+
+def _dry_run(command: str, config) -> None:  # type: ignore[no-untyped-def]
+    from hone.config.help import to_toml
+    from hone.run_directory import RunDirectory
+
+    text = to_toml(config)
+    print(text, end="")
+    if hasattr(config, "output_dir"):
+        run = RunDirectory(config.output_dir, command)
+        if run.earlier_run():
+            print(f"# not written: {run.path} holds an earlier {command} run")
+        else:
+            run.path.mkdir(parents=True, exist_ok=True)
+            print(f"# written to {run.write_config(text)}")
+
+
+def _guard(command: str, work: Callable[[], int | None]) -> int:
+    """Runs a command; a user's mistake becomes one message and exit code 1, Ctrl-C exit code 130."""
+    from hone.run_directory import UserError
+
+    try:
+        return work() or 0
+    except KeyboardInterrupt:
+        print(f"{command}: interrupted", file=sys.stderr)
+        return 130
+    except UserError as error:
+        print(f"{command}: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _import(path: str):  # type: ignore[no-untyped-def]
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _exit(code: int) -> None:
+    sys.stdout.flush()
+    sys.exit(code)

@@ -1,0 +1,234 @@
+"""How a configuration is read: defaults < TOML files < command line, into one typed model.
+
+    argv ─ `@ file.toml`, `--a.b-c value` ─► nested dict ─ Config.model_validate ─► typed model
+                                                  └─ any mistake ─► ConfigError: key, file, found, accepted, nearest
+
+pydantic gives types, bounds and validation. Written here, because neither pydantic-settings nor
+pydantic-config has it: files given as `@ file.toml` for the whole or for one component, messages that name
+the file of a bad key and the nearest good one, and a `--help` made from the types.
+"""
+
+import difflib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+C = TypeVar("C", bound="Config")
+
+
+class ConfigError(ValueError):
+    """A mistake in the configuration, in words for the person who typed it."""
+
+
+class Config(BaseModel):
+    """Base of every configuration section: unknown keys are errors, the docstring under a key documents it."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+def load_config(cls: type[C], argv: list[str]) -> C:
+    """The configuration of a command from its arguments. Raises ConfigError."""
+    values, origins = parse_argv(argv)
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, cls, origins)) from None
+
+
+def parse_argv(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The arguments as one nested dict, and for each dotted key where its value came from.
+
+    Files come first and later files win over earlier ones; then the overrides, in their order.
+    """
+    files: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("@"):
+            _merge_file(files, [], word[1:] or _next(rest, "@"), origins)
+        elif word.startswith("--") and len(word) > 2:
+            name, has_value, value = word[2:].partition("=")
+            path = name.replace("-", "_").split(".")
+            if has_value:
+                _assign(overrides, path, _scalar(value), word)
+            elif rest and rest[0].startswith("@"):
+                at = rest.pop(0)
+                _merge_file(files, path, at[1:] or _next(rest, f"{word} @"), origins)
+                continue
+            elif rest and not rest[0].startswith("--"):
+                _assign(overrides, path, _scalar(rest.pop(0)), word)
+            elif path[-1].startswith("no_"):
+                path[-1] = path[-1].removeprefix("no_")
+                _assign(overrides, path, False, word)
+            else:
+                _assign(overrides, path, True, word)
+            origins[".".join(path)] = "the command line"
+        else:
+            raise ConfigError(f"{word!r} is not understood here; write `@ file.toml` or `--key value` (see --help)")
+    return merge(files, overrides), origins
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """A new dict: tables merged key by key, anything else of `over` replaces that of `base`."""
+    result = dict(base)
+    for key, value in over.items():
+        both = isinstance(result.get(key), dict) and isinstance(value, dict)
+        result[key] = merge(result[key], value) if both else value
+    return result
+
+
+def _next(rest: list[str], what: str) -> str:
+    if not rest:
+        raise ConfigError(f"{what} wants a file: `{what} file.toml`")
+    return rest.pop(0)
+
+
+def _merge_file(files: dict[str, Any], path: list[str], name: str, origins: dict[str, str]) -> None:
+    try:
+        with open(name, "rb") as file:
+            content = tomllib.load(file)
+    except FileNotFoundError:
+        folder = Path(name).parent
+        nearby = sorted(str(p) for p in folder.glob("*.toml")) if folder.is_dir() else []
+        near = difflib.get_close_matches(name, nearby, n=1, cutoff=0.0)
+        raise ConfigError(f"{name}: no such file" + (f"; did you mean {near[0]}?" if near else "")) from None
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} is not valid TOML: {error}") from None
+    content = _clear_none(_snake(content))
+    for key in _leaves(content, path):
+        origins[key] = name
+    for part in reversed(path):
+        content = {part: content}
+    files.update(merge(files, content))
+
+
+def _snake(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k.replace("-", "_"): _snake(v) for k, v in value.items()}
+    return [_snake(v) for v in value] if isinstance(value, list) else value
+
+
+def _clear_none(value: Any) -> Any:
+    """TOML has no null: the string "None" clears a value."""
+    if isinstance(value, dict):
+        return {k: _clear_none(v) for k, v in value.items()}
+    return None if value == "None" else value
+
+
+def _leaves(content: dict[str, Any], path: list[str]) -> list[str]:
+    keys = []
+    for key, value in content.items():
+        keys.append(".".join([*path, key]))
+        if isinstance(value, dict):
+            keys += _leaves(value, [*path, key])
+    return keys
+
+
+def _scalar(text: str) -> Any:
+    """A command-line value: `None`, JSON lists and objects; numbers and booleans are left to the type of the key."""
+    if text == "None":
+        return None
+    if text[:1] in "[{":
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+    return text
+
+
+def _assign(values: dict[str, Any], path: list[str], value: Any, word: str) -> None:
+    for part in path[:-1]:
+        values = values.setdefault(part, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{word}: {part} was given a value before, it cannot have keys as well")
+    values[path[-1]] = value
+
+
+# ---------------------------------------------------------------------------------------------- messages
+
+
+def explain(error: ValidationError, cls: type[Config], origins: dict[str, str]) -> str:
+    """One line for each mistake: key, where it stands, what was found, what is accepted."""
+    lines = []
+    for item in error.errors(include_url=False):
+        names = [str(part) for part in item["loc"] if not _is_tag(part)]
+        key = ".".join(names)
+        place = _origin(names, origins)
+        if item["type"] == "extra_forbidden":
+            parent = _section(cls, names[:-1])
+            known = sorted(parent.model_fields) if parent else []
+            near = difflib.get_close_matches(names[-1], known, n=1, cutoff=0.5)
+            elsewhere = [] if near else [k for k, _, _ in walk(cls) if k.split(".")[-1] == names[-1]]
+            hint = (
+                f"did you mean {_kebab('.'.join([*names[:-1], near[0]]))}?" if near
+                else f"there is {_kebab(elsewhere[0])}" if elsewhere
+                else f"known keys: {', '.join(_kebab(k) for k in known)}"
+            )  # fmt: skip
+            lines.append(f"{_kebab(key)}: unknown key{place}; {hint}")
+        elif item["type"] == "missing":
+            lines.append(f"{_kebab(key)} must be given: --{_kebab(key)} VALUE or in the TOML file")
+        elif item["type"] in ("value_error", "assertion_error"):
+            message = str(item["ctx"]["error"]) if "ctx" in item else item["msg"]
+            lines.append(f"{_kebab(key)}: {message}{place}" if key else message)
+        else:
+            message = item["msg"][0].lower() + item["msg"][1:]
+            lines.append(f"{_kebab(key)}: {message}, found {item['input']!r}{place}")
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _is_tag(part: int | str) -> bool:
+    return isinstance(part, str) and ("[" in part or part in ("str", "int", "float", "bool"))
+
+
+def _kebab(key: str) -> str:
+    return key.replace("_", "-")
+
+
+def _origin(names: list[str], origins: dict[str, str]) -> str:
+    while names:
+        if ".".join(names) in origins:
+            return f" (in {origins['.'.join(names)]})"
+        names = names[:-1]
+    return ""
+
+
+def _section(cls: type[Config], names: list[str]) -> type[Config] | None:
+    section: type[Config] | None = cls
+    for name in names:
+        field = section.model_fields.get(name) if section else None
+        if field is None:
+            if name.isdigit():
+                continue
+            return None
+        section = section_type(field.annotation)
+    return section
+
+
+def section_type(annotation: Any) -> type[Config] | None:
+    """The Config class in an annotation such as `X`, `X | None` or `list[X]`, if there is one."""
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = section_type(argument)
+        if found:
+            return found
+    return None
+
+
+def walk(cls: type[Config], prefix: str = "") -> list[tuple[str, Any, type[Config]]]:
+    """Every leaf key of a configuration: dotted name, pydantic field, owning section."""
+    found = []
+    for name, field in cls.model_fields.items():
+        section = section_type(field.annotation)
+        if section:
+            found += walk(section, f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", field, cls))
+    return found

@@ -1,0 +1,99 @@
+"""The words about a configuration: `--help` in the terminal, the reference page, the resolved TOML file."""
+
+import json
+import re
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from hone.config.base import Config, walk
+
+
+def help_text(command: str, summary: str, cls: type[Config]) -> str:
+    """What `command --help` prints: usage, then every key with its type, default and meaning."""
+    lines = [
+        f"usage: {command} [@ file.toml] [--key value] [--section.key value] …",
+        "",
+        summary,
+        "",
+        "Values: command line over TOML over defaults. Lists as JSON or one bare value, None clears a value,",
+        "--flag and --no-flag for booleans.",
+        "  --dry-run    print and write the resolved configuration, start nothing",
+        "  --help       this text",
+        "",
+    ]
+    section = None
+    for key, field, _ in walk(cls):
+        head = key.rpartition(".")[0]
+        if head != section:
+            section = head
+            lines += ["", f"[{head}]"] if head else []
+        lines.append(f"  --{key.replace('_', '-')} {_type(field)}{_default(field)}")
+        if field.description:
+            lines.append(f"      {_one_line(field.description)}")
+    return "\n".join(lines)
+
+
+def reference_table(cls: type[Config]) -> str:
+    """The same as a Markdown table."""
+    rows = ["| key | type | default | |", "|---|---|---|---|"]
+    for key, field, _ in walk(cls):
+        default = _default(field).removeprefix(" (default ").removesuffix(")")
+        kind = _type(field).replace("|", "\\|")
+        rows.append(f"| `{key}` | {kind} | {default} | {_one_line(field.description or '').replace('|', chr(92) + '|')} |")
+    return "\n".join(rows)
+
+
+def to_toml(config: Config) -> str:
+    """A configuration as TOML that gives the same configuration back; None is written as "None"."""
+    values: dict[str, Any] = config.model_dump(mode="json")
+    return "\n".join(_toml_table(values, "")).strip() + "\n"
+
+
+def _toml_table(values: dict[str, Any], name: str) -> list[str]:
+    tables = {k: v for k, v in values.items() if isinstance(v, dict)}
+    arrays = {k: v for k, v in values.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
+    lines = [f"{k} = {_toml_value(v)}" for k, v in values.items() if k not in tables and k not in arrays]
+    for key, table in tables.items():
+        full = f"{name}.{key}" if name else key
+        lines += ["", f"[{full}]", *_toml_table(table, full)]
+    for key, entries in arrays.items():
+        full = f"{name}.{key}" if name else key
+        for entry in entries:
+            lines += ["", f"[[{full}]]", *_toml_table(entry, full)]
+    return lines
+
+
+def _toml_value(value: Any) -> str:
+    if value is None:
+        return '"None"'
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _type(field: Any) -> str:
+    text = str(field.annotation) if not isinstance(field.annotation, type) else field.annotation.__name__
+    text = re.sub(r"<class '([\w.]+)'>", r"\1", text).replace("typing.", "").replace("pathlib.", "")
+    text = re.sub(r"Literal\[(.*?)\]", lambda m: m.group(1).replace("', '", "|").strip("'"), text)
+    text = re.sub(r"Annotated\[(\w+),[^]]*\]*", r"\1", text)
+    return text.replace(" | None", "")
+
+
+def _default(field: Any) -> str:
+    if field.is_required():
+        return " (required)"
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined or value is None:
+        return " (default none)" if value is None else ""
+    if isinstance(value, str):
+        return f" (default {value})" if value else ""
+    return f" (default {json.dumps(value) if isinstance(value, (bool, list, dict)) else value})"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,100 @@
+"""Sections that several commands share. Imports no torch."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from hone.config.base import Config
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+def as_list(value: Any) -> Any:
+    """Where a list is meant, one bare value is a list of one."""
+    return value if isinstance(value, list) or value is None else [value]
+
+
+class ModelConfig(Config):
+    name: str
+    """Directory in Hugging Face format, or hub id (owner/model)."""
+    random_init: bool = False
+    """Start from random weights; the directory needs a config and a tokenizer only."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model lives; auto takes a GPU if there is one."""
+
+
+class WandbConfig(Config):
+    project: str = "hone"
+    """Weights & Biases project."""
+    name: str | None = None
+    """Name of the run there."""
+    offline: bool = False
+    """Write the run to disk only, for `wandb sync` later."""
+
+
+class OptimConfig(Config):
+    lr: Annotated[float, Field(ge=0)] = 1e-6
+    """Learning rate after warm-up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay, on matrices only."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's moment decays."""
+    max_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are clipped to this global norm."""
+
+
+class SchedulerConfig(Config):
+    type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after warm-up; linear and cosine fall to min_lr at the last step."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear warm-up from 0."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Where linear and cosine end."""
+
+
+class WeightsConfig(Config):
+    interval: Positive | None = None
+    """Write weights/step_N every so many steps; the last step is always written."""
+
+
+class EnvConfig(Config):
+    id: str
+    """Environment id: `reverse-text` is the installed module reverse_text."""
+    args: dict[str, Any] = {}
+    """Arguments of its load_environment."""
+
+
+class SamplingConfig(Config):
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Softmax temperature of rollouts; the trainer applies the same."""
+    max_tokens: Positive = 128
+    """Longest completion."""
+
+
+class EngineConfig(Config):
+    max_batch_size: Positive = 256
+    """Sequences decoded together."""
+    max_model_len: Positive | None = None
+    """Longest prompt plus completion; the model's own limit unless given."""
+    kv_cache_gib: Annotated[float, Field(gt=0)] = 8.0
+    """Most memory for keys and values."""
+
+
+class RunConfig(Config):
+    """Base of the commands that train."""
+
+    model: ModelConfig
+    output_dir: Path = Path("outputs")
+    """Run directory: logs, metrics, rollouts, weights, checkpoints."""
+    clean: bool = False
+    """Remove what an earlier run of this command left in output_dir."""
+    seed: int = 0
+    """Of everything random."""
+    wandb: WandbConfig | None = None
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """How much is logged."""
+    log_interval: Positive = 1
+    """Print every so many steps; the log file has them all."""

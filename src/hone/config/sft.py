@@ -1,0 +1,55 @@
+"""Configuration of `sft`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from hone.config.base import Config
+from hone.config.sections import OptimConfig, Positive, RunConfig, SchedulerConfig, WeightsConfig
+
+
+class DataConfig(Config):
+    name: str
+    """Hub id of a data set, or local .jsonl or .parquet file, with `messages` or `prompt` and `completion`."""
+    split: str = "train"
+    """Split, for a data set from the hub."""
+    seq_len: Positive = 128
+    """Tokens in a row; longer conversations are dropped and counted."""
+    batch_size: Positive = 128
+    """Rows in an optimiser step."""
+    micro_batch_size: Positive | None = None
+    """Rows in one forward and backward pass; fewer need less memory. The whole batch unless given."""
+    pack: Literal["cat", "stack"] = "cat"
+    """cat fills a row with whole conversations, which never see each other; stack puts one in a row."""
+    shuffle: bool = True
+    """New order in every epoch."""
+
+
+class ValConfig(Config):
+    name: str
+    """Validation data, like data.name."""
+    split: str = "train"
+    """Split, for a data set from the hub."""
+    interval: Positive = 100
+    """Validate every so many steps, and at the last."""
+
+
+class SFTConfig(RunConfig):
+    data: DataConfig
+    val: ValConfig | None = None
+    max_steps: Positive | None = None
+    """Optimiser steps; one pass over the data unless given."""
+    max_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Stop after so much wall time of training, if max_steps have not come first."""
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+    scheduler: SchedulerConfig = SchedulerConfig()
+    weights: WeightsConfig = WeightsConfig()
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> "SFTConfig":
+        micro = self.data.micro_batch_size
+        if micro and self.data.batch_size % micro:
+            raise ValueError(
+                f"data.batch-size {self.data.batch_size} is not a multiple of data.micro-batch-size {micro}"
+            )
+        return self

@@ -1,0 +1,82 @@
+"""Environments: a data set of tasks, how a conversation goes, and what it is worth.
+
+    row {question | prompt, answer, info} ─► Example ─ rollout(client, example, sampling) ─► Rollout with reward
+                                                          └─ client.chat(messages) ─► Turn
+"""
+
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from hone.environments.parsers import Parser
+from hone.environments.rubric import Rubric
+from hone.records import Example, Message, Rollout, Sampling, Turn
+
+
+class ModelClient(Protocol):
+    """All that an environment knows of a model."""
+
+    async def chat(self, messages: list[Message], sampling: Sampling) -> Turn: ...
+
+
+class Environment:
+    """Base of environments. `dataset` and `eval_dataset` are Hugging Face data sets or lists of rows."""
+
+    def __init__(
+        self,
+        dataset: Iterable[dict[str, Any]] | None = None,
+        eval_dataset: Iterable[dict[str, Any]] | None = None,
+        system_prompt: str | None = None,
+        few_shot: list[Message] | None = None,
+        parser: Parser | None = None,
+        rubric: Rubric | None = None,
+    ) -> None:
+        if dataset is None and eval_dataset is None:
+            raise ValueError("an environment needs a dataset or an eval_dataset")
+        self.system_prompt, self.few_shot = system_prompt, few_shot or []
+        self.parser = parser or Parser()
+        self.rubric = rubric or Rubric(parser=self.parser)
+        self._train = None if dataset is None else [self._example(i, row) for i, row in enumerate(dataset)]
+        self._eval = None if eval_dataset is None else [self._example(i, row) for i, row in enumerate(eval_dataset)]
+
+    def get_dataset(self) -> list[Example]:
+        """The examples to train on (those for evaluation where there are no others)."""
+        return self._train if self._train is not None else self._eval or []
+
+    def get_eval_dataset(self) -> list[Example]:
+        """The examples to evaluate on (those for training where none are held out)."""
+        return self._eval if self._eval is not None else self._train or []
+
+    async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
+        """One scored attempt at an example."""
+        raise NotImplementedError
+
+    async def score(self, rollout: Rollout, state: dict[str, Any]) -> Rollout:
+        example = rollout.example
+        rollout.reward, rollout.metrics = await self.rubric.score(
+            prompt=example.prompt, completion=rollout.messages, answer=example.answer,
+            info=example.info, state=state, parser=self.parser,
+        )  # fmt: skip
+        return rollout
+
+    def _example(self, index: int, row: dict[str, Any]) -> Example:
+        prompt = row.get("prompt")
+        if prompt is None:
+            if "question" not in row:
+                raise ValueError(f"row {index} of the dataset has neither 'prompt' nor 'question': {sorted(row)}")
+            prompt = [*self.few_shot, {"role": "user", "content": row["question"]}]
+            if self.system_prompt:
+                prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
+        return Example(row.get("example_id", index), prompt, str(row.get("answer", "")), row.get("info") or {})
+
+
+class SingleTurnEnv(Environment):
+    """One question, one answer."""
+
+    async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
+        start = time.perf_counter()
+        turn = await client.chat(example.prompt, sampling)
+        messages: list[Message] = [{"role": "assistant", "content": turn.text}]
+        rollout = await self.score(Rollout(example, [turn], messages), state={})
+        rollout.seconds = time.perf_counter() - start
+        return rollout

@@ -1,0 +1,45 @@
+"""Environments by id: `reverse-text` or `owner/reverse-text` is the installed module `reverse_text`."""
+
+import difflib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+from typing import Any
+
+from hone.environments.environment import Environment
+
+
+def load_environment(env_id: str, **env_args: Any) -> Environment:
+    """The environment that a package's `load_environment(**env_args)` makes.
+
+    Raises ValueError for an unknown id (with the nearest installed one) or arguments it does not take.
+    """
+    name = env_id.rpartition("/")[2]
+    module_name = name.replace("-", "_")
+    if not module_name.isidentifier() or importlib.util.find_spec(module_name) is None:
+        installed = installed_environments()
+        near = difflib.get_close_matches(name, installed, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"installed: {', '.join(installed) or 'none'}"
+        raise ValueError(f"environment {env_id!r} is not installed (no module {module_name}); {hint}")
+    module = importlib.import_module(module_name)
+    loader = getattr(module, "load_environment", None)
+    if loader is None:
+        raise ValueError(f"module {module_name} is not an environment: it has no load_environment()")
+    try:
+        inspect.signature(loader).bind(**env_args)
+    except TypeError as error:
+        accepted = ", ".join(inspect.signature(loader).parameters)
+        raise ValueError(f"environment {env_id!r}: {error}; its arguments are: {accepted}") from None
+    environment: Environment = loader(**env_args)
+    return environment
+
+
+def installed_environments() -> list[str]:
+    """Names of installed distributions that build on the environment protocol."""
+    found = set()
+    for distribution in importlib.metadata.distributions():
+        needs = {requirement.split(";")[0].split(" ")[0] for requirement in distribution.requires or []}
+        if any(need.startswith(("hone-rl", "verifiers")) for need in needs):
+            found.add(distribution.metadata["Name"].replace("_", "-"))
+    return sorted(found)

@@ -1,0 +1,63 @@
+"""Rubrics: a weighted sum of reward functions."""
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hone.environments.parsers import Parser
+
+log = logging.getLogger("hone.environments")
+
+RewardFunction = Callable[..., Any]
+
+
+class Rubric:
+    """reward = sum of weight x value over the functions; the values are kept as metrics by function name.
+
+    A function takes by name what it needs of prompt, completion, answer, state, info and parser (or all with
+    `**kwargs`) and returns a float, or awaits one. One that raises or returns no finite number counts 0 and
+    is logged. Functions of weight 0 are metrics only.
+    """
+
+    def __init__(
+        self,
+        funcs: Sequence[RewardFunction] | None = None,
+        weights: Sequence[float] | None = None,
+        parser: Parser | None = None,
+    ) -> None:
+        self.funcs = list(funcs or [])
+        self.weights = list(weights) if weights is not None else [1.0] * len(self.funcs)
+        if len(self.weights) != len(self.funcs):
+            raise ValueError(f"Rubric has {len(self.funcs)} functions but {len(self.weights)} weights")
+        self.parser = parser or Parser()
+
+    def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
+        self.funcs.append(func)
+        self.weights.append(weight)
+
+    async def score(self, **available: Any) -> tuple[float, dict[str, float]]:
+        """The reward and the value of every function; `available` is what functions may ask for."""
+        available.setdefault("parser", self.parser)
+        metrics: dict[str, float] = {}
+        for func in self.funcs:
+            metrics[func.__name__] = await _call(func, available)
+        reward = sum(w * v for w, v in zip(self.weights, metrics.values(), strict=True))
+        return reward, metrics
+
+
+async def _call(func: RewardFunction, available: dict[str, Any]) -> float:
+    parameters = inspect.signature(func).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    arguments = available if takes_all else {k: v for k, v in available.items() if k in parameters}
+    try:
+        value = func(**arguments)
+        value = float(await value if inspect.isawaitable(value) else value)
+    except Exception as error:  # a user's function: whatever it raises must not end the run
+        log.warning("reward function %s raised %s: %s; it counts 0", func.__name__, type(error).__name__, error)
+        return 0.0
+    if not math.isfinite(value):
+        log.warning("reward function %s returned %s; it counts 0", func.__name__, value)
+        return 0.0
+    return value

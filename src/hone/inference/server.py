@@ -1,0 +1,147 @@
+"""The server: an engine behind the OpenAI chat API.
+
+    GET  /health                 200 once the model is loaded; the only route without a key
+    GET  /v1/models              the one model, under the name it was given
+    POST /v1/chat/completions    not streaming; with logprobs and token ids on request
+
+Every refusal is a 4xx with a message in the OpenAI error form.
+"""
+
+import asyncio
+import hmac
+import logging
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from hone.config.inference import InferenceConfig
+from hone.engine.engine import Engine
+from hone.inference.protocol import ChatRequest, chat_response, error_body
+from hone.inference.service import EngineService
+from hone.records import GenerateRequest, Sampling
+from hone.text.tokenizer import Tokenizer
+
+log = logging.getLogger("hone.inference")
+
+
+def build_app(engine: Engine, tokenizer: Tokenizer, model_name: str, api_key: str | None = None) -> FastAPI:
+    service = EngineService(engine)
+    stop_ids = frozenset(tokenizer.stop_ids)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with service:
+            yield
+
+    app = FastAPI(title="hone inference", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.middleware("http")
+    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        if api_key is not None and request.url.path != "/health":
+            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), api_key.encode()):
+                return _refuse(401, "wrong or missing API key (header `Authorization: Bearer KEY`)", "authentication_error")
+        return await call_next(request)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        message = first["msg"].removeprefix("Value error, ")
+        return _refuse(400, f"{where}: {message}" if where else message)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        return _refuse(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        card = {"id": model_name, "object": "model", "created": 0, "owned_by": "hone", "max_model_len": engine.max_model_len}
+        return {"object": "list", "data": [card]}
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(body: ChatRequest) -> Response:
+        if body.model != model_name:
+            return _refuse(404, f"model {body.model!r} is not served here; this server has {model_name!r}", param="model")
+        try:
+            messages = [message.as_message() for message in body.messages]
+            prompt_ids = tokenizer.prompt_ids(messages, tools=body.tools, **(body.chat_template_kwargs or {}))
+            requests = _requests(body, prompt_ids, stop_ids, engine.max_model_len)
+            completions = await asyncio.gather(*(service.generate(request) for request in requests))
+        except ValueError as error:
+            return _refuse(400, str(error))
+        return JSONResponse(chat_response(body, prompt_ids, completions, tokenizer))
+
+    return app
+
+
+def _requests(
+    body: ChatRequest, prompt_ids: list[int], stop_ids: frozenset[int], max_model_len: int
+) -> list[GenerateRequest]:
+    wanted = body.max_completion_tokens or body.max_tokens
+    if wanted is not None and len(prompt_ids) + wanted > max_model_len:
+        raise ValueError(
+            f"This model's maximum context length is {max_model_len} tokens, but {len(prompt_ids) + wanted} were "
+            f"requested ({len(prompt_ids)} in the messages, {wanted} in the completion)"
+        )
+    temperature = 1.0 if body.temperature is None else body.temperature
+    seed = body.seed if body.seed is not None else int.from_bytes(os.urandom(7), "little")
+    return [
+        GenerateRequest(prompt_ids, Sampling(temperature, wanted or max_model_len, seed + i), stop_ids)
+        for i in range(body.n or 1)
+    ]
+
+
+def _refuse(status: int, message: str, kind: str = "invalid_request_error", param: str | None = None) -> JSONResponse:
+    return JSONResponse(error_body(status, message, kind, param), status_code=status)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket, before any weight is loaded. Raises ValueError when the address cannot be had."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ValueError(
+            f"server.port: cannot listen on {host}:{port}: {error.strerror}; "
+            "stop what listens there or choose another with --server.port"
+        ) from None
+    return sock
+
+
+def serve(config: InferenceConfig) -> None:
+    """Loads the model and serves it until interrupted."""
+    start = time.perf_counter()
+    host = config.server.host or ("127.0.0.1" if config.api_key is None else "0.0.0.0")
+    if config.api_key is None and host not in ("127.0.0.1", "::1", "localhost"):
+        log.warning("serving on %s without an API key: whoever reaches this address can use the model", host)
+    sock = bind(host, config.server.port)
+
+    from hone.models.loading import load
+
+    loaded = load(config.model, seed=config.seed)
+    engine = Engine(
+        loaded.model,
+        max_batch_size=config.max_batch_size,
+        max_model_len=config.max_model_len,
+        kv_cache_gib=config.kv_cache_gib,
+    )
+    app = build_app(engine, loaded.tokenizer, config.model.name, config.api_key)
+    url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
+    log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - start)
+    uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[sock])

@@ -1,0 +1,120 @@
+"""Causal attention over sequences that lie end to end, none of which sees another.
+
+    flat q, k, v (T) ─ pad ─► buckets of similar length (B x H x S x E) ─ sdpa ─► unpad ─► flat (T)
+
+On a GPU in half precision the flat layout goes straight to the variable-length flash kernel. Elsewhere
+sequences of similar length share a rectangle, so that padding never more than doubles the attention work
+and never touches the linear layers.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class PackedAttention:
+    """Causal attention for sequences of the given lengths, laid end to end in the flat token axis."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.lengths = list(lengths)
+        self.device = torch.device(device)
+        self.buckets = [_Bucket(members, self.lengths, self.device) for members in _bucket_by_length(self.lengths)]
+        self.order: Tensor | None = None
+        if len(self.buckets) > 1:
+            self.order = torch.empty(sum(self.lengths), dtype=torch.int64, device=self.device)
+            self.order[torch.cat([bucket.flat for bucket in self.buckets])] = torch.arange(
+                sum(self.lengths), device=self.device
+            )
+        self.cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32, device=self.device).cumsum(
+            0, dtype=torch.int32
+        )
+
+    def positions(self) -> Tensor:
+        """Position of every flat token inside its own sequence."""
+        return torch.cat([torch.arange(n, device=self.device) for n in self.lengths])
+
+    def __call__(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+        T = q_THE.shape[0]
+        if q_THE.is_cuda and q_THE.dtype in (torch.bfloat16, torch.float16):
+            from torch.nn.attention.varlen import varlen_attn
+
+            longest = max(self.lengths)
+            out = varlen_attn(
+                q_THE, k_TKE, v_TKE.contiguous(), self.cu_seqlens, self.cu_seqlens, longest, longest, window_size=(-1, 0)
+            )
+            return out.reshape(T, -1)
+        outs = [bucket.attend(q_THE, k_TKE, v_TKE) for bucket in self.buckets]
+        return outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order)
+
+
+class _Bucket:
+    """Sequences of similar length, attended to as one padded rectangle of B x S."""
+
+    def __init__(self, members: list[int], lengths: list[int], device: torch.device) -> None:
+        starts = [0]
+        for n in lengths:
+            starts.append(starts[-1] + n)
+        self.rows, self.width = len(members), max(lengths[i] for i in members)
+        spans = [torch.arange(starts[i], starts[i] + lengths[i]) for i in members]
+        cells = [torch.arange(lengths[i]) + row * self.width for row, i in enumerate(members)]
+        self.flat = torch.cat(spans).to(device)  # which flat tokens, in bucket order
+        self.cell = torch.cat(cells).to(device)  # where they stand in the rectangle
+        self.is_whole = self.rows == len(lengths)  # every token of the call, in the flat order
+        self.is_dense = self.is_whole and len(self.cell) == self.rows * self.width
+
+    def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+        q, k, v = (self.pad(x).transpose(1, 2) for x in (q_THE, k_TKE, v_TKE))
+        gqa = q.shape[1] != k.shape[1]
+        out_BHSE = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+        out = out_BHSE.transpose(1, 2).reshape(self.rows * self.width, -1)
+        return out if self.is_dense else _Take.apply(out, self.cell)
+
+    def pad(self, x_THE: Tensor) -> Tensor:
+        if not self.is_dense:
+            x_THE = x_THE if self.is_whole else _Take.apply(x_THE, self.flat)
+            x_THE = _Put.apply(x_THE, self.cell, self.rows * self.width)
+        return x_THE.view(self.rows, self.width, *x_THE.shape[1:])
+
+
+class _Take(torch.autograd.Function):
+    """x[index] for an index without repeats: the gradient is a plain copy, not an accumulation."""
+
+    @staticmethod
+    def forward(ctx, x, index):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(index)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, index, grad), None
+
+
+class _Put(torch.autograd.Function):
+    """The opposite of _Take: rows x go to `index` of a zero tensor of `rows` rows."""
+
+    @staticmethod
+    def forward(ctx, x, index, rows):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(index)
+        return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, index, x)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (index,) = ctx.saved_tensors
+        return grad.index_select(0, index), None, None
+
+
+def _bucket_by_length(lengths: list[int]) -> list[list[int]]:
+    """Indices of the sequences in buckets whose longest is at most twice (or 32 tokens over) the shortest."""
+    if max(lengths) <= 2 * min(lengths) + 32:
+        return [list(range(len(lengths)))]
+    buckets: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if buckets and lengths[i] <= 2 * lengths[buckets[-1][0]] + 32:
+            buckets[-1].append(i)
+        else:
+            buckets.append([i])
+    return buckets

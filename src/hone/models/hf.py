@@ -1,0 +1,167 @@
+"""Models as directories and hub ids in Hugging Face format: the boundary where names change.
+
+    directory or hub id ─ config.json ─► ModelSpec ─► Transformer ◄─ *.safetensors (HF names, split)
+    Transformer ─ unfuse ─► HF names ─► model.safetensors + the config, tokenizer and template it came with
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hone.models.spec import ModelSpec, parse_model_config, read_model_config
+from hone.models.transformer import Transformer
+
+WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
+TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]  # what goes along when weights are saved
+
+
+def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
+    """The mapping table: each parameter of ours to the HF tensors that, stacked by rows, make it."""
+    table = {"embed.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
+    if not spec.tie_word_embeddings:
+        table["head.weight"] = ["lm_head.weight"]
+    for i in range(spec.num_hidden_layers):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        table |= {
+            f"{ours}.attention_norm.weight": [f"{theirs}.input_layernorm.weight"],
+            f"{ours}.attention.qkv.weight": [f"{theirs}.self_attn.{x}_proj.weight" for x in "qkv"],
+            f"{ours}.attention.out.weight": [f"{theirs}.self_attn.o_proj.weight"],
+            f"{ours}.attention.q_norm": [f"{theirs}.self_attn.q_norm.weight"],
+            f"{ours}.attention.k_norm": [f"{theirs}.self_attn.k_norm.weight"],
+            f"{ours}.mlp_norm.weight": [f"{theirs}.post_attention_layernorm.weight"],
+            f"{ours}.mlp.gate_up.weight": [f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up")],
+            f"{ours}.mlp.down.weight": [f"{theirs}.mlp.down_proj.weight"],
+        }
+        if spec.qkv_bias:
+            table[f"{ours}.attention.qkv.bias"] = [f"{theirs}.self_attn.{x}_proj.bias" for x in "qkv"]
+            table[f"{ours}.attention.out.bias"] = [f"{theirs}.self_attn.o_proj.bias"]
+    return table
+
+
+def split_rows(spec: ModelSpec, name: str, weight: Tensor) -> list[Tensor]:
+    """A fused parameter as the row blocks that its HF tensors hold, in the table's order."""
+    if ".qkv." in name:
+        return list(weight.split(spec.qkv_splits))
+    if ".gate_up." in name:
+        return list(weight.split(spec.intermediate_size))
+    return [weight]
+
+
+def resolve_model(name: str) -> Path:
+    """The local directory of a model: a path as it is, a hub id from the cache or downloaded.
+
+    Raises ValueError that says why when there is neither.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"model.name: {name} is a file; give the model's directory")
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1 or not name.isascii():
+        raise ValueError(f"model.name: no directory {name} here (a hub id has the form owner/model)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=WEIGHT_PATTERNS + TEXT_FILES))
+    except HFValidationError as error:
+        raise ValueError(f"model.name: {name} is neither a directory here nor a valid hub id: {error}") from None
+    except LocalEntryNotFoundError:
+        raise ValueError(
+            f"model.name: {name} is not a directory here, it is not in the hub cache, and the hub cannot be reached"
+        ) from None
+    except HfHubHTTPError as error:
+        raise ValueError(f"model.name: the hub refused {name}: {str(error).splitlines()[0]}") from None
+
+
+def load_model(
+    directory: Path,
+    *,
+    random_init: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Transformer:
+    """The model of an HF directory, ready to train or sample.
+
+    `random_init` draws new weights from `seed` and needs no weight files. Raises ValueError when weights
+    are missing, superfluous or of another shape than `config.json` says.
+    """
+    spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))
+    with torch.device("meta"):
+        model = Transformer(spec)
+    model = model.to_empty(device="cpu").to(dtype)
+    if random_init:
+        model.init_weights(torch.Generator().manual_seed(seed))
+    else:
+        _load_weights(model, directory)
+    return model.to(device)
+
+
+@torch.no_grad()
+def _load_weights(model: Transformer, directory: Path) -> None:
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"{directory} has no *.safetensors weights; give a directory with weights, "
+            "or --model.random-init to start from random ones"
+        )
+    where = {key: file for file in files for key in _keys(file)}
+    parameters = dict(model.named_parameters())
+    used: set[str] = set()
+    for ours, theirs in hf_names(model.spec).items():
+        for name, part in zip(theirs, split_rows(model.spec, ours, parameters[ours]), strict=True):
+            if name not in where:
+                raise ValueError(f"{directory}: tensor {name} is missing from {', '.join(f.name for f in files)}")
+            with safe_open(where[name], framework="pt") as reader:
+                tensor = reader.get_tensor(name)
+            if tensor.shape != part.shape:
+                raise ValueError(
+                    f"{where[name]}: {name} has shape {tuple(tensor.shape)}, config.json says {tuple(part.shape)}"
+                )
+            part.copy_(tensor)
+            used.add(name)
+    # A tied checkpoint may store the head once more, older ones the rotary frequencies: both are derived.
+    surplus = {n for n in where if n not in used and n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq")}
+    if surplus:
+        raise ValueError(f"{directory}: tensors that the model does not have: {', '.join(sorted(surplus)[:5])}")
+
+
+def _keys(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as reader:
+            return list(reader.keys())
+    except Exception as error:  # safetensors raises its own class for a damaged file
+        raise ValueError(f"{file} is not a readable safetensors file: {error}") from None
+
+
+def hf_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """The model's weights under their HF names, as views."""
+    parameters = dict(model.named_parameters())
+    for ours, theirs in hf_names(model.spec).items():
+        yield from zip(theirs, split_rows(model.spec, ours, parameters[ours].detach()), strict=True)
+
+
+def save_model(model: Transformer, source: Path, directory: Path) -> None:
+    """Writes an HF directory: the weights of `model`, everything else as in `source`. Appears whole (by rename)."""
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for pattern in TEXT_FILES:
+        for file in source.glob(pattern):
+            if not file.name.endswith(".safetensors.index.json"):
+                shutil.copyfile(file, partial / file.name)
+    config = read_model_config(source)
+    config["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+    config.pop("torch_dtype", None)
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in hf_tensors(model)}
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)

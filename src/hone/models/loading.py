@@ -1,0 +1,38 @@
+"""A model as the configuration names it: weights, tokenizer and the directory they came from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hone.config.sections import ModelConfig
+from hone.models.hf import load_model, resolve_model
+from hone.models.transformer import Transformer
+from hone.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: Transformer
+    tokenizer: Tokenizer
+    directory: Path
+
+
+def load(config: ModelConfig, seed: int = 0) -> Loaded:
+    """Resolves, checks the cheap things first, then loads. Raises ValueError with what is wrong."""
+    directory = resolve_model(config.name)
+    tokenizer = Tokenizer(directory)
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("model.device: cuda was asked for, but torch sees no GPU here")
+    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(
+        config.dtype, torch.bfloat16 if on_gpu else torch.float32
+    )
+    model = load_model(
+        directory, random_init=config.random_init, seed=seed, dtype=dtype, device="cuda" if on_gpu else "cpu"
+    )
+    if tokenizer.vocab_size > model.spec.vocab_size:
+        raise ValueError(
+            f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is {model.spec.vocab_size}"
+        )
+    return Loaded(model, tokenizer, directory)

@@ -1,0 +1,135 @@
+"""The one model definition, for training and for sampling.
+
+All tokens of a call lie end to end in one flat axis T, with no padding; which of them see each other is
+the business of the attention that is handed in:
+
+    tokens_T, positions_T ─ embed ─► x_TD ─┬─ norm ─ qkv ─ q/k norm ─ rope ─ attend(layer, q, k, v) ─ out ─┬─►
+                                           └──────────────────────── residual ─────────────────────────────┘
+    training and prefill hand in PackedAttention (sequences side by side), decoding hands in the KV cache.
+
+Weights are stored fused (`qkv`, `gate_up`); `models/hf.py` has the names of the outside world.
+Shapes: T tokens, D hidden, H query heads, K key/value heads, E head size, F feed-forward, V vocabulary.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hone.models.spec import ModelSpec
+
+
+class Attention(Protocol):
+    """Mixes the values of the tokens that each query may see: q_THE, k_TKE, v_TKE -> T x (H * E)."""
+
+    def __call__(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor: ...
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+        self.eps = spec.rms_norm_eps
+        self.qkv = nn.Linear(spec.hidden_size, sum(spec.qkv_splits), bias=spec.qkv_bias)
+        self.out = nn.Linear(spec.qkv_splits[0], spec.hidden_size, bias=spec.qkv_bias)
+        self.q_norm = nn.Parameter(torch.ones(spec.head_dim))
+        self.k_norm = nn.Parameter(torch.ones(spec.head_dim))
+
+    def forward(self, layer: int, x_TD: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, attend: Attention) -> Tensor:
+        H, K, E = self.heads, self.kv_heads, self.head_dim
+        qkv = self.qkv(x_TD).view(-1, H + 2 * K, E)
+        # q and k are normalised and rotated in one pass, each head with the scale of its kind.
+        scale_HE = torch.cat([self.q_norm.expand(H, E), self.k_norm.expand(K, E)])
+        qk = apply_rope(F.rms_norm(qkv[:, : H + K], (E,), None, self.eps) * scale_HE, cos_T1E, sin_T1E)
+        return self.out(attend(layer, qk[:, :H], qk[:, H:], qkv[:, H + K :]))
+
+
+class MLP(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=False)
+        self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        gate_TF, up_TF = self.gate_up(x_TD).chunk(2, dim=-1)
+        return self.down(F.silu(gate_TF) * up_TF)
+
+
+class Block(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.attention = SelfAttention(spec)
+        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = MLP(spec)
+
+    def forward(self, layer: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attention) -> Tensor:
+        x_TD = x_TD + self.attention(layer, self.attention_norm(x_TD), cos, sin, attend)
+        return x_TD + self.mlp(self.mlp_norm(x_TD))
+
+
+class Transformer(nn.Module):
+    """A Qwen3 dense causal language model. `forward` gives hidden states; `logits` applies the LM head."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.num_hidden_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.head = None if spec.tie_word_embeddings else nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.rope_table: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attention) -> Tensor:
+        """Final hidden states x_TD, normalised, of tokens at the given positions in their own sequences."""
+        x_TD = self.embed(tokens_T)
+        cos, sin = self.rope(positions_T, x_TD.dtype)
+        for layer, block in enumerate(self.blocks):
+            x_TD = block(layer, x_TD, cos, sin, attend)
+        return self.norm(x_TD)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Logits of the given positions, T x V, in the dtype of the weights."""
+        return F.linear(hidden_TD, self.embed.weight if self.head is None else self.head.weight)
+
+    def rope(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of the rotary angles, T x 1 x E: Su et al. 2021, halves rotated against each other."""
+        table = self.rope_table
+        if table is None or table[0].device != positions_T.device or table[0].dtype != dtype:
+            table = self.rope_table = build_rope_table(self.spec, positions_T.device, dtype)
+        return table[0][positions_T].unsqueeze(1), table[1][positions_T].unsqueeze(1)
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Normal weights of width `initializer_range`, norms 1, biases 0."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm") or name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.normal_(0.0, self.spec.initializer_range, generator=generator)
+
+
+def build_rope_table(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and signed sin for every position, P x E; sin's first half is negative so that one roll rotates."""
+    half = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
+    angles = torch.outer(torch.arange(spec.max_position_embeddings).float(), 1.0 / spec.rope_theta**half)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1).to(device, dtype), torch.cat([-sin, sin], -1).to(device, dtype)
+
+
+def apply_rope(x_THE: Tensor, cos_T1E: Tensor, sin_T1E: Tensor) -> Tensor:
+    first, second = x_THE.chunk(2, dim=-1)
+    return torch.addcmul(x_THE * cos_T1E, torch.cat([second, first], dim=-1), sin_T1E)

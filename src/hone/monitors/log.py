@@ -1,0 +1,47 @@
+"""Log lines: `12:00:00 SUCCESS Step 3 | Time: …` on the console and, once a run directory is known, in its logs/.
+
+Step lines have the level SUCCESS: scripts look for lines with SUCCESS and Step in them.
+"""
+
+import logging
+import sys
+from pathlib import Path
+
+SUCCESS = 25
+FORMAT = "%(asctime)s %(levelname)7s %(message)s"
+
+
+def start_logging(level: str = "info") -> None:
+    """Logs of `hone` to stdout."""
+    logging.addLevelName(SUCCESS, "SUCCESS")
+    handler = _Stdout()
+    handler.setFormatter(logging.Formatter(FORMAT, "%H:%M:%S"))
+    handler.addFilter(lambda record: getattr(record, "console", True))
+    root = logging.getLogger("hone")
+    root.handlers = [handler]
+    root.setLevel(level.upper())
+    root.propagate = False
+
+
+class _Stdout(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what sys.stdout is at the time: a progress bar replaces it to keep its place below the lines."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self):  # type: ignore[no-untyped-def]
+        return sys.stdout
+
+
+def component_log(name: str, directory: Path | None = None) -> logging.Logger:
+    """The logger of a component (trainer, orchestrator, sft); with a directory also into NAME.log there."""
+    logger = logging.getLogger(f"hone.{name}")
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(directory / f"{name}.log")
+        handler.setFormatter(logging.Formatter(FORMAT, "%Y-%m-%d %H:%M:%S"))
+        for old in logger.handlers:
+            old.close()
+        logger.handlers = [handler]
+    return logger

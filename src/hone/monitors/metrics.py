@@ -1,0 +1,47 @@
+"""Metrics of a run: one JSON object a step in a file, and Weights & Biases where it is asked for."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from hone.config.sections import WandbConfig
+
+
+def check_wandb(config: WandbConfig | None) -> None:
+    """Raises ValueError, naming the extra, when wandb is asked for and not installed. Call before work starts."""
+    if config is not None and importlib.util.find_spec("wandb") is None:
+        raise ValueError("wandb is asked for but not installed; install the extra: pip install 'hone-rl[wandb]'")
+
+
+class Metrics:
+    """Use as a context manager; `log(step, values)` appends a line."""
+
+    def __init__(self, path: Path, wandb: WandbConfig | None, run_config: dict[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("a")
+        self.run = None
+        if wandb is not None:
+            import wandb as library
+
+            self.run = library.init(
+                project=wandb.project,
+                name=wandb.name,
+                config=run_config,
+                dir=str(path.parent),
+                mode="offline" if wandb.offline else "online",
+            )
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        self.file.flush()
+        if self.run is not None:
+            self.run.log(values, step=step)
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.file.close()
+        if self.run is not None:
+            self.run.finish(exit_code=0 if kind is None else 1)

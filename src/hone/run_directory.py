@@ -1,0 +1,92 @@
+"""The run directory: whose it is, what stands where, and that two runs never mix in it.
+
+    configs/COMMAND.toml  logs/  metrics.jsonl (rl), metrics_sft.jsonl (sft)  rollouts/step_N/  checkpoints/step_N/
+    weights/step_N/       run_COMMAND.json: what this run wrote, so that --clean removes that and nothing else
+
+`sft` and `rl` may share a directory, one after the other, as the examples do.
+"""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+UserError = (ValueError, ConnectionError)  # what a command reports in one message; anything else is a bug of ours
+
+
+class RunDirectory:
+    def __init__(self, path: Path, command: str) -> None:
+        self.path, self.command = path, command
+        self.manifest = path / f"run_{command}.json"
+        self.metrics = path / ("metrics.jsonl" if command == "rl" else f"metrics_{command}.jsonl")
+        self.logs, self.configs, self.weights = path / "logs", path / "configs", path / "weights"
+        self.rollouts, self.checkpoints = path / "rollouts", path / "checkpoints"
+
+    def earlier_run(self) -> bool:
+        return self.manifest.exists() or (self.command == "rl" and (self.rollouts.exists() or self.checkpoints.exists()))
+
+    def claim(self, *, clean: bool, resume: bool = False) -> None:
+        """Makes the directory this run's. Raises ValueError when it holds an earlier one and nothing was chosen."""
+        if clean and resume:
+            raise ValueError("--clean and --resume exclude each other: start again, or continue")
+        if self.earlier_run() and not resume:
+            if not clean:
+                choices = "--clean (remove that run and start again), "
+                choices += "--resume (continue it), " if self.command == "rl" else ""
+                raise ValueError(
+                    f"{self.path} holds an earlier {self.command} run; choose: {choices}"
+                    "or another directory (--output-dir DIR)"
+                )
+            self._remove()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.path, os.W_OK):
+                raise PermissionError(13, "Permission denied")
+            self.logs.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"output-dir {self.path} cannot be written to: {error.strerror}") from None
+        if not resume or not self.manifest.exists():
+            self._write_manifest({"command": self.command, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "weights": []})
+
+    def write_config(self, toml: str) -> Path:
+        self.configs.mkdir(parents=True, exist_ok=True)
+        file = self.configs / f"{self.command}.toml"
+        file.write_text(toml)
+        return file
+
+    def weights_for(self, step: int) -> Path:
+        """Where the weights of this step go. Raises ValueError when another run's stand there."""
+        directory = self.weights / f"step_{step}"
+        manifest = self._read_manifest()
+        if directory.name not in manifest["weights"]:
+            if directory.exists():
+                raise ValueError(f"{directory} was written by another run; move it away or use another --output-dir")
+            self._write_manifest(manifest | {"weights": [*manifest["weights"], directory.name]})
+        return directory
+
+    def last_checkpoint(self) -> Path | None:
+        steps = [p for p in self.checkpoints.glob("step_*") if p.name[5:].isdigit()]
+        return max(steps, key=lambda p: int(p.name[5:]), default=None)
+
+    def _remove(self) -> None:
+        for name in self._read_manifest()["weights"]:
+            shutil.rmtree(self.weights / name, ignore_errors=True)
+        if self.command == "rl":
+            shutil.rmtree(self.rollouts, ignore_errors=True)
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+        logs = ("orchestrator", "trainer") if self.command == "rl" else (self.command,)
+        for file in (self.metrics, self.manifest, *(self.logs / f"{name}.log" for name in logs)):
+            file.unlink(missing_ok=True)
+
+    def _read_manifest(self) -> dict[str, Any]:
+        if not self.manifest.exists():
+            return {"weights": []}
+        manifest: dict[str, Any] = json.loads(self.manifest.read_text())
+        return manifest
+
+    def _write_manifest(self, manifest: dict[str, Any]) -> None:
+        partial = self.manifest.with_suffix(".partial")
+        partial.write_text(json.dumps(manifest, indent=2) + "\n")
+        partial.replace(self.manifest)

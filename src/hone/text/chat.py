@@ -1,0 +1,104 @@
+"""Chat templates: messages to the text that a model reads, as transformers renders them, without importing it.
+
+Source of the environment (filters, globals, block trimming, the `generation` tag): the chat-template
+documentation of transformers; equality with it is tested on several templates.
+"""
+
+import json
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Message = dict[str, Any]  # role, content and whatever else the template reads (tool_calls, name, …)
+
+
+class ChatTemplate:
+    """A compiled chat template. Raises ValueError for a template that does not compile."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self.template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"the chat template does not compile: {error}") from None
+        self.special_tokens = special_tokens
+
+    def render(
+        self,
+        messages: list[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        **template_args: Any,
+    ) -> str:
+        """The conversation as text; `template_args` reach the template (`enable_thinking=False`, …).
+
+        Raises ValueError when the template refuses the messages (roles out of order, unknown role).
+        """
+        try:
+            return self.template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+                **template_args,
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from None
+
+    def assistant_spans(self, messages: list[Message], **template_args: Any) -> tuple[str, list[tuple[int, int]]]:
+        """The rendered conversation and the character spans that the assistant wrote, end-of-turn mark included.
+
+        What an assistant wrote is what its message adds to the text that prompted it. Raises ValueError when
+        the template rewrites earlier turns, since the prompt is then no prefix of the conversation.
+        """
+        text = self.render(messages, **template_args)
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self.render(messages[:i], add_generation_prompt=True, **template_args)
+            answered = text if i == len(messages) - 1 else self.render(messages[: i + 1], **template_args)
+            if not (answered.startswith(prompt) and text.startswith(answered)):
+                raise ValueError(
+                    f"the chat template renders message {i} differently once the conversation goes on "
+                    "(some drop earlier thinking), so its tokens cannot be marked for the loss; "
+                    "train on single-turn data or use a template that only appends"
+                )
+            spans.append((len(prompt), len(answered.rstrip())))  # the line break after a turn is not the model's
+        return text, spans
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}` marks assistant text in some templates; it renders as its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)

@@ -1,0 +1,109 @@
+"""A model's tokenizer: text to ids and back, conversations to ids, and which of them are the assistant's.
+
+Reads what an HF directory has (`tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`,
+`generation_config.json`) with the `tokenizers` library; transformers is not needed.
+"""
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Encoder
+
+from hone.text.chat import ChatTemplate, Message
+
+
+class Tokenizer:
+    """Text and ids of one model directory.
+
+    `stop_ids` end a generation: eos of the tokenizer and of the generation config.
+    Raises ValueError, naming the file, for a directory without a usable tokenizer.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"{directory} has no tokenizer.json; save the tokenizer in that directory (HF fast format)")
+        try:
+            self.encoder = Encoder.from_file(str(path))
+        except Exception as error:  # the library raises a plain Exception for a malformed file
+            raise ValueError(f"{path} is not a readable tokenizer: {error}") from None
+        config = _read_json(directory / "tokenizer_config.json")
+        specials = {k: _content(v) for k, v in config.items() if k.endswith("_token") and _content(v) is not None}
+        template_file = directory / "chat_template.jinja"
+        source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
+        if isinstance(source, list):  # several named templates
+            source = next((t["template"] for t in source if t["name"] == "default"), None)
+        self.template = ChatTemplate(source, specials) if source else None  # type: ignore[arg-type]
+        self.directory = directory
+        self.vocab_size = self.encoder.get_vocab_size(with_added_tokens=True)
+        self.stop_ids = self._stop_ids(specials, _read_json(directory / "generation_config.json"))
+        self.special_ids = {i for i, t in self.encoder.get_added_tokens_decoder().items() if t.special}
+        self._chat_cache: OrderedDict[str, list[int]] = OrderedDict()
+
+    def _stop_ids(self, specials: dict[str, str | None], generation: dict[str, Any]) -> list[int]:
+        eos = generation.get("eos_token_id")
+        ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        token = specials.get("eos_token")
+        token_id = self.encoder.token_to_id(token) if token else None
+        if token_id is not None:
+            ids.add(token_id)
+        if not ids:
+            raise ValueError(f"{self.directory}: neither tokenizer_config.json nor generation_config.json names an eos token")
+        return sorted(ids)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text as it stands; nothing is added."""
+        return list(self.encoder.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return str(self.encoder.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def token(self, token_id: int) -> str:
+        """The text of one token, special or not."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def prompt_ids(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **template_args: Any
+    ) -> list[int]:
+        """The ids of a conversation up to where the assistant is to speak. Recent answers are kept: a group asks often."""
+        key = json.dumps([messages, tools, template_args], sort_keys=True)
+        ids = self._chat_cache.get(key)
+        if ids is None:
+            template = self.require_template()
+            ids = self.encode(template.render(messages, add_generation_prompt=True, tools=tools, **template_args))
+            self._chat_cache[key] = ids
+            if len(self._chat_cache) > 1024:
+                self._chat_cache.popitem(last=False)
+        return ids
+
+    def conversation_ids(self, messages: list[Message], **template_args: Any) -> tuple[list[int], list[bool]]:
+        """The ids of a whole conversation, and for each whether the assistant wrote it (the loss mask)."""
+        text, spans = self.require_template().assistant_spans(messages, **template_args)
+        encoding = self.encoder.encode(text, add_special_tokens=False)
+        mask = [any(start <= a and b <= end for start, end in spans) for a, b in encoding.offsets]
+        return list(encoding.ids), mask
+
+    def require_template(self) -> ChatTemplate:
+        if self.template is None:
+            raise ValueError(
+                f"{self.directory} has no chat template (chat_template.jinja or tokenizer_config.json), "
+                "so messages cannot be rendered"
+            )
+        return self.template
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value: dict[str, Any] = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    return value
+
+
+def _content(token: Any) -> str | None:
+    """Special tokens stand as plain strings or as {"content": …}."""
+    return token.get("content") if isinstance(token, dict) else token if isinstance(token, str) else None

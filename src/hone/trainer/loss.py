@@ -1,0 +1,64 @@
+"""The numbers that learning depends on: pure functions on tensors, pinned by tests that can be checked by hand."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """Sum of -log p(target), in fp32; divide by the number of targets of the whole batch."""
+    return F.cross_entropy(logits_NV.float(), targets_N, reduction="sum")
+
+
+def token_logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Trainer logprobs log-softmax(logits / T) at the targets, in fp32, and the entropies (without gradient), in nats."""
+    logprobs_NV = torch.log_softmax(logits_NV.float() / temperature_N[:, None], dim=-1)
+    with torch.no_grad():
+        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)
+    return logprobs_NV.gather(1, targets_N[:, None]).squeeze(1), entropy_N
+
+
+@dataclass
+class PolicyLoss:
+    """`total` is to be divided by the number of loss tokens of the whole batch; the rest is per token, detached."""
+
+    total: Tensor
+    mismatch_kl: Tensor  # r - log r - 1 (k3, Schulman 2020)
+    is_masked: Tensor  # 1.0 where the ratio was out of bounds
+    ratio: Tensor
+
+
+def policy_loss(
+    trainer_logprobs_N: Tensor,
+    sampler_logprobs_N: Tensor,
+    advantage_N: Tensor,
+    sequence_N: Tensor,
+    *,
+    mask_ratio_low: float = 0.125,
+    mask_ratio_high: float = 8.0,
+    ratio_type: str = "token",
+    kl_tau: float = 0.0,
+) -> PolicyLoss:
+    """Importance-weighted policy gradient with a two-sided token mask (IcePop; PRIME-RL, late 2025).
+
+    r = exp(trainer logprob - sampler logprob). Tokens with r outside [low, high] are dropped, not clipped;
+    the others contribute -r * A + kl_tau * log r, and the gradient flows through r. With ratio_type
+    "sequence", log r is the mean over the tokens of a sequence (GSPO, Zheng et al. 2025).
+    """
+    log_ratio_N = trainer_logprobs_N - sampler_logprobs_N
+    if ratio_type == "sequence":
+        count = int(sequence_N.max()) + 1 if len(sequence_N) else 0
+        sums = log_ratio_N.new_zeros(count).index_add(0, sequence_N, log_ratio_N)
+        sizes = log_ratio_N.new_zeros(count).index_add(0, sequence_N, torch.ones_like(log_ratio_N)).clamp(min=1)
+        log_ratio_N = (sums / sizes)[sequence_N]
+    ratio_N = log_ratio_N.exp()
+    keep_N = (ratio_N >= mask_ratio_low) & (ratio_N <= mask_ratio_high)
+    loss_N = -ratio_N * advantage_N
+    if kl_tau:
+        loss_N = loss_N + kl_tau * log_ratio_N
+    # where, not a product: a dropped token may have an infinite ratio, and 0 x inf is NaN.
+    total = torch.where(keep_N, loss_N, 0.0).sum()
+    ratio, log_ratio = ratio_N.detach(), log_ratio_N.detach()
+    return PolicyLoss(total, ratio - log_ratio - 1, (~keep_N).float(), ratio)
