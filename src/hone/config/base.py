@@ -173,7 +173,9 @@ def explain(error: ValidationError, cls: type[Config], origins: dict[str, str]) 
             )  # fmt: skip
             lines.append(f"{_kebab(key)}: unknown key{place}; {hint}")
         elif item["type"] == "missing":
-            lines.append(f"{_kebab(key)} must be given: --{_kebab(key)} VALUE or in the TOML file")
+            section = _section(cls, names)
+            required = [k for k, field, _ in walk(section, f"{key}.") if field.is_required()] if section else [key]
+            lines += [f"{_kebab(k)} must be given: --{_kebab(k)} VALUE or in the TOML file" for k in required]
         elif item["type"] in ("value_error", "assertion_error"):
             message = str(item["ctx"]["error"]) if "ctx" in item else item["msg"]
             lines.append(f"{_kebab(key)}: {message}{place}" if key else message)
@@ -223,12 +225,13 @@ def section_type(annotation: Any) -> type[Config] | None:
 
 
 def walk(cls: type[Config], prefix: str = "") -> list[tuple[str, Any, type[Config]]]:
-    """Every leaf key of a configuration: dotted name, pydantic field, owning section."""
-    found = []
+    """Every leaf key of a configuration: dotted name, pydantic field, owning section. A section's own keys come first."""
+    found: list[tuple[str, Any, type[Config]]] = []
+    sections: list[tuple[str, Any, type[Config]]] = []
     for name, field in cls.model_fields.items():
         section = section_type(field.annotation)
         if section:
-            found += walk(section, f"{prefix}{name}.")
+            sections += walk(section, f"{prefix}{name}.")
         else:
             found.append((f"{prefix}{name}", field, cls))
-    return found
+    return found + sections

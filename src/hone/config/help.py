@@ -1,8 +1,8 @@
 """The words about a configuration: `--help` in the terminal, the reference page, the resolved TOML file."""
 
 import json
-import re
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
@@ -22,12 +22,12 @@ def help_text(command: str, summary: str, cls: type[Config]) -> str:
         "  --help       this text",
         "",
     ]
-    section = None
+    section = ""
     for key, field, _ in walk(cls):
         head = key.rpartition(".")[0]
         if head != section:
             section = head
-            lines += ["", f"[{head}]"] if head else []
+            lines += ["", f"[{head}]"]
         lines.append(f"  --{key.replace('_', '-')} {_type(field)}{_default(field)}")
         if field.description:
             lines.append(f"      {_one_line(field.description)}")
@@ -77,11 +77,23 @@ def _toml_value(value: Any) -> str:
 
 
 def _type(field: Any) -> str:
-    text = str(field.annotation) if not isinstance(field.annotation, type) else field.annotation.__name__
-    text = re.sub(r"<class '([\w.]+)'>", r"\1", text).replace("typing.", "").replace("pathlib.", "")
-    text = re.sub(r"Literal\[(.*?)\]", lambda m: m.group(1).replace("', '", "|").strip("'"), text)
-    text = re.sub(r"Annotated\[(\w+),[^]]*\]*", r"\1", text)
-    return text.replace(" | None", "")
+    return _annotation(field.annotation)
+
+
+def _annotation(kind: Any) -> str:
+    """A type in words: `Annotated[int, …] | None` is int, a Literal is its values, a list names its members."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _annotation(arguments[0])
+    if origin is Literal:
+        return "|".join(str(value) for value in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(_annotation(a) for a in arguments if a is not type(None))
+    if origin in (list, tuple):
+        return f"{origin.__name__} of {', '.join(dict.fromkeys(_annotation(a) for a in arguments))}"
+    if origin is dict:
+        return "table"
+    return {"Path": "path"}.get(kind.__name__, str(kind.__name__))
 
 
 def _default(field: Any) -> str:

@@ -94,9 +94,12 @@ def load_model(
     are missing, superfluous or of another shape than `config.json` says.
     """
     spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))
-    with torch.device("meta"):
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
         model = Transformer(spec)
-    model = model.to_empty(device="cpu").to(dtype)
+    finally:
+        torch.set_default_dtype(default)
     if random_init:
         model.init_weights(torch.Generator().manual_seed(seed))
     else:

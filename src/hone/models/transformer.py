@@ -26,6 +26,27 @@ class Attention(Protocol):
     def __call__(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor: ...
 
 
+class Linear(nn.Module):
+    """y = W x + b. Not nn.Linear: weights are loaded or drawn by `init_weights`, so none are drawn here."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    def __init__(self, rows: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, size))
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        return F.embedding(tokens_T, self.weight)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -41,8 +62,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
         self.eps = spec.rms_norm_eps
-        self.qkv = nn.Linear(spec.hidden_size, sum(spec.qkv_splits), bias=spec.qkv_bias)
-        self.out = nn.Linear(spec.qkv_splits[0], spec.hidden_size, bias=spec.qkv_bias)
+        self.qkv = Linear(spec.hidden_size, sum(spec.qkv_splits), bias=spec.qkv_bias)
+        self.out = Linear(spec.qkv_splits[0], spec.hidden_size, bias=spec.qkv_bias)
         self.q_norm = nn.Parameter(torch.ones(spec.head_dim))
         self.k_norm = nn.Parameter(torch.ones(spec.head_dim))
 
@@ -58,8 +79,8 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=False)
-        self.down = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+        self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size)
+        self.down = Linear(spec.intermediate_size, spec.hidden_size)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         gate_TF, up_TF = self.gate_up(x_TD).chunk(2, dim=-1)
@@ -80,15 +101,18 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A Qwen3 dense causal language model. `forward` gives hidden states; `logits` applies the LM head."""
+    """A Qwen3 dense causal language model. `forward` gives hidden states; `logits` applies the LM head.
+
+    Weights are uninitialised until they are loaded (`models/hf.py`) or drawn (`init_weights`).
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.embed = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.embed = Embedding(spec.vocab_size, spec.hidden_size)
         self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.num_hidden_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.head = None if spec.tie_word_embeddings else nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.head = None if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size)
         self.rope_table: tuple[Tensor, Tensor] | None = None
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attention) -> Tensor:

@@ -22,7 +22,12 @@ def learning_rate(optim: OptimConfig, schedule: SchedulerConfig, step: int, max_
 
 
 class Optimizer:
-    """Steps the parameters of a module in place: their storage never moves, so a sampler may read it."""
+    """AdamW (Loshchilov & Hutter 2019) on a module's parameters, in place: their storage never moves, so a sampler
+    may read it. Half-precision parameters are rounded from fp32 masters.
+
+    Calls torch's fused kernel itself: constructing `torch.optim.AdamW` imports the compiler, which takes longer
+    than loading a small model. Equality with it is tested.
+    """
 
     def __init__(self, model: nn.Module, config: OptimConfig) -> None:
         self.config = config
@@ -30,44 +35,47 @@ class Optimizer:
         self.parameters = list(model.parameters())
         half = self.parameters[0].dtype != torch.float32
         self.masters = [p.detach().float() for p in self.parameters] if half else self.parameters
-        matrices = [p for p in self.masters if p.dim() > 1]
-        others = [p for p in self.masters if p.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+        self.exp_avg = [torch.zeros_like(m, requires_grad=False) for m in self.masters]
+        self.exp_avg_sq = [torch.zeros_like(m, requires_grad=False) for m in self.masters]
+        device = self.masters[0].device
+        self.steps = [torch.zeros((), device=device) for _ in self.masters]
+        matrices = [i for i, p in enumerate(self.masters) if p.dim() > 1]
+        others = [i for i, p in enumerate(self.masters) if p.dim() <= 1]
+        self.groups = [(matrices, config.weight_decay), (others, 0.0)]
 
+    @torch.no_grad()
     def step(self, lr: float) -> float:
         """Clips, steps and clears the gradients; returns their norm before clipping."""
-        if self.masters is not self.parameters:
-            for master, parameter in zip(self.masters, self.parameters, strict=True):
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-                parameter.grad = None
-        norm = float(nn.utils.clip_grad_norm_(self.masters, self.config.max_norm))
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        self.adamw.step()
-        self.adamw.zero_grad()
-        if self.masters is not self.parameters:
-            with torch.no_grad():
-                for master, parameter in zip(self.masters, self.parameters, strict=True):
-                    parameter.copy_(master)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        norm = float(nn.utils.get_total_norm(grads))
+        scale = min(self.config.max_norm / (norm + 1e-6), 1.0)
+        grads = [grad.float() for grad in grads]
+        if scale < 1.0:
+            torch._foreach_mul_(grads, scale)
+        beta1, beta2 = self.config.betas
+        for members, weight_decay in self.groups:
+            lists = [[values[i] for i in members] for values in (self.masters, grads, self.exp_avg, self.exp_avg_sq)]
+            steps = [self.steps[i] for i in members]
+            torch._foreach_add_(steps, 1)
+            torch._fused_adamw_(
+                *lists, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=1e-8,
+                amsgrad=False, maximize=False,
+            )  # fmt: skip
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            parameter.grad = None
+            if parameter is not master:
+                parameter.copy_(master)
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that a resume needs, by name: masters and moments."""
-        tensors: dict[str, Tensor] = {}
-        for name, master in zip(self.names, self.masters, strict=True):
-            tensors[f"master.{name}"] = master.detach()
-            for key, value in self.adamw.state.get(master, {}).items():
-                tensors[f"{key}.{name}"] = value
-        return tensors
+        """Everything that a resume needs, by name."""
+        kinds = {"master": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "step": self.steps}
+        return {f"{kind}.{n}": t.detach() for kind, ts in kinds.items() for n, t in zip(self.names, ts, strict=True)}
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        for name, master, parameter in zip(self.names, self.masters, self.parameters, strict=True):
-            master.copy_(tensors[f"master.{name}"])
+        """Takes over what `state` gave; the parameters follow."""
+        for name, value in self.state().items():
+            value.copy_(tensors[name])
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
             parameter.copy_(master)
-            moments = {k.removesuffix(f".{name}"): v for k, v in tensors.items() if k.endswith(f".{name}")}
-            moments.pop("master")
-            self.adamw.state[master] = {
-                key: value.clone() if key == "step" else value.to(master.device, copy=True) for key, value in moments.items()
-            }

@@ -1,0 +1,134 @@
+"""`rl` in one process: sampler and trainer share one model, so a weight update copies nothing.
+
+    for each step:   collect (sample, score)  ─►  train on the batch  ─►  the weights are version N  ─►  save, log
+                     event loop + compute thread   compute thread         the engine reads the same storage
+
+On-policy: step N is sampled by version N - 1. Rollouts are written to disk while the trainer computes.
+"""
+
+import asyncio
+import time
+
+from hone.config.help import to_toml
+from hone.config.rl import RLConfig
+from hone.engine.engine import Engine
+from hone.environments import Environment, load_environment
+from hone.inference.service import EngineService, LocalClient
+from hone.models.hf import save_model
+from hone.models.loading import Loaded, load
+from hone.monitors.log import SUCCESS, component_log
+from hone.monitors.metrics import Metrics, check_wandb
+from hone.orchestrator.orchestrator import Orchestrator, write_rollouts
+from hone.run_directory import RunDirectory
+from hone.trainer.rl.checkpoint import forget_after, load_checkpoint, save_checkpoint
+from hone.trainer.rl.trainer import RLTrainer
+
+
+def main(config: RLConfig) -> None:
+    check_wandb(config.wandb)
+    environments = load_environments(config)
+    loaded = load(config.model, seed=config.seed)
+    trainer = RLTrainer(loaded.model, config.trainer, config.max_steps)
+    limit = loaded.model.spec.max_position_embeddings
+    engine = Engine(
+        loaded.model,
+        max_batch_size=config.inference.max_batch_size,
+        max_model_len=min(config.seq_len, config.inference.max_model_len or limit, limit),
+        kv_cache_gib=config.inference.kv_cache_gib,
+    )
+    run = RunDirectory(config.output_dir, "rl")
+    first = 1 + (resume(config, run, trainer) if config.resume else 0)
+    run.claim(clean=config.clean, resume=config.resume)
+    run.write_config(to_toml(config))
+    with Metrics(run.metrics, config.wandb, config.model_dump(mode="json")) as metrics:
+        asyncio.run(train(config, loaded, environments, engine, trainer, run, metrics, first))
+
+
+def load_environments(config: RLConfig) -> dict[str, Environment]:
+    environments: dict[str, Environment] = {}
+    for env in config.orchestrator.env:
+        if env.id in environments:
+            raise ValueError(f"orchestrator.env: {env.id} is given twice")
+        environments[env.id] = load_environment(env.id, **env.args)
+    return environments
+
+
+def resume(config: RLConfig, run: RunDirectory, trainer: RLTrainer) -> int:
+    """Puts the last checkpoint back; returns its step."""
+    checkpoint = run.last_checkpoint()
+    if checkpoint is None:
+        raise ValueError(
+            f"--resume: {run.path} has no checkpoint (they are written with --ckpt.interval N); start again with --clean"
+        )
+    step = load_checkpoint(checkpoint, trainer.optimizer, config.model_dump(mode="json"))
+    forget_after(step, run.metrics, run.rollouts)
+    return step
+
+
+async def train(
+    config: RLConfig,
+    loaded: Loaded,
+    environments: dict[str, Environment],
+    engine: Engine,
+    trainer: RLTrainer,
+    run: RunDirectory,
+    metrics: Metrics,
+    first: int,
+) -> None:
+    orchestrator_log, trainer_log = component_log("orchestrator", run.logs), component_log("trainer", run.logs)
+    engine.set_version(first - 1)
+    async with EngineService(engine) as service:
+        client = LocalClient(service, loaded.tokenizer)
+        orchestrator = Orchestrator(config.orchestrator, environments, client, config.seed)
+        trainer_log.info(
+            "Training %s (%.2fM parameters, %s on %s) on %d examples of %s, steps %d to %d",
+            config.model.name, sum(p.numel() for p in loaded.model.parameters()) / 1e6,
+            str(loaded.model.embed.weight.dtype)[6:], trainer.device, len(orchestrator.examples),
+            ", ".join(environments), first, config.max_steps,
+        )  # fmt: skip
+        for step in range(first, config.max_steps + 1):
+            start = time.perf_counter()
+            collected = await orchestrator.collect(step, version=step - 1)
+            trained, _ = await asyncio.gather(
+                service.run(lambda: trainer.step(collected.batch)),
+                asyncio.to_thread(write_rollouts, collected.groups, run.rollouts / f"step_{step}"),
+            )
+            engine.set_version(step)
+            seconds = time.perf_counter() - start
+            values = {**collected.metrics, **trained, "time/step": seconds}
+            values["perf/throughput"] = values["progress/tokens"] / seconds
+            is_last = step == config.max_steps
+            if is_last or (config.weights.interval and step % config.weights.interval == 0):
+                save_model(loaded.model, loaded.directory, run.weights_for(step))
+            if config.ckpt and (is_last or step % config.ckpt.interval == 0):
+                directory = run.checkpoints / f"step_{step}"
+                save_checkpoint(
+                    directory, trainer.optimizer, step, config.model_dump(mode="json"), config.ckpt.keep
+                )
+            metrics.log(step, values)
+            console = {"console": is_last or step % config.log_interval == 0}
+            if not collected.batch.samples:
+                orchestrator_log.warning("Step %d: no group had rollouts of different reward, nothing to learn from", step)
+            orchestrator_log.log(SUCCESS, orchestrator_line(step, values), extra=console)
+            trainer_log.log(SUCCESS, trainer_line(step, values), extra=console)
+        trainer_log.info("Weights of step %d in %s", config.max_steps, run.weights / f"step_{config.max_steps}")
+
+
+def orchestrator_line(step: int, values: dict[str, float]) -> str:
+    return (
+        f"Step {step} | Time: {values['time/step']:.2f}s | Reward: {values['reward/mean']:.4f} | "
+        f"Throughput: {values['perf/throughput']:.0f} tokens/s | Seq. Length: {values['seq_len/mean']:.1f} tokens | "
+        f"Async Level: {values['batch/async_level']:.0f} | "
+        f"Max. Off-Policy Level: {values['batch/off_policy_level/max']:.0f}"
+    )
+
+
+def trainer_line(step: int, values: dict[str, float]) -> str:
+    used = f"{values['perf/mfu']:.1%}" if "perf/mfu" in values else "n/a"
+    return (
+        f"Step {step} | Time: {values['time/train']:.2f}s | Loss: {values['loss/mean']:.4f} | "
+        f"Entropy: {values['entropy/mean']:.4f} | Mismatch KL: {values['mismatch_kl/mean']:.2e} | "
+        f"Grad. Norm: {values['optim/grad_norm']:.4f} | LR: {values['optim/lr']:.2e} | "
+        f"Throughput: {values['perf/train_throughput']:.0f} tokens/s | MFU: {used} | "
+        f"Peak Mem.: {values['perf/peak_memory']:.1f} GiB"
+    )
