@@ -1,0 +1,47 @@
+"""Endpoint registries: names for servers, as Python (`ENDPOINTS = {…}`) or TOML.
+
+An entry has "model" and either "url" and "key" (the name of a variable) or "base_url" and "api_key" (the key).
+"""
+
+import os
+import runpy
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    base_url: str
+    model: str
+    api_key: str | None
+
+
+def find_endpoint(model: str, base_url: str | None, key_variable: str, registry: str) -> Endpoint:
+    """Where to send requests: `base_url` as given, else what the registry says of `model` (or of "default")."""
+    key = os.environ.get(key_variable)
+    if base_url is not None:
+        return Endpoint(base_url, model, key)
+    entries = _read(Path(registry))
+    name = model if model in entries else "default"
+    if name not in entries:
+        known = f"{registry} has {', '.join(entries)}" if entries else f"there is no registry {registry}"
+        raise ValueError(f"no server given: use -b http://HOST:PORT/v1, or name an endpoint with -m ({known})")
+    entry = entries[name]
+    url = entry.get("url") or entry.get("base_url")
+    if not url:
+        raise ValueError(f"{registry}: endpoint {name!r} has neither 'url' nor 'base_url'")
+    key = entry.get("api_key") or os.environ.get(entry.get("key", key_variable))
+    return Endpoint(url, entry.get("model", model), key)
+
+
+def _read(path: Path) -> dict[str, dict[str, str]]:
+    if not path.is_file():
+        return {}
+    if path.suffix == ".toml":
+        with path.open("rb") as file:
+            content = tomllib.load(file)
+        entries: dict[str, dict[str, str]] = content.get("ENDPOINTS") or content.get("endpoints") or content
+    else:
+        entries = runpy.run_path(str(path)).get("ENDPOINTS", {})
+    return entries
