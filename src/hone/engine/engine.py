@@ -151,9 +151,10 @@ class Engine:
         cells = [(first + i) * self.cache.positions + np.arange(len(span)) for i, span in enumerate(spans)]
         source, target = (torch.from_numpy(np.concatenate(x)).to(self.device) for x in (spans, cells))
         flat = torch.tensor([t for p in prompts for t in p], device=self.device)
-        hidden_TD = self.model(flat, packed.positions(), PrefillAttention(self.cache, packed, source, target))
         last = torch.from_numpy(starts[1:] - 1).to(self.device)
-        logits_BV = self.model.logits(hidden_TD[last])[torch.tensor(which, device=self.device)]
+        prefill = PrefillAttention(self.cache, packed, source, target)
+        hidden_PD = self.model(flat, packed.positions(), prefill, last)
+        logits_BV = self.model.logits(hidden_PD)[torch.tensor(which, device=self.device)]
 
         self._rows.fill(first, admitted)
         self._take(logits_BV, first)

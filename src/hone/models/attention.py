@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.kernels.rows import put_rows, take_rows
+
 
 class PackedAttention:
     """Causal attention for sequences of the given lengths, laid end to end in the flat token axis."""
@@ -69,42 +71,13 @@ class _Bucket:
         gqa = q.shape[1] != k.shape[1]
         out_BHSE = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
         out = out_BHSE.transpose(1, 2).reshape(self.rows * self.width, -1)
-        return out if self.is_dense else _Take.apply(out, self.cell)
+        return out if self.is_dense else take_rows(out, self.cell)
 
     def pad(self, x_THE: Tensor) -> Tensor:
         if not self.is_dense:
-            x_THE = x_THE if self.is_whole else _Take.apply(x_THE, self.flat)
-            x_THE = _Put.apply(x_THE, self.cell, self.rows * self.width)
+            x_THE = x_THE if self.is_whole else take_rows(x_THE, self.flat)
+            x_THE = put_rows(x_THE, self.cell, self.rows * self.width)
         return x_THE.view(self.rows, self.width, *x_THE.shape[1:])
-
-
-class _Take(torch.autograd.Function):
-    """x[index] for an index without repeats: the gradient is a plain copy, not an accumulation."""
-
-    @staticmethod
-    def forward(ctx, x, index):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(index)
-        ctx.rows = x.shape[0]
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        (index,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, index, grad), None
-
-
-class _Put(torch.autograd.Function):
-    """The opposite of _Take: rows x go to `index` of a zero tensor of `rows` rows."""
-
-    @staticmethod
-    def forward(ctx, x, index, rows):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(index)
-        return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, index, x)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        (index,) = ctx.saved_tensors
-        return grad.index_select(0, index), None, None
 
 
 def _bucket_by_length(lengths: list[int]) -> list[list[int]]:

@@ -17,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hone.kernels.norm_rope import norm_rope
+from hone.kernels.rows import take_rows
+from hone.kernels.swiglu import swiglu
 from hone.models.spec import ModelSpec
 
 
@@ -58,6 +61,8 @@ class RMSNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
+    """Projections and the mixing of values; `out` is applied by the block, to the rows it keeps."""
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
@@ -69,11 +74,11 @@ class SelfAttention(nn.Module):
 
     def forward(self, layer: int, x_TD: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, attend: Attention) -> Tensor:
         H, K, E = self.heads, self.kv_heads, self.head_dim
-        qkv = self.qkv(x_TD).view(-1, H + 2 * K, E)
+        qk, v_TKE = self.qkv(x_TD).view(-1, H + 2 * K, E).split([H + K, K], dim=1)
         # q and k are normalised and rotated in one pass, each head with the scale of its kind.
         scale_HE = torch.cat([self.q_norm.expand(H, E), self.k_norm.expand(K, E)])
-        qk = apply_rope(F.rms_norm(qkv[:, : H + K], (E,), None, self.eps) * scale_HE, cos_T1E, sin_T1E)
-        return self.out(attend(layer, qk[:, :H], qk[:, H:], qkv[:, H + K :]))
+        q_THE, k_TKE = norm_rope(qk, scale_HE, cos_T1E, sin_T1E, self.eps).split([H, K], dim=1)
+        return attend(layer, q_THE, k_TKE, v_TKE)
 
 
 class MLP(nn.Module):
@@ -83,8 +88,7 @@ class MLP(nn.Module):
         self.down = Linear(spec.intermediate_size, spec.hidden_size)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        gate_TF, up_TF = self.gate_up(x_TD).chunk(2, dim=-1)
-        return self.down(F.silu(gate_TF) * up_TF)
+        return self.down(swiglu(self.gate_up(x_TD)))
 
 
 class Block(nn.Module):
@@ -95,8 +99,13 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec)
 
-    def forward(self, layer: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attention) -> Tensor:
-        x_TD = x_TD + self.attention(layer, self.attention_norm(x_TD), cos, sin, attend)
+    def forward(
+        self, layer: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attention, keep_N: Tensor | None
+    ) -> Tensor:
+        mixed_TD = self.attention(layer, self.attention_norm(x_TD), cos, sin, attend)
+        if keep_N is not None:
+            x_TD, mixed_TD = take_rows(x_TD, keep_N), take_rows(mixed_TD, keep_N)
+        x_TD = x_TD + self.attention.out(mixed_TD)
         return x_TD + self.mlp(self.mlp_norm(x_TD))
 
 
@@ -115,12 +124,19 @@ class Transformer(nn.Module):
         self.head = None if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size)
         self.rope_table: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attention) -> Tensor:
-        """Final hidden states x_TD, normalised, of tokens at the given positions in their own sequences."""
+    def forward(
+        self, tokens_T: Tensor, positions_T: Tensor, attend: Attention, keep_N: Tensor | None = None
+    ) -> Tensor:
+        """Final hidden states x_TD, normalised, of tokens at the given positions in their own sequences.
+
+        With `keep_N` (indices into T without repeats) only those rows come out, N x D. The last block then
+        computes no more of the others than the keys and values that the kept ones look at.
+        """
         x_TD = self.embed(tokens_T)
         cos, sin = self.rope(positions_T, x_TD.dtype)
+        last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
-            x_TD = block(layer, x_TD, cos, sin, attend)
+            x_TD = block(layer, x_TD, cos, sin, attend, keep_N if layer == last else None)
         return self.norm(x_TD)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
@@ -152,8 +168,3 @@ def build_rope_table(spec: ModelSpec, device: torch.device, dtype: torch.dtype) 
     angles = torch.outer(torch.arange(spec.max_position_embeddings).float(), 1.0 / spec.rope_theta**half)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([cos, cos], -1).to(device, dtype), torch.cat([-sin, sin], -1).to(device, dtype)
-
-
-def apply_rope(x_THE: Tensor, cos_T1E: Tensor, sin_T1E: Tensor) -> Tensor:
-    first, second = x_THE.chunk(2, dim=-1)
-    return torch.addcmul(x_THE * cos_T1E, torch.cat([second, first], dim=-1), sin_T1E)

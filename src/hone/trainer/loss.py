@@ -1,5 +1,6 @@
 """The numbers that learning depends on: pure functions on tensors, pinned by tests that can be checked by hand."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -53,12 +54,16 @@ def policy_loss(
         sums = log_ratio_N.new_zeros(count).index_add(0, sequence_N, log_ratio_N)
         sizes = log_ratio_N.new_zeros(count).index_add(0, sequence_N, torch.ones_like(log_ratio_N)).clamp(min=1)
         log_ratio_N = (sums / sizes)[sequence_N]
-    ratio_N = log_ratio_N.exp()
-    keep_N = (ratio_N >= mask_ratio_low) & (ratio_N <= mask_ratio_high)
-    loss_N = -ratio_N * advantage_N
+    keep_N = (log_ratio_N >= _log(mask_ratio_low)) & (log_ratio_N <= _log(mask_ratio_high))
+    # Masked before the exponential: where a dropped ratio overflows, even 0 x its gradient would be NaN.
+    kept_N = torch.where(keep_N, log_ratio_N, 0.0)
+    loss_N = -kept_N.exp() * advantage_N
     if kl_tau:
-        loss_N = loss_N + kl_tau * log_ratio_N
-    # where, not a product: a dropped token may have an infinite ratio, and 0 x inf is NaN.
-    total = torch.where(keep_N, loss_N, 0.0).sum()
-    ratio, log_ratio = ratio_N.detach(), log_ratio_N.detach()
-    return PolicyLoss(total, ratio - log_ratio - 1, (~keep_N).float(), ratio)
+        loss_N = loss_N + kl_tau * kept_N
+    log_ratio = log_ratio_N.detach().clamp(-20.0, 20.0)  # for the records
+    ratio = log_ratio.exp()
+    return PolicyLoss(torch.where(keep_N, loss_N, 0.0).sum(), ratio - log_ratio - 1, (~keep_N).float(), ratio)
+
+
+def _log(bound: float) -> float:
+    return math.log(bound) if bound > 0 else -math.inf

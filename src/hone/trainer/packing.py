@@ -26,9 +26,8 @@ class Packed:
     sequence_N: Tensor  # which sequence each target belongs to
 
     def target_logits(self, model: Transformer) -> Tensor:
-        """Logits of the positions that have a target, N x V; no other position reaches the head."""
-        hidden_TD = model(self.tokens_T, self.attention.positions(), self.attention)
-        return model.logits(hidden_TD.index_select(0, self.predict_N))
+        """Logits of the positions that have a target, N x V; no other position leaves the last block."""
+        return model.logits(model(self.tokens_T, self.attention.positions(), self.attention, self.predict_N))
 
 
 def pack(

@@ -1,0 +1,34 @@
+# Needs python3 (3.11+), make and a package index; uv is taken from PATH or bootstrapped into .uv/.
+PYTHON ?= python3
+SEED ?= 0
+UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
+RUN := $(UV) run --no-sync
+
+.PHONY: setup demo test lint test-gpu docs
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml uv.lock environments/*/pyproject.toml | $(UV)
+	$(UV) sync --locked
+	@touch $@
+
+.uv/bin/uv:
+	$(PYTHON) -m venv .uv || { echo "make: python3 needs its venv module (Debian: apt install python3-venv)"; exit 1; }
+	.uv/bin/python -m pip install --quiet --disable-pip-version-check uv
+
+demo: setup  ## base -> SFT -> RL -> eval of a tiny model, on CPU
+	$(RUN) python examples/reverse_text_tiny/demo.py --seed $(SEED)
+
+lint: setup
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+test: lint  ## what CI runs
+	$(RUN) pytest
+
+test-gpu:  ## on a machine with a GPU, with the Python there (docs/gpu.md)
+	PYTHONPATH=src:environments/reverse_text $(PYTHON) -m pytest -m gpu tests
+
+docs: setup  ## rewrites docs/configuration.md from the types
+	$(RUN) python -m hone.config.reference > docs/configuration.md

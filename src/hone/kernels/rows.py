@@ -1,0 +1,49 @@
+"""Gather and scatter of rows by an index without repeats: both gradients are plain copies, not accumulations."""
+
+import torch
+from torch import Tensor
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x[index], index without repeats."""
+    out: Tensor = _Take.apply(x, index)
+    return out
+
+
+def put_rows(x: Tensor, index: Tensor, rows: int) -> Tensor:
+    """A zero tensor of `rows` rows with x at `index`, index without repeats."""
+    out: Tensor = _Put.apply(x, index, rows)
+    return out
+
+
+def take_rows_reference(x: Tensor, index: Tensor) -> Tensor:
+    return x[index]
+
+
+def put_rows_reference(x: Tensor, index: Tensor, rows: int) -> Tensor:
+    return x.new_zeros(rows, *x.shape[1:]).index_add(0, index, x)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, index):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(index)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, index, grad), None
+
+
+class _Put(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, index, rows):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(index)
+        return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, index, x)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (index,) = ctx.saved_tensors
+        return grad.index_select(0, index), None, None

@@ -1,0 +1,39 @@
+"""SwiGLU on a fused projection: silu(gate) * up (Shazeer 2020)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """T x 2F to T x F. Keeps its input only and writes the gradient of both halves into one tensor."""
+    if not (torch.is_grad_enabled() and gate_up.requires_grad):
+        return swiglu_reference(gate_up)
+    out: Tensor = _SwiGLU.apply(gate_up)
+    return out
+
+
+def swiglu_reference(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(gate_up)
+        return swiglu_reference(gate_up)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_up)
+        grad_gate, grad_up = out.chunk(2, dim=-1)
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        torch.mul(grad, silu, out=grad_up)
+        # d silu = sigmoid + silu * (1 - sigmoid)
+        slope = torch.addcmul(sigmoid, silu, 1 - sigmoid)
+        torch.mul(slope.mul_(up), grad, out=grad_gate)
+        return out

@@ -1,0 +1,103 @@
+"""Mistakes of a person at the keyboard: one clear message, an exit code that is not 0, earlier outputs untouched."""
+
+import json
+import shutil
+
+import pytest
+
+from .conftest import RL_ENV, TINY, command
+
+MODEL = f"{TINY}/model"
+SFT = ["sft", "@", f"{TINY}/sft.toml"]
+
+
+@pytest.fixture
+def outputs(tmp_path):
+    """An output directory that holds something of value."""
+    out = tmp_path / "out"
+    (out / "weights" / "step_7").mkdir(parents=True)
+    (out / "weights" / "step_7" / "model.safetensors").write_text("precious")
+    return out
+
+
+def refused(outputs, *words):
+    before = {p: p.read_bytes() for p in outputs.rglob("*") if p.is_file()}
+    done = command(*words, "--output-dir", outputs, ok=False)
+    assert {p: p.read_bytes() for p in outputs.rglob("*") if p.is_file()} == before
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    return done.stderr
+
+
+def rl(*options):
+    return ["rl", "--model.name", MODEL, "--model.random-init", "--orchestrator.env", RL_ENV, *options]
+
+
+def test_misspelt_key(outputs):
+    assert "did you mean orchestrator.rollouts-per-example?" in refused(outputs, *rl("--orchestrator.rollouts-per-exampel", "4"))
+
+
+def test_wrong_type(outputs):
+    message = refused(outputs, *rl("--max-steps", "many"))
+    assert "max-steps" in message and "'many'" in message
+
+
+def test_batch_not_divisible(outputs):
+    assert "batch-size 100 is not a multiple of rollouts-per-example 16" in refused(outputs, *rl("--orchestrator.batch-size", "100"))
+
+
+def test_missing_file(outputs):
+    message = refused(outputs, "sft", "@", f"{TINY}/stf.toml")
+    assert "stf.toml: no such file" in message and "did you mean" in message and "sft.toml" in message
+    assert "no file nowhere.jsonl" in refused(outputs, *SFT, "--data.name", "nowhere.jsonl")
+
+
+def test_unknown_environment(outputs):
+    env = '{"id": "reverse-txt"}'
+    message = refused(outputs, "rl", "--model.name", MODEL, "--model.random-init", "--orchestrator.env", env)
+    assert "'reverse-txt' is not installed" in message and "did you mean reverse-text?" in message
+
+
+def test_output_directory_not_writable(outputs, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = command(*rl("--output-dir", tmp_path / "file" / "below"), ok=False)
+    assert "cannot be written to" in done.stderr
+
+
+def test_model_directory_without_tokenizer_or_weights(outputs, tmp_path):
+    bare = tmp_path / "model"
+    shutil.copytree(MODEL, bare)
+    words = [*rl("--output-dir", outputs)[:1], "--model.name", bare, "--orchestrator.env", RL_ENV]
+    assert "--model.random-init" in refused(outputs, *words)
+    (bare / "tokenizer.json").unlink()
+    assert f"{bare} has no tokenizer.json" in refused(outputs, *words, "--model.random-init")
+    (bare / "config.json").unlink()
+    (bare / "tokenizer.json").write_text("{}")
+    assert "tokenizer" in refused(outputs, *words)
+    assert "no directory ./nowhere here" in refused(outputs, "rl", "--model.name", "./nowhere", "--orchestrator.env", RL_ENV)
+
+
+def test_data_set_without_the_needed_columns(outputs, tmp_path):
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": "x"}))
+    assert "it has text" in refused(outputs, *SFT, "--data.name", tmp_path / "data.jsonl")
+
+
+def test_groups_of_one(outputs):
+    message = refused(outputs, *rl("--orchestrator.rollouts-per-example", "1"))
+    assert "rollouts-per-example" in message and "greater than or equal to 2" in message
+
+
+def test_unreachable_hub(outputs):
+    env = '{"id": "reverse-text"}'
+    message = refused(outputs, "rl", "--model.name", MODEL, "--model.random-init", "--orchestrator.env", env)
+    assert "cannot be loaded from the hub" in message
+    assert "cannot be reached" in refused(outputs, "rl", "--model.name", "owner/model", "--orchestrator.env", RL_ENV)
+
+
+def test_prompts_that_do_not_fit(outputs):
+    message = refused(outputs, *rl("--seq-len", "4", "--max-steps", "1"))
+    assert "every rollout failed" in message and "maximum context length is 4" in message
+
+
+def test_unknown_command_and_bad_json():
+    assert "did you mean rl?" in command("hone", "lr", ok=False).stderr
+    assert "not valid JSON" in command("vf-eval", "reverse-text", "-a", "{", ok=False).stderr

@@ -1,0 +1,175 @@
+"""The served model as clients see it: OpenAI's Python client, curl, and everything they may get wrong."""
+
+import asyncio
+import json
+import socket
+import subprocess
+
+import httpx
+import openai
+import pytest
+import torch
+
+from hone.models.attention import PackedAttention
+from hone.models.hf import load_model
+from hone.text.tokenizer import Tokenizer
+
+from .conftest import Server, command
+
+MESSAGES = [
+    {"role": "system", "content": "Reverse the text character-by-character. Put your answer in <reversed_text> tags."},
+    {"role": "user", "content": "hello"},
+]
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0)
+
+
+def post(server, **body):
+    return httpx.post(f"{server.url}/chat/completions", timeout=30, **body)
+
+
+def chat(server, trained, **fields):
+    return post(server, json={"model": str(trained), "messages": MESSAGES, "max_tokens": 8, **fields})
+
+
+def test_openai_client(client, trained):
+    assert [model.id for model in client.models.list()] == [str(trained)]
+    answer = client.chat.completions.create(
+        model=str(trained), messages=MESSAGES, max_completion_tokens=8, n=2, logprobs=True, seed=1, temperature=1.0,
+        extra_body={"return_token_ids": True, "return_tokens_as_token_ids": True, "top_k": -1, "min_p": None, "unknown": 1},
+    )  # fmt: skip
+    assert len(answer.choices) == 2 and answer.usage.prompt_tokens == len(answer.prompt_token_ids)
+    for choice in answer.choices:
+        assert len(choice.token_ids) == len(choice.logprobs.content) <= 8
+        assert choice.finish_reason in ("stop", "length")
+        assert choice.logprobs.content[0].token == f"token_id:{choice.token_ids[0]}"
+
+
+def test_logprobs_are_those_of_the_model(server, trained):
+    answer = chat(server, trained, logprobs=True, return_token_ids=True, temperature=0.8, seed=3).json()
+    ids = answer["choices"][0]["token_ids"]
+    prompt = answer["prompt_token_ids"]
+    assert prompt == Tokenizer(trained).prompt_ids(MESSAGES)
+    model = load_model(trained)
+    packed = PackedAttention([len(prompt) + len(ids)])
+    with torch.no_grad():
+        logits = model.logits(model(torch.tensor(prompt + ids), packed.positions(), packed))[len(prompt) - 1 : -1]
+    expected = torch.log_softmax(logits / 0.8, -1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
+    got = torch.tensor([entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]])
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+
+
+def test_a_seed_gives_the_same_answer_among_many(server, trained):
+    async def ask(seeds):
+        async with httpx.AsyncClient(timeout=60) as http:
+            body = {"model": str(trained), "messages": MESSAGES, "max_tokens": 12, "return_token_ids": True}
+            posts = [http.post(f"{server.url}/chat/completions", json=body | {"seed": s}) for s in seeds]
+            return [r.json()["choices"][0]["token_ids"] for r in await asyncio.gather(*posts)]
+
+    alone = asyncio.run(ask([7]))[0]
+    many = asyncio.run(ask(range(40)))
+    assert many[7] == alone and len({tuple(ids) for ids in many}) > 5
+
+
+def test_curl(server, trained):
+    body = json.dumps({"model": str(trained), "messages": MESSAGES, "max_tokens": 4})
+    words = ["curl", "-s", f"{server.url}/chat/completions", "-H", "content-type: application/json", "-d", body]
+    answer = json.loads(subprocess.run(words, capture_output=True, timeout=30, check=True).stdout)
+    assert answer["object"] == "chat.completion" and answer["choices"][0]["message"]["role"] == "assistant"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "words"),
+    [
+        ({"model": "other"}, 404, "'other' is not served here"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "maximum context length is 512"),
+        ({"max_tokens": 510}, 400, "maximum context length is 512"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": "hi"}, 400, "messages"),
+        ({"messages": [{"content": "no role"}]}, 400, "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text parts only"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"temperature": "hot"}, 400, "temperature"),
+        ({"top_p": 0.5}, 400, "top_p = 0.5 is not supported"),
+        ({"stream": True}, 400, "stream"),
+        ({"n": 0}, 400, "n:"),
+        ({"seed": 2**70}, 200, ""),
+        ({"seed": -1, "temperature": None, "max_tokens": None}, 200, ""),
+    ],
+)
+def test_bad_requests_are_refused_with_words_never_with_500(server, trained, fields, status, words):
+    answer = chat(server, trained, **fields)
+    assert answer.status_code == status, answer.text
+    if words:
+        assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 5000])
+def test_malformed_json_is_a_4xx(server, content):
+    answer = post(server, content=content, headers={"content-type": "application/json"})
+    assert 400 <= answer.status_code < 500 and answer.json()["error"]["message"]
+
+
+def test_unknown_routes_and_methods(server):
+    assert httpx.get(f"{server.url}/nothing").status_code == 404
+    assert httpx.get(f"{server.url}/chat/completions").status_code == 405
+
+
+def test_the_key_guards_every_route_but_health(trained, tmp_path):
+    server = Server("--model.name", trained, "--api-key", "secret", "--server.host", "127.0.0.1", log=tmp_path / "log")
+    try:
+        url = server.url.removesuffix("/v1")
+        assert httpx.get(f"{url}/health").status_code == 200
+        for path in ("/v1/models", "/v1/chat/completions", "/nothing", "/docs", "/openapi.json"):
+            assert httpx.get(url + path).status_code == 401, path
+            assert httpx.get(url + path, headers={"authorization": "Bearer wrong"}).status_code == 401, path
+        assert httpx.get(f"{url}/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=server.url, api_key="wrong").models.list()
+        assert "secret" not in server.log.read_text()
+    finally:
+        server.stop()
+
+
+def test_a_port_in_use_is_named(server, trained):
+    port = server.url.split(":")[2].split("/")[0]
+    done = command("inference", "--model.name", trained, "--server.port", port, ok=False)
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
+
+
+def test_vf_eval_against_the_server(server, trained, tmp_path):
+    options = ["-m", trained, "-b", server.url, "-n", 6, "-r", 2, "-t", 16, "-a", '{"texts": "generated", "max_chars": 6, "min_chars": 3}']
+    done = command("vf-eval", "reverse-text", *options, "-s", cwd=tmp_path)
+    assert "reward: avg - " in done.stdout and "exact_match: avg - " in done.stdout
+    (saved,) = (tmp_path / "outputs" / "evals").glob("reverse-text--*/*")
+    metadata = json.loads((saved / "metadata.json").read_text())
+    results = [json.loads(line) for line in (saved / "results.jsonl").open()]
+    assert len(results) == 12 and metadata["failed"] == 0
+    assert metadata["reward"] == pytest.approx(sum(r["reward"] for r in results) / 12)
+
+
+def test_vf_eval_fails_when_every_rollout_did(server, trained, tmp_path):
+    options = ["-b", server.url, "-n", 2, "-r", 1, "-a", '{"texts": "generated"}']
+    done = command("vf-eval", "reverse-text", "-m", trained, *options, "-S", '{"top_p": 0.5}', ok=False, cwd=tmp_path)
+    assert "every rollout failed" in done.stderr and "top_p = 0.5 is not supported" in done.stderr
+    done = command("vf-eval", "reverse-text", "-m", "other", *options, ok=False, cwd=tmp_path)
+    assert "does not serve 'other'" in done.stderr
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        gone = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
+    done = command("vf-eval", "reverse-text", "-m", "x", "-b", gone, "-a", '{"texts": "generated"}', ok=False, cwd=tmp_path)
+    assert f"no server answers at {gone}" in done.stderr
+
+
+def test_endpoint_registry(server, trained, tmp_path):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "endpoints.py").write_text(
+        f"ENDPOINTS = {{'tiny': {{'model': {str(trained)!r}, 'url': {server.url!r}, 'key': 'SOME_KEY'}}, "
+        f"'default': {{'base_url': {server.url!r}, 'api_key': None}}}}"
+    )
+    for model in ("tiny", trained):
+        command("vf-eval", "reverse-text", "-m", model, "-n", 1, "-r", 1, "-t", 4, "-a", '{"texts": "generated"}', cwd=tmp_path)

@@ -1,0 +1,192 @@
+"""`sft` and `rl` as processes: they learn, repeat to the bit, resume, and never mix with another run."""
+
+import json
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hone.models.attention import PackedAttention
+from hone.models.hf import load_model
+
+from .conftest import BIN, RL_ENV, ROOT, TINY, command
+
+
+def metrics(out, name="metrics.jsonl"):
+    return [json.loads(line) for line in (out / name).open()]
+
+
+def weights(out, step):
+    return load_file(out / "weights" / f"step_{step}" / "model.safetensors")
+
+
+def assert_same_weights(one, two):
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def rewards(out):
+    return [row["reward/mean"] for row in metrics(out)]
+
+
+def test_sft_learns_validates_and_writes_a_directory_that_transformers_reads(trained):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows = metrics(trained.parents[1], "metrics_sft.jsonl")
+    assert len(rows) == 60 and rows[-1]["loss/mean"] < 0.65 * rows[0]["loss/mean"]
+    theirs = AutoModelForCausalLM.from_pretrained(trained)
+    ours = load_model(trained)
+    tokens = torch.tensor(AutoTokenizer.from_pretrained(trained)("some text")["input_ids"])
+    packed = PackedAttention([len(tokens)])
+    with torch.no_grad():
+        logits = ours.logits(ours(tokens, packed.positions(), packed))
+        torch.testing.assert_close(logits, theirs(tokens[None]).logits[0], rtol=1e-4, atol=1e-4)
+    log = (trained.parents[1] / "logs" / "sft.log").read_text()
+    assert len(re.findall(r"SUCCESS Step \d+ \| .*Loss: \d+\.\d{4}", log)) == 60
+
+
+def test_sft_repeats_to_the_bit_and_does_not_depend_on_micro_batches(tmp_path):
+    data = tmp_path / "sft.jsonl"
+    command("python", "-m", "reverse_text", "--out", data, "-n", 60)
+    losses = []
+    for name, options in (("a", []), ("b", []), ("c", ["--data.micro-batch-size", 1])):
+        command(
+            "sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--max-steps", 3, "--output-dir", tmp_path / name,
+            "--val.name", data, *options,
+        )  # fmt: skip
+        losses.append([row["loss/mean"] for row in metrics(tmp_path / name, "metrics_sft.jsonl")])
+        assert "val/loss" in metrics(tmp_path / name, "metrics_sft.jsonl")[-1]
+    assert losses[0] == losses[1] and losses[2] == pytest.approx(losses[0], rel=1e-4)
+    assert_same_weights(weights(tmp_path / "a", 3), weights(tmp_path / "b", 3))
+
+
+def test_rl_repeats_to_the_bit(rl, tmp_path):
+    rl(out=tmp_path / "a")
+    rl(out=tmp_path / "b")
+    rl("--seed", 1, out=tmp_path / "c")
+    assert rewards(tmp_path / "a") == rewards(tmp_path / "b") != rewards(tmp_path / "c")
+    assert_same_weights(weights(tmp_path / "a", 4), weights(tmp_path / "b", 4))
+
+
+def test_rl_run_directory_log_lines_and_metric_names(rl, tmp_path):
+    out = tmp_path / "run"
+    console = rl("--weights.interval", 2).stdout
+    assert {p.name for p in (out / "weights").iterdir()} == {"step_2", "step_4"}
+    assert {p.name for p in (out / "rollouts").iterdir()} == {f"step_{i}" for i in range(1, 5)}
+    for line in (r"SUCCESS Step 4 \| Time: [\d.]+s \| Reward: \d+\.\d{4} \| Throughput: \d+ tokens/s \| Seq. Length: [\d.]+ tokens \| Async Level: 0 \| Max. Off-Policy Level: 0",
+                 r"SUCCESS Step 4 \| Time: [\d.]+s \| Loss: -?\d+\.\d{4} \| Entropy: [\d.]+ \| Mismatch KL: \S+ \| Grad. Norm: [\d.]+ \| LR: \S+ \| Throughput: \d+ tokens/s \| MFU: \S+ \| Peak Mem.: [\d.]+ GiB"):  # fmt: skip
+        assert re.search(line, console), line
+    assert "Reward" in (out / "logs" / "orchestrator.log").read_text()
+    assert "Loss" in (out / "logs" / "trainer.log").read_text()
+    row = metrics(out)[-1]
+    for name in (
+        "progress/step", "progress/samples", "progress/tokens", "reward/mean", "reward/reverse-text", "metrics/reverse-text/exact_match",
+        "batch/solve_none", "batch/solve_all", "batch/effective_batch_size", "batch/async_level", "batch/off_policy_level/max",
+        "seq_len/mean", "prompt_len/mean", "completion_len/mean", "is_truncated/mean", "time/step", "time/generate", "time/train",
+        "perf/throughput", "perf/peak_memory", "optim/lr", "optim/grad_norm", "loss/mean", "entropy/mean", "entropy/std",
+        "mismatch_kl/mean", "mismatch_kl/max", "is_masked/mean",
+    ):  # fmt: skip
+        assert name in row, name
+    rollouts = [json.loads(line) for line in (out / "rollouts" / "step_3" / "rollouts.jsonl").open()]
+    assert len(rollouts) == 32 and {r["turns"][0]["version"] for r in rollouts} == {2}
+    for group in range(4):
+        assert abs(sum(r["advantage"] for r in rollouts if r["group"] == group)) < 1e-9
+    assert 'rollouts_per_example = 8' in (out / "configs" / "rl.toml").read_text()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_sampler_and_trainer_agree_at_learning_rate_zero(rl, trained, tmp_path, temperature):
+    rl("--trainer.optim.lr", 0, "--trainer.optim.weight-decay", 0, "--orchestrator.sampling.temperature", temperature, "--max-steps", 2)
+    for row in metrics(tmp_path / "run"):
+        assert 1 - 1e-4 <= row["importance_ratio/min"] and row["importance_ratio/max"] <= 1 + 1e-4
+    model = load_model(trained)
+    differences, entropies = [], []
+    for line in (tmp_path / "run" / "rollouts" / "step_2" / "rollouts.jsonl").open():
+        turn = json.loads(line)["turns"][0]
+        prompt, ids = turn["prompt_ids"], turn["ids"]
+        packed = PackedAttention([len(prompt) + len(ids)])
+        with torch.no_grad():
+            logits = model.logits(model(torch.tensor(prompt + ids), packed.positions(), packed))[len(prompt) - 1 : -1]
+        logprobs = torch.log_softmax(logits / temperature, -1)
+        entropies.append(-(logprobs.exp() * logprobs).sum(-1).mean())
+        expected = logprobs.gather(1, torch.tensor(ids)[:, None]).squeeze(1)
+        differences.append((torch.tensor(turn["logprobs"]) - expected).abs().max())
+    assert max(differences) <= 1e-4
+    assert 0.1 < torch.stack(entropies).mean() < 4.0  # not uniform over 264 tokens (5.6 nats), not constant
+    assert_same_weights(weights(tmp_path / "run", 2), load_file(trained / "model.safetensors"))
+
+
+def test_a_killed_run_resumes_as_if_nothing_had_happened(rl, trained, tmp_path):
+    rl("--max-steps", 6, out=tmp_path / "whole")
+    out = tmp_path / "killed"
+    words = [
+        BIN / "rl", "--model.name", trained, "--orchestrator.env", RL_ENV, "--orchestrator.batch-size", "32",
+        "--orchestrator.rollouts-per-example", "8", "--orchestrator.sampling.max-tokens", "16", "--seq-len", "64",
+        "--max-steps", "500", "--trainer.optim.lr", "1e-4", "--output-dir", out, "--ckpt.interval", "2",
+    ]  # fmt: skip
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not (out / "checkpoints" / "step_2").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    step = int(max((out / "checkpoints").glob("step_?"), key=lambda p: p.name).name[5:])
+    assert step < 6, "killed too late to show anything"
+    rl("--max-steps", 6, "--ckpt.interval", 2, "--resume", out=out)
+    assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4, 5, 6]
+    assert rewards(out) == rewards(tmp_path / "whole")
+    assert_same_weights(weights(out, 6), weights(tmp_path / "whole", 6))
+    assert [p.name for p in (out / "checkpoints").iterdir()] == ["step_6"]
+
+
+def test_an_earlier_run_is_never_mixed_with(rl, tmp_path):
+    out = tmp_path / "run"
+    rl("--max-steps", 2)
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()}
+    refused = rl("--max-steps", 1, ok=False)
+    for choice in ("--clean", "--resume", "--output-dir"):
+        assert choice in refused.stderr
+    assert "has no checkpoint" in rl("--resume", ok=False).stderr
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == before
+    rl("--max-steps", 1, "--clean")
+    assert len(metrics(out)) == 1 and [p.name for p in (out / "weights").iterdir()] == ["step_1"]
+
+
+def test_sft_and_rl_share_a_directory_as_in_the_examples(rl, trained, tmp_path):
+    data = tmp_path / "sft.jsonl"
+    command("python", "-m", "reverse_text", "--out", data, "-n", 60)
+    sft = ["sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--output-dir", tmp_path / "run"]
+    command(*sft, "--max-steps", 2)
+    rl("--max-steps", 1)
+    assert {p.name for p in (tmp_path / "run" / "weights").iterdir()} == {"step_2", "step_1"}
+    refused = rl("--max-steps", 2, "--clean", ok=False)
+    assert "step_2 was written by another run" in refused.stderr
+    assert (tmp_path / "run" / "weights" / "step_2").exists()
+
+
+def test_dry_run_prints_and_writes_the_resolved_configuration(rl, tmp_path):
+    done = rl("--dry-run")
+    assert "max_steps = 4" in done.stdout
+    assert [p.relative_to(tmp_path / "run") for p in (tmp_path / "run").rglob("*") if p.is_file()] == [Path("configs/rl.toml")]
+    assert (tmp_path / "run" / "configs" / "rl.toml").read_text() in done.stdout
+    for recipe in ("sft", "rl"):
+        words = [recipe, "@", f"examples/reverse_text/{recipe}.toml", "--dry-run", "--output-dir", tmp_path / recipe]
+        assert "Qwen3-0.6B" in command(*words).stdout
+
+
+def test_wandb_logs_offline_and_is_refused_without_the_extra(rl, tmp_path):
+    rl("--wandb.project", "p", "--wandb.name", "n", "--wandb.offline", "--max-steps", 2)
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    blocker = tmp_path / "site" / "sitecustomize.py"
+    blocker.parent.mkdir()
+    blocker.write_text(
+        "import importlib.util as u\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'wandb' else find(name, *a)\n"
+    )
+    refused = rl("--wandb.project", "p", out=tmp_path / "other", ok=False, env={"PYTHONPATH": str(blocker.parent)})
+    assert "hone-rl[wandb]" in refused.stderr and not (tmp_path / "other").exists()

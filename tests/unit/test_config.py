@@ -1,0 +1,126 @@
+"""Configuration: files, overrides, precedence, and the words for mistakes."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hone.config.base import ConfigError, load_config
+from hone.config.help import help_text, to_toml
+from hone.config.inference import InferenceConfig
+from hone.config.rl import RLConfig
+from hone.config.sft import SFTConfig
+
+RL = """
+max_steps = 20
+[model]
+name = "from-file"
+[orchestrator]
+rollouts_per_example = 8
+[[orchestrator.env]]
+id = "reverse-text"
+"""
+
+
+@pytest.fixture
+def rl_toml(tmp_path):
+    file = tmp_path / "rl.toml"
+    file.write_text(RL)
+    return str(file)
+
+
+def test_command_line_wins_over_file_wins_over_defaults(rl_toml):
+    config = load_config(RLConfig, ["@", rl_toml, "--model.name", "typed", "--trainer.optim.lr=3e-6"])
+    assert (config.model.name, config.max_steps, config.orchestrator.batch_size) == ("typed", 20, 128)
+    assert config.trainer.optim.lr == 3e-6
+    assert config.orchestrator.prompts_per_step == 16
+
+
+def test_a_later_file_wins_and_a_file_can_be_given_for_a_component(rl_toml, tmp_path):
+    (tmp_path / "more.toml").write_text("max-steps = 7")
+    (tmp_path / "trainer.toml").write_text("[optim]\nlr = 0.5")
+    config = load_config(
+        RLConfig, ["@", rl_toml, "@", str(tmp_path / "more.toml"), "--trainer", "@", str(tmp_path / "trainer.toml")]
+    )
+    assert config.max_steps == 7 and config.trainer.optim.lr == 0.5 and config.model.name == "from-file"
+
+
+def test_booleans_lists_and_none(rl_toml):
+    config = load_config(
+        RLConfig,
+        ["@", rl_toml, "--clean", "--orchestrator.no-drop-zero-signal",
+         "--trainer.optim.betas", "[0.8, 0.9]", "--wandb.project", "p", "--wandb.name", "None"],
+    )  # fmt: skip
+    assert config.clean and not config.orchestrator.drop_zero_signal
+    assert config.trainer.optim.betas == (0.8, 0.9)
+    assert config.wandb.project == "p" and config.wandb.name is None
+    one = load_config(RLConfig, ["@", rl_toml, "--orchestrator.env", '{"id": "one"}'])
+    assert [env.id for env in one.orchestrator.env] == ["one"]
+    assert load_config(RLConfig, ["@", rl_toml, "--wandb", "None"]).wandb is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--model.nam", "x"], ["model.nam: unknown key", "the command line", "did you mean model.name?"]),
+        (["--lr", "1"], ["lr: unknown key", "there is trainer.optim.lr"]),
+        (["--max-steps", "many"], ["max-steps", "valid integer", "'many'", "the command line"]),
+        (["--orchestrator.batch-size", "100"], ["batch-size 100 is not a multiple of rollouts-per-example 8"]),
+        (["--orchestrator.rollouts-per-example", "1"], ["rollouts-per-example", "greater than or equal to 2", "'1'"]),
+        (["@", "missing.toml"], ["missing.toml: no such file"]),
+        (["stray"], ["'stray' is not understood"]),
+        (["--trainer.optim.lr", "-1"], ["trainer.optim.lr", "greater than or equal to 0"]),
+    ],
+)
+def test_mistakes_are_named(rl_toml, argv, words):
+    with pytest.raises(ConfigError) as error:
+        load_config(RLConfig, ["@", rl_toml, *argv])
+    for word in words:
+        assert word in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_bad_key_in_a_file_names_the_file_and_a_bad_file_its_line(tmp_path, rl_toml):
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[trainer.optim]\nlearning_rate = 1")
+    with pytest.raises(ConfigError, match=r"trainer.optim.learning-rate: unknown key \(in .*bad.toml\)"):
+        load_config(RLConfig, ["@", rl_toml, "@", str(bad)])
+    bad.write_text("a = [1")
+    with pytest.raises(ConfigError, match="bad.toml is not valid TOML"):
+        load_config(RLConfig, ["@", str(bad)])
+
+
+def test_missing_required_keys_are_asked_for():
+    with pytest.raises(ConfigError) as error:
+        load_config(SFTConfig, [])
+    assert "model.name must be given" in str(error.value) and "data.name must be given" in str(error.value)
+
+
+def test_a_resolved_configuration_reads_back_as_itself(rl_toml, tmp_path):
+    config = load_config(RLConfig, ["@", rl_toml, "--wandb.project", "p", "--orchestrator.env", '{"id": "x", "args": {"a": [1]}}'])
+    (tmp_path / "resolved.toml").write_text(to_toml(config))
+    assert load_config(RLConfig, ["@", str(tmp_path / "resolved.toml")]) == config
+
+
+@pytest.mark.parametrize("cls", [RLConfig, SFTConfig, InferenceConfig])
+def test_every_key_is_documented(cls):
+    text = help_text("x", "", cls)
+    lines = text.splitlines()
+    keys = [i for i, line in enumerate(lines) if line.startswith("  --") and "--dry-run" not in line and "--help" not in line]
+    assert len(keys) > 10
+    for i in keys:
+        assert lines[i + 1].startswith("      "), f"no words for {lines[i]}"
+
+
+@pytest.mark.parametrize("command", ["sft", "rl", "inference"])
+def test_help_is_quick_and_imports_no_torch(command):
+    code = (
+        "import sys; sys.argv = ['x', '--help']; from hone import cli\n"
+        f"try: cli.{command}()\nexcept SystemExit as e: code = e.code\n"
+        "sys.exit(code or ('torch' in sys.modules))"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0 and "--model.name" in done.stdout
+    assert time.perf_counter() - start < 1.0

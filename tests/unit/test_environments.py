@@ -1,0 +1,132 @@
+"""Environments: the protocol, parsers, rubrics, the registry, and reverse-text."""
+
+import asyncio
+
+import pytest
+
+import hone.environments as vf
+from hone.records import Completion, Sampling, Turn
+
+
+class Echo:
+    """A model that answers every prompt with the same words."""
+
+    def __init__(self, text):
+        self.text = text
+
+    async def chat(self, messages, sampling):
+        self.seen = messages
+        return Turn([1, 2], Completion([3], [-0.5], [0], "stop"), self.text)
+
+
+def rollout(env, text, index=0):
+    return asyncio.run(env.rollout(Echo(text), env.get_dataset()[index], Sampling()))
+
+
+def test_single_turn_rollout_is_prompted_and_scored():
+    def length(completion, answer, info, **_):
+        return len(completion[0]["content"]) / len(answer) + info["bonus"]
+
+    async def is_it(completion, answer, parser):
+        return float(parser.parse_answer(completion) == answer)
+
+    env = vf.SingleTurnEnv(
+        dataset=[{"question": "q?", "answer": "abcd", "info": {"bonus": 1.0}}],
+        system_prompt="Be good.",
+        few_shot=[{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+        rubric=vf.Rubric(funcs=[length, is_it], weights=[1.0, 0.5]),
+    )
+    done = rollout(env, "abcd")
+    assert [m["content"] for m in done.example.prompt] == ["Be good.", "x", "y", "q?"]
+    assert done.reward == pytest.approx(2.0 + 0.5) and done.metrics == {"length": 2.0, "is_it": 1.0}
+    assert done.messages == [{"role": "assistant", "content": "abcd"}] and not done.error
+
+
+def test_a_reward_function_that_raises_or_is_not_finite_counts_zero():
+    def broken(completion):
+        raise RuntimeError("no")
+
+    def infinite(completion):
+        return float("inf")
+
+    env = vf.SingleTurnEnv(dataset=[{"question": "q"}], rubric=vf.Rubric(funcs=[broken, infinite, lambda **_: 1.0]))
+    assert rollout(env, "a").reward == 1.0
+
+
+def test_rows_without_a_question_and_rubrics_with_odd_weights_are_refused():
+    with pytest.raises(ValueError, match="neither 'prompt' nor 'question'"):
+        vf.SingleTurnEnv(dataset=[{"text": "q"}])
+    with pytest.raises(ValueError, match="2 functions but 1 weights"):
+        vf.Rubric(funcs=[len, len], weights=[1.0])
+
+
+def test_xml_parser():
+    parser = vf.XMLParser(["think", ("code", "answer")])
+    parsed = parser.parse("<think>\n hm\n</think><answer> 4 </answer>")
+    assert (parsed.think, parsed.code, parsed.answer) == ("hm", None, "4")
+    assert parser.parse("<answer> 4 </answer>", strip=False).answer == " 4 "
+    turns = [{"role": "assistant", "content": "<answer>1</answer>"}, {"role": "user", "content": "<answer>2</answer>"}]
+    assert parser.parse_answer(turns) == "1" and parser.parse_answer("nothing") is None
+    with pytest.raises(ValueError, match="answer_field"):
+        vf.XMLParser(["a"], answer_field="b")
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("<a>x</a><b>y</b>", 1.0),
+        ("  <a>x</a> then <b>y</b> ", 1.0),
+        ("so <a>x</a><b>y</b>", 0.8),  # does not start with a field
+        ("<a>x</a>", 0.4 * 0.5 + 0.2 + 0.2),  # one field of two, does not end with the last
+        ("nothing", 0.0),
+        ("<a>x<b>y</b>", 0.4 * 0.5 + 0.2 + 0.2),  # <a> is never closed
+    ],
+)
+def test_format_reward(text, score):
+    assert vf.XMLParser(["a", "b"]).get_format_reward_func()(text) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward", "exact"),
+    [
+        ("<reversed_text>cba</reversed_text>", 1.0, 1.0),
+        ("<reversed_text>cbx</reversed_text>", 2 * 2 / 6, 0.0),
+        ("cba", 0.0, 0.0),
+        ("<reversed_text>cba", 0.0, 0.0),
+    ],
+)
+def test_reverse_text_reward(tmp_path, answer, reward, exact):
+    (tmp_path / "texts.txt").write_text("abc\n\nxyz\n")
+    env = vf.load_environment("primeintellect/reverse-text", texts=str(tmp_path / "texts.txt"))
+    assert [e.answer for e in env.get_dataset()] == ["cba", "zyx"]
+    done = rollout(env, answer)
+    assert done.reward == pytest.approx(reward) and done.metrics["exact_match"] == exact
+    assert done.example.prompt[0]["content"].startswith("Reverse the text character-by-character.")
+
+
+def test_generated_texts_are_repeatable_and_never_both_trained_on_and_held_out():
+    make = lambda **kw: vf.load_environment("reverse-text", texts="generated", min_chars=2, max_chars=5, **kw)  # noqa: E731
+    env, again, other = make(), make(), make(seed=1)
+    train = [e.answer for e in env.get_dataset()]
+    held_out = {e.answer for e in env.get_eval_dataset()}
+    assert train == [e.answer for e in again.get_dataset()] != [e.answer for e in other.get_dataset()]
+    assert len(held_out) == 256 and not held_out & set(train)
+    assert not held_out & {e.answer for e in other.get_dataset()}  # nor with another seed
+    assert all(2 <= len(t) <= 5 and t == t.strip() for t in train)
+
+
+def test_unknown_environments_and_arguments_are_named():
+    with pytest.raises(ValueError, match="did you mean reverse-text"):
+        vf.load_environment("reverse-txt")
+    with pytest.raises(ValueError, match=r"unexpected keyword argument 'txts'; its arguments are: texts, "):
+        vf.load_environment("reverse-text", txts="x")
+    with pytest.raises(ValueError, match="is not an environment"):
+        vf.load_environment("json")
+    with pytest.raises(ValueError, match="must be 'hub', 'generated' or a file"):
+        vf.load_environment("reverse-text", texts="nowhere.txt")
+
+
+def test_an_unreachable_hub_is_an_error_that_says_so(monkeypatch):
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("offline")))
+    with pytest.raises(ValueError, match="cannot be loaded from the hub"):
+        vf.load_environment("reverse-text")

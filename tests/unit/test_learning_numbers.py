@@ -1,0 +1,166 @@
+"""Loss, advantage, packing, schedule, optimiser: values that can be checked by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hone.config.sections import OptimConfig, SchedulerConfig
+from hone.models.spec import ModelSpec
+from hone.models.transformer import Transformer
+from hone.orchestrator.advantage import group_mean_advantage, has_signal
+from hone.trainer.loss import cross_entropy_sum, policy_loss, token_logprobs
+from hone.trainer.optim import Optimizer, learning_rate
+from hone.trainer.packing import pack, split_by_tokens
+
+LN2 = math.log(2)
+
+
+def logs(*ratios):
+    """Trainer logprobs that stand in these ratios to a sampler's zeros."""
+    return torch.tensor([math.log(r) for r in ratios], dtype=torch.float64, requires_grad=True)
+
+
+def loss(trainer, advantages, sequences=None, **options):
+    n = len(trainer)
+    sequences = torch.tensor(sequences if sequences is not None else [0] * n)
+    return policy_loss(trainer, torch.zeros(n, dtype=torch.float64), torch.tensor(advantages, dtype=torch.float64), sequences, **options)
+
+
+def test_policy_loss_is_minus_ratio_times_advantage_and_its_gradient_too():
+    trainer = logs(1.0, 2.0, 0.5)
+    out = loss(trainer, [1.0, 1.0, -2.0])
+    assert out.total.item() == pytest.approx(-1.0 - 2.0 + 1.0)
+    out.total.backward()
+    assert trainer.grad.tolist() == pytest.approx([-1.0, -2.0, 1.0])  # d/dx of -e^x A
+
+
+def test_tokens_outside_the_bounds_are_dropped_on_both_sides():
+    trainer = logs(0.124, 0.126, 7.9, 8.1)
+    out = loss(trainer, [1.0] * 4)
+    assert out.is_masked.tolist() == [1, 0, 0, 1]
+    assert out.total.item() == pytest.approx(-0.126 - 7.9)
+    out.total.backward()
+    assert trainer.grad[0] == trainer.grad[3] == 0
+
+
+def test_an_infinite_ratio_is_dropped_without_harm():
+    trainer = torch.tensor([1000.0, 0.0], requires_grad=True)
+    out = loss(trainer, [1.0, 1.0])
+    out.total.backward()
+    assert out.total.item() == -1.0 and trainer.grad.tolist() == [0.0, -1.0]
+
+
+def test_sequence_ratio_is_the_geometric_mean_and_kl_adds_tau_log_r():
+    out = loss(logs(4.0, 1.0, 3.0), [1.0, 1.0, 1.0], [0, 0, 1], ratio_type="sequence")
+    assert out.total.item() == pytest.approx(-(2.0 + 2.0 + 3.0))
+    out = loss(logs(2.0, 1.0), [1.0, 1.0], kl_tau=0.5)
+    assert out.total.item() == pytest.approx(-3.0 + 0.5 * LN2)
+
+
+def test_mismatch_kl_is_r_minus_log_r_minus_1():
+    assert loss(logs(1.0, 2.0), [0.0, 0.0]).mismatch_kl.tolist() == pytest.approx([0.0, 1 - LN2])
+
+
+@pytest.mark.parametrize("options", [{}, {"ratio_type": "sequence", "kl_tau": 0.1}])
+def test_gradient_equals_finite_differences(options):
+    torch.manual_seed(0)
+    trainer = (torch.randn(6, dtype=torch.float64) * 0.3).requires_grad_()
+    function = lambda x: loss(x, [0.5, -1.0, 2.0, 1.0, -0.3, 0.1], [0, 0, 1, 1, 1, 2], **options).total  # noqa: E731
+    assert torch.autograd.gradcheck(function, trainer)
+
+
+def test_token_logprobs_apply_the_temperature():
+    logits = torch.tensor([[0.0, LN2], [0.0, LN2]])
+    logprobs, entropy = token_logprobs(logits, torch.tensor([1, 1]), torch.tensor([1.0, 0.5]))
+    assert logprobs.tolist() == pytest.approx([math.log(2 / 3), math.log(4 / 5)])
+    assert entropy.tolist() == pytest.approx([-(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)), -(0.8 * math.log(0.8) + 0.2 * math.log(0.2))])
+    assert float(cross_entropy_sum(logits, torch.tensor([1, 0]))) == pytest.approx(-math.log(2 / 3) - math.log(1 / 3))
+
+
+def test_advantage_is_the_reward_minus_the_mean_of_its_group():
+    advantages = group_mean_advantage(np.array([[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.5]]))
+    assert advantages.tolist() == [[0.75, -0.25, -0.25, -0.25], [0.0, 0.0, 0.0, 0.0]]
+    assert has_signal(np.array([0.1, 0.2])) and not has_signal(np.array([0.2, 0.2]))
+
+
+def test_packing_keeps_the_positions_that_predict_a_target():
+    packed = pack([[1, 2, 3, 4], [5, 6]], [[False, False, True, True], [False, True]])
+    assert packed.tokens_T.tolist() == [1, 2, 3, 5]  # a last token predicts nothing
+    assert packed.predict_N.tolist() == [1, 2, 3]
+    assert packed.targets_N.tolist() == [3, 4, 6]
+    assert packed.sequence_N.tolist() == [0, 0, 1]
+    assert packed.attention.positions().tolist() == [0, 1, 2, 0]
+
+
+def test_split_by_tokens_fills_micro_batches_up_to_the_budget():
+    groups = split_by_tokens([5, 3, 9, 3], 8)
+    assert groups == [[1, 3], [0], [2]]  # 9 > 8 stands alone
+
+
+def small_model(seed=0):
+    model = Transformer(ModelSpec(40, 16, 24, 2, 2, 1, 8, 1e-6, 100.0, True, 64, 0.3, False))
+    model.init_weights(torch.Generator().manual_seed(seed))
+    return model
+
+
+def test_gradients_do_not_depend_on_how_a_batch_is_split():
+    model = small_model().double()
+    sequences = [torch.randint(0, 40, (n,)).tolist() for n in (5, 30, 12, 7)]
+    masks = [[i > 2 for i in range(len(s))] for s in sequences]
+    gradients = []
+    for groups in ([[0, 1, 2, 3]], [[2], [1, 0], [3]]):
+        model.zero_grad()
+        for members in groups:
+            packed = pack([sequences[i] for i in members], [masks[i] for i in members])
+            cross_entropy_sum_64 = torch.nn.functional.cross_entropy(packed.target_logits(model), packed.targets_N, reduction="sum")
+            cross_entropy_sum_64.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for one, two in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+
+
+def test_schedules():
+    optim, cosine = OptimConfig(lr=1.0), SchedulerConfig(type="cosine", warmup_steps=10, min_lr=0.2)
+    rates = [learning_rate(optim, cosine, step, 110) for step in (1, 10, 60, 110, 500)]
+    assert rates == pytest.approx([0.1, 1.0, 0.6, 0.2, 0.2])
+    linear = SchedulerConfig(type="linear")
+    assert [learning_rate(optim, linear, s, 4) for s in (1, 2, 4)] == pytest.approx([0.75, 0.5, 0.0])
+    assert learning_rate(optim, SchedulerConfig(), 7, 10) == 1.0
+
+
+@pytest.mark.parametrize("max_norm", [1e9, 0.01])
+def test_optimizer_equals_torch_adamw(max_norm):
+    ours, theirs = small_model(), small_model()
+    config = OptimConfig(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), max_norm=max_norm)
+    optimizer = Optimizer(ours, config)
+    matrices, vectors = ([p for p in theirs.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    for step in range(4):
+        packed = pack([[1, 2, 3 + step, 4]], [[True] * 4])
+        for model in (ours, theirs):
+            cross_entropy_sum(packed.target_logits(model), packed.targets_N).backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+        assert optimizer.step(1e-2) == pytest.approx(float(norm), rel=1e-5)
+        reference.step()
+        reference.zero_grad()
+    for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_weights_follow_fp32_masters_at_fixed_addresses():
+    model = small_model().bfloat16()
+    address = model.embed.weight.data_ptr()
+    optimizer = Optimizer(model, OptimConfig(lr=1e-5, weight_decay=0.0))
+    before = [m.clone() for m in optimizer.masters]
+    for _ in range(3):
+        packed = pack([[1, 2, 3, 4]], [[True] * 4])
+        cross_entropy_sum(packed.target_logits(model), packed.targets_N).backward()
+        optimizer.step(1e-5)
+    assert model.embed.weight.data_ptr() == address
+    moved = [float((a - b).abs().max()) for a, b in zip(before, optimizer.masters, strict=True)]
+    assert max(moved) == pytest.approx(3e-5, rel=0.1)  # far below a bf16 step at 0.3, yet not lost
+    for parameter, master in zip(model.parameters(), optimizer.masters, strict=True):
+        assert torch.equal(parameter, master.bfloat16())

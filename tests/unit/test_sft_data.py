@@ -1,0 +1,102 @@
+"""SFT data: columns, files, packing into rows, what is left out."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hone.config.sft import DataConfig
+from hone.text.tokenizer import Tokenizer
+from hone.trainer.sft.data import Conversations, epoch, load_rows, steps, to_messages
+
+MODEL = Path(__file__).parents[2] / "examples" / "reverse_text_tiny" / "model"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(MODEL)
+
+
+def rows(*lengths):
+    """Conversations of these token lengths: three tokens are not text."""
+    return [{"prompt": "u", "completion": "a" * (n - 4)} for n in lengths]
+
+
+def write(path, content):
+    path.write_text("\n".join(json.dumps(row) for row in content))
+    return DataConfig(name=str(path))
+
+
+def test_jsonl_and_parquet_give_the_same_conversations(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    data = [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
+        {"messages": [{"role": "user", "content": "a", "name": "x"}, {"role": "assistant", "content": "b"}]},
+    ]
+    jsonl = load_rows(write(tmp_path / "a.jsonl", data))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(data), tmp_path / "a.parquet")
+    parquet = load_rows(DataConfig(name=str(tmp_path / "a.parquet")))
+    assert [to_messages(r) for r in jsonl] == [to_messages(r) for r in parquet] == [d["messages"] for d in data]
+
+
+def test_prompt_and_completion_may_be_text_or_messages():
+    text = to_messages({"prompt": "p", "completion": "c"})
+    listed = to_messages({"prompt": [{"role": "user", "content": "p"}], "completion": [{"role": "assistant", "content": "c"}]})
+    assert text == listed == [{"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}]
+
+
+def test_only_assistant_tokens_are_targets(tokenizer):
+    ids, mask = Conversations(rows(7), tokenizer, 100)[0]
+    assert len(ids) == 7
+    assert [tokenizer.token(i) for i, m in zip(ids, mask, strict=True) if m] == ["a", "a", "a", "<|end|>"]
+
+
+def test_rows_are_filled_with_whole_conversations(tokenizer):
+    config = DataConfig(name="x", seq_len=20, batch_size=2, shuffle=False)
+    data = Conversations(rows(8, 8, 8, 20, 5), tokenizer, 20)
+    packed = [[len(ids) for ids, _ in row] for row in epoch(data, config, 0, 0)]
+    assert packed == [[8, 8], [8], [20], [5]]
+    stacked = config.model_copy(update={"pack": "stack"})
+    assert [len(row) for row in epoch(data, stacked, 0, 0)] == [1] * 5
+    assert [len(batch) for batch in steps(data, config, 0, epochs=1)] == [2, 2]
+
+
+def test_every_epoch_has_every_conversation_in_an_order_of_its_own(tokenizer):
+    config = DataConfig(name="x", seq_len=20, batch_size=1, pack="stack")
+    data = Conversations(rows(*range(5, 21)), tokenizer, 20)
+    orders = [[len(row[0][0]) for row in epoch(data, config, seed, number)] for seed, number in ((0, 0), (0, 1), (0, 0), (1, 0))]
+    assert orders[0] == orders[2] != orders[1] and orders[0] != orders[3]
+    assert all(sorted(order) == list(range(5, 21)) for order in orders)
+
+
+def test_overlong_conversations_are_dropped_and_counted(tokenizer):
+    config = DataConfig(name="x", seq_len=10, shuffle=False)
+    data = Conversations([*rows(10, 11), {"messages": [{"role": "user", "content": "only"}]}], tokenizer, 10)
+    assert len(list(epoch(data, config, 0, 0))) == 1 and data.dropped == {1, 2}
+    with pytest.raises(ValueError, match="no conversation fits into data.seq-len 5"):
+        next(steps(Conversations(rows(9), tokenizer, 5), config.model_copy(update={"seq_len": 5}), 0))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"text": "x", "id": 1}', "needs the columns `messages`, or `prompt` and `completion`; it has id, text"),
+        ('{"messages": []}\n{"mess', "line 2 is not valid JSON"),
+        ("[1]", "line 1 is not a JSON object"),
+        ("", "has no rows"),
+    ],
+)
+def test_unusable_files_are_named(tmp_path, content, words):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=words):
+        load_rows(DataConfig(name=str(tmp_path / "a.jsonl")))
+
+
+def test_missing_files_and_unreachable_hubs_are_named(monkeypatch):
+    with pytest.raises(ValueError, match="no file missing.jsonl"):
+        load_rows(DataConfig(name="missing.jsonl"))
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("offline")))
+    with pytest.raises(ValueError, match="cannot be loaded from the hub"):
+        load_rows(DataConfig(name="owner/data"))

@@ -1,0 +1,141 @@
+"""Chat rendering and tokenisation against transformers, on templates of several families."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer as Encoder
+from tokenizers import decoders, models, pre_tokenizers
+
+from hone.text.chat import ChatTemplate
+from hone.text.tokenizer import Tokenizer
+
+CHATML = """{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+LLAMA = """{{ bos_token }}{% for m in messages %}
+    {% if loop.first and m['role'] == 'system' %}
+<|start|>system|{{ m['content'] | trim }} ({{ strftime_now('%Y') }})<|eot|>
+        {% continue %}
+    {% endif %}
+<|start|>{{ m['role'] }}|{{ m['content'] | trim }}<|eot|>
+{% endfor %}
+{% if add_generation_prompt %}<|start|>assistant|{% endif %}"""
+TOOLS = """{%- if tools %}{{ '# Tools' }}
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}
+{%- endif %}
+{%- for m in messages %}
+{%- if m.tool_calls %}
+[{{ m.role }}]{% for call in m.tool_calls %}{{ call.function.arguments | tojson(indent=2) }}{% endfor %}
+{%- elif m.role == 'assistant' %}[assistant]{% generation %}{{ m.content }}</s>{% endgeneration %}
+{%- else %}[{{ m.role }}]{{ m.content }}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
+FORGETFUL = """{% for m in messages %}{% if m.role == 'assistant' %}
+{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}</s>{% else %}
+<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}{% endif %}"""
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief. "},
+    {"role": "user", "content": "Hé <there>  \n"},
+    {"role": "assistant", "content": "Hi!"},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "Bye."},
+]
+CALLS = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"b": 2, "a": [2, "é"]}}}]},
+    {"role": "tool", "content": "4"},
+]
+TOOL_LIST = [{"type": "function", "function": {"name": "add", "description": "Adds <b>", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory):
+    """A directory with a byte-level tokenizer and the given template."""
+
+    def write(template):
+        directory = tmp_path_factory.mktemp("tokenizer")
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        encoder = Encoder(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+        encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        encoder.decoder = decoders.ByteLevel()
+        encoder.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot|>"])
+        encoder.save(str(directory / "tokenizer.json"))
+        eos = {"__type": "AddedToken", "content": "</s>", "special": True}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": eos}
+        (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+        return directory
+
+    return write
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA, TOOLS], ids=["chatml", "llama", "tools"])
+@pytest.mark.parametrize("messages", [CONVERSATION, CONVERSATION[:2], CALLS], ids=["whole", "open", "calls"])
+def test_rendering_and_ids_equal_transformers(save, template, messages):
+    from transformers import AutoTokenizer
+
+    directory = save(template)
+    theirs = AutoTokenizer.from_pretrained(directory)
+    ours = Tokenizer(directory)
+    for tools in (None, TOOL_LIST):
+        for prompt in (True, False):
+            kwargs = {"tools": tools, "add_generation_prompt": prompt}
+            expected = theirs.apply_chat_template(messages, tokenize=False, **kwargs)
+            assert ours.template.render(messages, **kwargs) == expected
+        ids = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+        assert ours.prompt_ids(messages, tools=tools) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_loss_mask_marks_what_the_assistant_wrote_and_equals_transformers(save):
+    from transformers import AutoTokenizer
+
+    directory = save(TOOLS)  # the one with the generation tag, which tells transformers the same
+    ids, mask = Tokenizer(directory).conversation_ids(CONVERSATION)
+    expected = AutoTokenizer.from_pretrained(directory).apply_chat_template(
+        CONVERSATION, return_assistant_tokens_mask=True, return_dict=True
+    )
+    assert ids == expected["input_ids"]
+    assert mask == [bool(x) for x in expected["assistant_masks"]]
+
+
+def test_loss_mask_ends_with_the_end_of_turn_not_with_the_line_break(save):
+    tokenizer = Tokenizer(save(CHATML))
+    ids, mask = tokenizer.conversation_ids(CONVERSATION)
+    marked = [tokenizer.token(i) for i, m in zip(ids, mask, strict=True) if m]
+    assert "".join(marked) == "Hi!<|im_end|>Bye.<|im_end|>"
+
+
+def test_a_template_that_rewrites_history_is_refused_for_training(save):
+    tokenizer = Tokenizer(save(FORGETFUL))
+    thinking = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x</think>b"}]
+    tokenizer.conversation_ids(thinking)
+    with pytest.raises(ValueError, match="renders message 1 differently"):
+        tokenizer.conversation_ids([*thinking, *CONVERSATION[3:]])
+
+
+def test_stop_ids_come_from_both_files(save):
+    directory = save(CHATML)
+    encoder = Encoder.from_file(str(directory / "tokenizer.json"))
+    end = encoder.token_to_id("<|im_end|>")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    assert Tokenizer(directory).stop_ids == sorted([end, encoder.token_to_id("</s>")])
+
+
+def test_mistakes_are_named(save, tmp_path):
+    with pytest.raises(ValueError, match="has no tokenizer.json"):
+        Tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="does not compile"):
+        ChatTemplate("{% if %}", {})
+    with pytest.raises(ValueError, match="refuses these messages: no system"):
+        ChatTemplate("{{ raise_exception('no system') }}", {}).render([])
+    directory = save(None)
+    with pytest.raises(ValueError, match="has no chat template"):
+        Tokenizer(directory).prompt_ids(CONVERSATION)
+    (directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="not a readable tokenizer"):
+        Tokenizer(directory)
