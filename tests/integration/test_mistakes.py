@@ -94,7 +94,7 @@ def test_unreachable_hub(outputs):
 
 
 def test_prompts_that_do_not_fit(outputs):
-    message = refused(outputs, *rl("--seq-len", "4", "--max-steps", "1"))
+    message = command(*rl("--seq-len", "4", "--max-steps", "1", "--output-dir", outputs), ok=False).stderr
     assert "every rollout failed" in message and "maximum context length is 4" in message
 
 

@@ -127,6 +127,8 @@ def test_schedules():
     assert rates == pytest.approx([0.1, 1.0, 0.6, 0.2, 0.2])
     linear = SchedulerConfig(type="linear")
     assert [learning_rate(optim, linear, s, 4) for s in (1, 2, 4)] == pytest.approx([0.75, 0.5, 0.0])
+    wsd = SchedulerConfig(type="wsd", decay_fraction=0.4, min_lr=0.5)
+    assert [learning_rate(optim, wsd, s, 10) for s in (1, 6, 8, 10)] == pytest.approx([1.0, 1.0, 0.75, 0.5])
     assert learning_rate(optim, SchedulerConfig(), 7, 10) == 1.0
 
 

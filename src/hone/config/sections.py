@@ -47,12 +47,14 @@ class OptimConfig(Config):
 
 
 class SchedulerConfig(Config):
-    type: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after warm-up; linear and cosine fall to min_lr at the last step."""
+    type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """After warm-up; linear and cosine fall to min_lr at the last step, wsd stays and falls over the last steps."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of linear warm-up from 0."""
+    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.3
+    """Share of the steps over which wsd falls, in a line."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Where linear and cosine end."""
+    """Where the falling ones end."""
 
 
 class WeightsConfig(Config):

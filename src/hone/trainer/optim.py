@@ -14,7 +14,9 @@ def learning_rate(optim: OptimConfig, schedule: SchedulerConfig, step: int, max_
         return optim.lr * step / schedule.warmup_steps
     span = max(max_steps - schedule.warmup_steps, 1)
     done = min((step - schedule.warmup_steps) / span, 1.0)
-    if schedule.type == "linear":
+    if schedule.type == "wsd":  # warm-up, stable, decay (Hu et al. 2024)
+        done = min(1.0, max(0.0, (step - max_steps * (1 - schedule.decay_fraction)) / (max_steps * schedule.decay_fraction)))
+    if schedule.type in ("linear", "wsd"):
         return optim.lr + (schedule.min_lr - optim.lr) * done
     if schedule.type == "cosine":
         return schedule.min_lr + (optim.lr - schedule.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
