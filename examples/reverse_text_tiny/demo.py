@@ -35,7 +35,9 @@ def show(command: list[str]) -> None:
 def run(*command: str) -> str:
     """Runs a command of the environment, shows it and what it prints, and returns that."""
     show(list(command))
-    process = subprocess.Popen([BIN / command[0], *command[1:]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    process = subprocess.Popen(
+        [BIN / command[0], *command[1:]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    )
     lines = []
     for line in process.stdout:
         print(f"  {line}", end="", flush=True)
@@ -149,7 +151,18 @@ def main() -> None:
     sft = evaluate(sft_weights)
     stage("sft_eval")
     steps = ["--max-steps", str(args.rl_steps)] if args.rl_steps else []
-    run("rl", "@", f"{RECIPE}/rl.toml", "--model.name", sft_weights, "--seed", seed, "--output-dir", str(out / "rl"), *steps)
+    run(
+        "rl",
+        "@",
+        f"{RECIPE}/rl.toml",
+        "--model.name",
+        sft_weights,
+        "--seed",
+        seed,
+        "--output-dir",
+        str(out / "rl"),
+        *steps,
+    )
     stage("rl")
     rl = evaluate(last_weights(out / "rl"))
     stage("rl_eval")
@@ -180,7 +193,11 @@ def summarise(report: dict, base: dict, sft: dict, rl: dict, out: Path) -> None:
     for heading in ("", "reward", "exact, sampled", "exact, greedy", "seconds"):
         table.add_column(heading, justify="right" if heading else "left")
     seconds = report["stage_seconds"]
-    for name, label, spent in (("base", "random weights", 0.0), ("sft", "after SFT", seconds["sft"]), ("rl", "after RL", seconds["rl"])):
+    for name, label, spent in (
+        ("base", "random weights", 0.0),
+        ("sft", "after SFT", seconds["sft"]),
+        ("rl", "after RL", seconds["rl"]),
+    ):
         table.add_row(
             label, f"{report[f'{name}_reward']:.3f}", f"{report[f'{name}_exact']:.3f}",
             f"{report[f'{name}_greedy_exact']:.3f}", f"{spent:.1f}" if spent else "",
@@ -194,7 +211,9 @@ def summarise(report: dict, base: dict, sft: dict, rl: dict, out: Path) -> None:
             shown = result["greedy"]["rows"][row]
             text = "".join(c if c.isprintable() else "·" for c in shown["completion"][0]["content"])
             console.print(f"  {label:>6}  {text}  (reward {shown['reward']:.2f})", markup=False, soft_wrap=True)
-    console.print(f"\n{report['seconds']:.0f} s in all; {out}/report.json, {out}/curves.png, weights in {out}/rl/weights")
+    console.print(
+        f"\n{report['seconds']:.0f} s in all; {out}/report.json, {out}/curves.png, weights in {out}/rl/weights"
+    )
 
 
 if __name__ == "__main__":

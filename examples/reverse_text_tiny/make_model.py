@@ -9,8 +9,9 @@ import json
 import sys
 from pathlib import Path
 
-from reverse_text import SYSTEM_PROMPT
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from reverse_text import SYSTEM_PROMPT
 
 ROLES = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 WORDS = [SYSTEM_PROMPT, "<reversed_text>", "</reversed_text>"]
@@ -40,7 +41,12 @@ def main(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     write_json(
         directory / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>", "model_max_length": 512},
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": "<|end|>",
+            "pad_token": "<|end|>",
+            "model_max_length": 512,
+        },
     )
     write_json(directory / "generation_config.json", {"eos_token_id": end, "pad_token_id": end})
     write_json(
@@ -59,7 +65,7 @@ def main(directory: Path) -> None:
             "max_position_embeddings": 512,
             "initializer_range": 0.06,
             "rms_norm_eps": 1e-06,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
             "attention_bias": False,
             "tie_word_embeddings": True,
             "eos_token_id": end,

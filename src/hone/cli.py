@@ -1,8 +1,8 @@
 """The entry points: read the configuration, then hand over. Heavy imports happen after `--help` and `--dry-run`.
 
-    sft, rl, inference     @ file.toml and dotted overrides (config/base.py)
-    vf-eval                short flags (evals/arguments.py)
-    hone                   the same as subcommands
+sft, rl, inference     @ file.toml and dotted overrides (config/base.py)
+vf-eval                short flags (evals/arguments.py)
+hone                   the same as subcommands
 """
 
 import importlib
@@ -11,10 +11,22 @@ import sys
 from collections.abc import Callable
 
 COMMANDS = {  # name: (configuration, what runs it, summary)
-    "sft": ("hone.config.sft:SFTConfig", "hone.trainer.sft.train:main", "Train on conversations: loss on what the assistant says."),
-    "rl": ("hone.config.rl:RLConfig", "hone.launch.rl:main", "Train on rewards: sample, score, step, repeat, in one process."),
-    "inference": ("hone.config.inference:InferenceConfig", "hone.inference.server:serve", "Serve a model behind the OpenAI chat API."),
-}  # fmt: skip
+    "sft": (
+        "hone.config.sft:SFTConfig",
+        "hone.trainer.sft.train:main",
+        "Train on conversations: loss on what the assistant says.",
+    ),
+    "rl": (
+        "hone.config.rl:RLConfig",
+        "hone.launch.rl:main",
+        "Train on rewards: sample, score, step, repeat, in one process.",
+    ),
+    "inference": (
+        "hone.config.inference:InferenceConfig",
+        "hone.inference.server:serve",
+        "Serve a model behind the OpenAI chat API.",
+    ),
+}
 
 
 def sft() -> None:

@@ -1,8 +1,8 @@
 """The nouns: records that travel from room to room. Made once, handed on, never copied field by field.
 
-    Example ─ environment ─► Rollout (of Turns) ─ orchestrator ─► Sample ─► Batch ─► trainer
-                                  ▲
-                             Completion ◄─ engine ◄─ GenerateRequest
+Example ─ environment ─► Rollout (of Turns) ─ orchestrator ─► Sample ─► Batch ─► trainer
+                              ▲
+                         Completion ◄─ engine ◄─ GenerateRequest
 """
 
 from dataclasses import dataclass, field

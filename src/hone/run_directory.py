@@ -25,7 +25,9 @@ class RunDirectory:
         self.rollouts, self.checkpoints = path / "rollouts", path / "checkpoints"
 
     def earlier_run(self) -> bool:
-        return self.manifest.exists() or (self.command == "rl" and (self.rollouts.exists() or self.checkpoints.exists()))
+        return self.manifest.exists() or (
+            self.command == "rl" and (self.rollouts.exists() or self.checkpoints.exists())
+        )
 
     def claim(self, *, clean: bool, resume: bool = False) -> None:
         """Makes the directory this run's. Raises ValueError when it holds an earlier one and nothing was chosen."""
@@ -48,7 +50,9 @@ class RunDirectory:
         except OSError as error:
             raise ValueError(f"output-dir {self.path} cannot be written to: {error.strerror}") from None
         if not resume or not self.manifest.exists():
-            self._write_manifest({"command": self.command, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "weights": []})
+            self._write_manifest(
+                {"command": self.command, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "weights": []}
+            )
 
     def write_config(self, toml: str) -> Path:
         self.configs.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,15 @@ from .conftest import ROOT, command
 
 def test_demo(tmp_path):
     done = command(
-        "python", ROOT / "examples/reverse_text_tiny/demo.py", "--out", tmp_path, "--sft-steps", 30, "--rl-steps", 3, timeout=250
+        "python",
+        ROOT / "examples/reverse_text_tiny/demo.py",
+        "--out",
+        tmp_path,
+        "--sft-steps",
+        30,
+        "--rl-steps",
+        3,
+        timeout=250,
     )
     report = json.loads((tmp_path / "report.json").read_text())
     for stage in ("base", "sft", "rl"):
@@ -15,6 +23,11 @@ def test_demo(tmp_path):
             assert 0 <= report[f"{stage}_{figure}"] <= 1
     assert report["seed"] == 0 and report["seconds"] >= sum(report["stage_seconds"].values()) * 0.9
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    for command_shown in ("$ uv run sft @", "$ uv run rl @", "$ uv run vf-eval reverse-text", "$ uv run inference --model.name"):
+    for command_shown in (
+        "$ uv run sft @",
+        "$ uv run rl @",
+        "$ uv run vf-eval reverse-text",
+        "$ uv run inference --model.name",
+    ):
         assert command_shown in done.stdout
     assert "after RL" in done.stdout and "reversed (greedy)" in done.stdout

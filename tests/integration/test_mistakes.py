@@ -33,7 +33,9 @@ def rl(*options):
 
 
 def test_misspelt_key(outputs):
-    assert "did you mean orchestrator.rollouts-per-example?" in refused(outputs, *rl("--orchestrator.rollouts-per-exampel", "4"))
+    assert "did you mean orchestrator.rollouts-per-example?" in refused(
+        outputs, *rl("--orchestrator.rollouts-per-exampel", "4")
+    )
 
 
 def test_wrong_type(outputs):
@@ -42,7 +44,9 @@ def test_wrong_type(outputs):
 
 
 def test_batch_not_divisible(outputs):
-    assert "batch-size 100 is not a multiple of rollouts-per-example 16" in refused(outputs, *rl("--orchestrator.batch-size", "100"))
+    assert "batch-size 100 is not a multiple of rollouts-per-example 16" in refused(
+        outputs, *rl("--orchestrator.batch-size", "100")
+    )
 
 
 def test_missing_file(outputs):
@@ -73,7 +77,9 @@ def test_model_directory_without_tokenizer_or_weights(outputs, tmp_path):
     (bare / "config.json").unlink()
     (bare / "tokenizer.json").write_text("{}")
     assert "tokenizer" in refused(outputs, *words)
-    assert "no directory ./nowhere here" in refused(outputs, "rl", "--model.name", "./nowhere", "--orchestrator.env", RL_ENV)
+    assert "no directory ./nowhere here" in refused(
+        outputs, "rl", "--model.name", "./nowhere", "--orchestrator.env", RL_ENV
+    )
 
 
 def test_data_set_without_the_needed_columns(outputs, tmp_path):

@@ -39,7 +39,7 @@ def test_openai_client(client, trained):
     assert [model.id for model in client.models.list()] == [str(trained)]
     answer = client.chat.completions.create(
         model=str(trained), messages=MESSAGES, max_completion_tokens=8, n=2, logprobs=True, seed=1, temperature=1.0,
-        extra_body={"return_token_ids": True, "return_tokens_as_token_ids": True, "top_k": -1, "min_p": None, "unknown": 1},
+        extra_body={"return_token_ids": True, "return_tokens_as_token_ids": True, "top_k": -1, "min_p": None, "odd": 1},
     )  # fmt: skip
     assert len(answer.choices) == 2 and answer.usage.prompt_tokens == len(answer.prompt_token_ids)
     for choice in answer.choices:
@@ -142,7 +142,20 @@ def test_a_port_in_use_is_named(server, trained):
 
 
 def test_vf_eval_against_the_server(server, trained, tmp_path):
-    options = ["-m", trained, "-b", server.url, "-n", 6, "-r", 2, "-t", 16, "-a", '{"texts": "generated", "max_chars": 6, "min_chars": 3}']
+    options = [
+        "-m",
+        trained,
+        "-b",
+        server.url,
+        "-n",
+        6,
+        "-r",
+        2,
+        "-t",
+        16,
+        "-a",
+        '{"texts": "generated", "max_chars": 6, "min_chars": 3}',
+    ]
     done = command("vf-eval", "reverse-text", *options, "-s", cwd=tmp_path)
     assert "reward: avg - " in done.stdout and "exact_match: avg - " in done.stdout
     (saved,) = (tmp_path / "outputs" / "evals").glob("reverse-text--*/*")
@@ -161,7 +174,9 @@ def test_vf_eval_fails_when_every_rollout_did(server, trained, tmp_path):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         gone = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
-    done = command("vf-eval", "reverse-text", "-m", "x", "-b", gone, "-a", '{"texts": "generated"}', ok=False, cwd=tmp_path)
+    done = command(
+        "vf-eval", "reverse-text", "-m", "x", "-b", gone, "-a", '{"texts": "generated"}', ok=False, cwd=tmp_path
+    )
     assert f"no server answers at {gone}" in done.stderr
 
 
@@ -172,4 +187,18 @@ def test_endpoint_registry(server, trained, tmp_path):
         f"'default': {{'base_url': {server.url!r}, 'api_key': None}}}}"
     )
     for model in ("tiny", trained):
-        command("vf-eval", "reverse-text", "-m", model, "-n", 1, "-r", 1, "-t", 4, "-a", '{"texts": "generated"}', cwd=tmp_path)
+        command(
+            "vf-eval",
+            "reverse-text",
+            "-m",
+            model,
+            "-n",
+            1,
+            "-r",
+            1,
+            "-t",
+            4,
+            "-a",
+            '{"texts": "generated"}',
+            cwd=tmp_path,
+        )

@@ -98,7 +98,9 @@ def test_missing_required_keys_are_asked_for():
 
 
 def test_a_resolved_configuration_reads_back_as_itself(rl_toml, tmp_path):
-    config = load_config(RLConfig, ["@", rl_toml, "--wandb.project", "p", "--orchestrator.env", '{"id": "x", "args": {"a": [1]}}'])
+    config = load_config(
+        RLConfig, ["@", rl_toml, "--wandb.project", "p", "--orchestrator.env", '{"id": "x", "args": {"a": [1]}}']
+    )
     (tmp_path / "resolved.toml").write_text(to_toml(config))
     assert load_config(RLConfig, ["@", str(tmp_path / "resolved.toml")]) == config
 
@@ -107,7 +109,11 @@ def test_a_resolved_configuration_reads_back_as_itself(rl_toml, tmp_path):
 def test_every_key_is_documented(cls):
     text = help_text("x", "", cls)
     lines = text.splitlines()
-    keys = [i for i, line in enumerate(lines) if line.startswith("  --") and "--dry-run" not in line and "--help" not in line]
+    keys = [
+        i
+        for i, line in enumerate(lines)
+        if line.startswith("  --") and "--dry-run" not in line and "--help" not in line
+    ]
     assert len(keys) > 10
     for i in keys:
         assert lines[i + 1].startswith("      "), f"no words for {lines[i]}"

@@ -107,7 +107,7 @@ def test_uniforms_are_pinned_and_uniform():
     expected = [(0xE220A8397B1DCDAF >> 11) / 2**53, (0x6E789E6AA1B965F4 >> 11) / 2**53]
     assert uniforms([0], 2)[0].tolist() == expected
     draws = uniforms(list(range(1000)), 100).ravel()
-    assert 0 <= draws.min() and draws.max() < 1
+    assert draws.min() >= 0 and draws.max() < 1
     counts = np.histogram(draws, bins=50, range=(0, 1))[0]
     assert ((counts - 2000) ** 2 / 2000).sum() < 100  # chi-squared, 49 degrees of freedom
 

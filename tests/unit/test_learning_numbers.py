@@ -25,7 +25,13 @@ def logs(*ratios):
 def loss(trainer, advantages, sequences=None, **options):
     n = len(trainer)
     sequences = torch.tensor(sequences if sequences is not None else [0] * n)
-    return policy_loss(trainer, torch.zeros(n, dtype=torch.float64), torch.tensor(advantages, dtype=torch.float64), sequences, **options)
+    return policy_loss(
+        trainer,
+        torch.zeros(n, dtype=torch.float64),
+        torch.tensor(advantages, dtype=torch.float64),
+        sequences,
+        **options,
+    )
 
 
 def test_policy_loss_is_minus_ratio_times_advantage_and_its_gradient_too():
@@ -75,7 +81,9 @@ def test_token_logprobs_apply_the_temperature():
     logits = torch.tensor([[0.0, LN2], [0.0, LN2]])
     logprobs, entropy = token_logprobs(logits, torch.tensor([1, 1]), torch.tensor([1.0, 0.5]))
     assert logprobs.tolist() == pytest.approx([math.log(2 / 3), math.log(4 / 5)])
-    assert entropy.tolist() == pytest.approx([-(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)), -(0.8 * math.log(0.8) + 0.2 * math.log(0.2))])
+    assert entropy.tolist() == pytest.approx(
+        [-(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)), -(0.8 * math.log(0.8) + 0.2 * math.log(0.2))]
+    )
     assert float(cross_entropy_sum(logits, torch.tensor([1, 0]))) == pytest.approx(-math.log(2 / 3) - math.log(1 / 3))
 
 
@@ -114,7 +122,9 @@ def test_gradients_do_not_depend_on_how_a_batch_is_split():
         model.zero_grad()
         for members in groups:
             packed = pack([sequences[i] for i in members], [masks[i] for i in members])
-            cross_entropy_sum_64 = torch.nn.functional.cross_entropy(packed.target_logits(model), packed.targets_N, reduction="sum")
+            cross_entropy_sum_64 = torch.nn.functional.cross_entropy(
+                packed.target_logits(model), packed.targets_N, reduction="sum"
+            )
             cross_entropy_sum_64.backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
     for one, two in zip(*gradients, strict=True):

@@ -43,7 +43,9 @@ def test_jsonl_and_parquet_give_the_same_conversations(tmp_path):
 
 def test_prompt_and_completion_may_be_text_or_messages():
     text = to_messages({"prompt": "p", "completion": "c"})
-    listed = to_messages({"prompt": [{"role": "user", "content": "p"}], "completion": [{"role": "assistant", "content": "c"}]})
+    listed = to_messages(
+        {"prompt": [{"role": "user", "content": "p"}], "completion": [{"role": "assistant", "content": "c"}]}
+    )
     assert text == listed == [{"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}]
 
 
@@ -66,7 +68,10 @@ def test_rows_are_filled_with_whole_conversations(tokenizer):
 def test_every_epoch_has_every_conversation_in_an_order_of_its_own(tokenizer):
     config = DataConfig(name="x", seq_len=20, batch_size=1, pack="stack")
     data = Conversations(rows(*range(5, 21)), tokenizer, 20)
-    orders = [[len(row[0][0]) for row in epoch(data, config, seed, number)] for seed, number in ((0, 0), (0, 1), (0, 0), (1, 0))]
+    orders = [
+        [len(row[0][0]) for row in epoch(data, config, seed, number)]
+        for seed, number in ((0, 0), (0, 1), (0, 0), (1, 0))
+    ]
     assert orders[0] == orders[2] != orders[1] and orders[0] != orders[3]
     assert all(sorted(order) == list(range(5, 21)) for order in orders)
 

@@ -47,10 +47,16 @@ CONVERSATION = [
 ]
 CALLS = [
     {"role": "user", "content": "2+2?"},
-    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"b": 2, "a": [2, "é"]}}}]},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "add", "arguments": {"b": 2, "a": [2, "é"]}}}],
+    },
     {"role": "tool", "content": "4"},
 ]
-TOOL_LIST = [{"type": "function", "function": {"name": "add", "description": "Adds <b>", "parameters": {"type": "object"}}}]
+TOOL_LIST = [
+    {"type": "function", "function": {"name": "add", "description": "Adds <b>", "parameters": {"type": "object"}}}
+]
 
 
 @pytest.fixture(scope="module")

@@ -225,7 +225,7 @@ def section_type(annotation: Any) -> type[Config] | None:
 
 
 def walk(cls: type[Config], prefix: str = "") -> list[tuple[str, Any, type[Config]]]:
-    """Every leaf key of a configuration: dotted name, pydantic field, owning section. A section's own keys come first."""
+    """Every leaf key of a configuration: dotted name, pydantic field, owning section; own keys before sections."""
     found: list[tuple[str, Any, type[Config]]] = []
     sections: list[tuple[str, Any, type[Config]]] = []
     for name, field in cls.model_fields.items():

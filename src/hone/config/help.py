@@ -40,7 +40,9 @@ def reference_table(cls: type[Config]) -> str:
     for key, field, _ in walk(cls):
         default = _default(field).removeprefix(" (default ").removesuffix(")")
         kind = _type(field).replace("|", "\\|")
-        rows.append(f"| `{key}` | {kind} | {default} | {_one_line(field.description or '').replace('|', chr(92) + '|')} |")
+        rows.append(
+            f"| `{key}` | {kind} | {default} | {_one_line(field.description or '').replace('|', chr(92) + '|')} |"
+        )
     return "\n".join(rows)
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from hone.config.base import Config
 
@@ -65,7 +65,7 @@ class WeightsConfig(Config):
 class EnvConfig(Config):
     id: str
     """Environment id: `reverse-text` is the installed module reverse_text."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default={})
     """Arguments of its load_environment."""
 
 

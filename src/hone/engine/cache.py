@@ -1,8 +1,8 @@
 """Keys and values of the running sequences, one row a sequence, active rows first.
 
-    rows      0 … B-1 run, the rest are free; a row that ends is filled by the last one, so decoding always
-              works on a dense block [:B] and a finished sequence costs nothing from then on
-    layout    layers x (k, v) x rows x positions x K x E
+rows      0 … B-1 run, the rest are free; a row that ends is filled by the last one, so decoding always
+          works on a dense block [:B] and a finished sequence costs nothing from then on
+layout    layers x (k, v) x rows x positions x K x E
 """
 
 import torch

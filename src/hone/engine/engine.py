@@ -218,14 +218,17 @@ class _Rows:
 
     def __init__(self, rows: int, capacity: int, stops: int, device: torch.device) -> None:
         self.device, self.rows, self.capacity, self.num_stops = device, rows, capacity, stops
-        integers = {"dtype": torch.int64, "device": device}
-        self.length = torch.zeros(rows, **integers)  # tokens whose keys are in the cache
-        self.count = torch.zeros(rows, **integers)  # tokens generated
-        self.max_count = torch.zeros(rows, **integers)
-        self.last_token = torch.zeros(rows, **integers)
+
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self.length = integers(rows)  # tokens whose keys are in the cache
+        self.count = integers(rows)  # tokens generated
+        self.max_count = integers(rows)
+        self.last_token = integers(rows)
         self.temperature = torch.ones(rows, device=device)
-        self.stops = torch.full((rows, stops), -1, **integers)
-        self.tokens = torch.zeros(rows, capacity, **integers)
+        self.stops = integers(rows, stops)
+        self.tokens = integers(rows, capacity)
         self.logprobs = torch.zeros(rows, capacity, device=device)
         self.uniform = torch.zeros(rows, capacity, dtype=torch.float64, device=device)
 

@@ -1,7 +1,7 @@
 """Environments: tasks with a reward. The names and signatures of verifiers' v0 protocol.
 
-    import hone.environments as vf
-    vf.SingleTurnEnv(dataset=…, system_prompt=…, parser=vf.XMLParser(["answer"]), rubric=vf.Rubric(funcs=[…]))
+import hone.environments as vf
+vf.SingleTurnEnv(dataset=…, system_prompt=…, parser=vf.XMLParser(["answer"]), rubric=vf.Rubric(funcs=[…]))
 """
 
 from hone.environments.environment import Environment, SingleTurnEnv

@@ -1,7 +1,7 @@
 """Environments: a data set of tasks, how a conversation goes, and what it is worth.
 
-    row {question | prompt, answer, info} ─► Example ─ rollout(client, example, sampling) ─► Rollout with reward
-                                                          └─ client.chat(messages) ─► Turn
+row {question | prompt, answer, info} ─► Example ─ rollout(client, example, sampling) ─► Rollout with reward
+                                                      └─ client.chat(messages) ─► Turn
 """
 
 import time

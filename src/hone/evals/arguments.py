@@ -12,8 +12,15 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("env", help="environment id, as in reverse-text")
     add("-m", "--model", default="default", help="model name, or an alias of the endpoint registry")
     add("-b", "--api-base-url", help="server, as in http://localhost:8000/v1")
-    add("-k", "--api-key-var", default="OPENAI_API_KEY", help="environment variable that holds the API key; may be unset")
-    add("-e", "--endpoints-path", default="configs/endpoints.py", help="endpoint registry (.py or .toml) with ENDPOINTS")
+    add(
+        "-k",
+        "--api-key-var",
+        default="OPENAI_API_KEY",
+        help="environment variable that holds the API key; may be unset",
+    )
+    add(
+        "-e", "--endpoints-path", default="configs/endpoints.py", help="endpoint registry (.py or .toml) with ENDPOINTS"
+    )
     add("-p", "--env-dir-path", default="environments", help="folder with environments that are not installed")
     add("-n", "--num-examples", type=_positive, default=5, help="examples to evaluate (default 5)")
     add("-r", "--rollouts-per-example", type=_positive, default=3, help="rollouts of each (default 3)")

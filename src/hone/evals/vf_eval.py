@@ -1,6 +1,6 @@
 """`vf-eval`: an environment, a served model, an average reward.
 
-    examples x rollouts ─► env.rollout(HttpClient) ─► rewards, metrics ─► printed; results.jsonl and metadata.json with -s
+    examples x rollouts ─► env.rollout(HttpClient) ─► rewards, metrics ─► printed; saved with -s
 
 Exits with 1 when every rollout failed.
 """
@@ -121,8 +121,15 @@ def save(settings: dict[str, Any], rollouts: list[Rollout]) -> Path:
     with (directory / "results.jsonl").open("w") as file:
         for r in rollouts:
             row = {
-                "example_id": r.example.id, "prompt": r.example.prompt, "completion": r.messages, "answer": r.example.answer,
-                "info": r.example.info, "reward": r.reward, **r.metrics, "is_truncated": r.is_truncated, "error": r.error,
-            }  # fmt: skip
+                "example_id": r.example.id,
+                "prompt": r.example.prompt,
+                "completion": r.messages,
+                "answer": r.example.answer,
+                "info": r.example.info,
+                "reward": r.reward,
+                **r.metrics,
+                "is_truncated": r.is_truncated,
+                "error": r.error,
+            }
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     return directory

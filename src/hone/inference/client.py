@@ -21,7 +21,12 @@ class HttpClient:
         retries: int = 3,
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.base_url, self.model, self.extra_body, self.retries = base_url.rstrip("/"), model, extra_body or {}, retries
+        self.base_url, self.model, self.extra_body, self.retries = (
+            base_url.rstrip("/"),
+            model,
+            extra_body or {},
+            retries,
+        )
         limits = httpx.Limits(max_connections=None)
         self.http = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits)
 
@@ -49,7 +54,7 @@ class HttpClient:
                 raise ValueError(f"{self.base_url} does not serve {self.model!r}; it serves {', '.join(served)}")
 
     async def chat(self, messages: list[Message], sampling: Sampling) -> Turn:
-        """One completion. Raises RuntimeError with the server's words when it refuses, ConnectionError when it is gone."""
+        """One completion. Raises RuntimeError with the words of a refusal, ConnectionError when the server is gone."""
         body = {
             "model": self.model,
             "messages": messages,
@@ -83,7 +88,8 @@ class HttpClient:
                 if answer.status_code == 200:
                     result: dict[str, Any] = answer.json()
                     return result
-                if answer.status_code < 500 and answer.status_code != 429 or attempt == self.retries:
+                is_final = answer.status_code < 500 and answer.status_code != 429
+                if is_final or attempt == self.retries:
                     raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:500]}")
             await asyncio.sleep(0.5 * 2**attempt)
         raise AssertionError("unreachable")

@@ -117,5 +117,7 @@ def _logprob_entries(completion: Completion, tokenizer: Tokenizer, by_id: bool) 
     return entries
 
 
-def error_body(status: int, message: str, kind: str = "invalid_request_error", param: str | None = None) -> dict[str, Any]:
+def error_body(
+    status: int, message: str, kind: str = "invalid_request_error", param: str | None = None
+) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}

@@ -49,7 +49,9 @@ def build_app(engine: Engine, tokenizer: Tokenizer, model_name: str, api_key: st
         if api_key is not None and request.url.path != "/health":
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), api_key.encode()):
-                return _refuse(401, "wrong or missing API key (header `Authorization: Bearer KEY`)", "authentication_error")
+                return _refuse(
+                    401, "wrong or missing API key (header `Authorization: Bearer KEY`)", "authentication_error"
+                )
         return await call_next(request)
 
     @app.exception_handler(RequestValidationError)
@@ -69,13 +71,21 @@ def build_app(engine: Engine, tokenizer: Tokenizer, model_name: str, api_key: st
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        card = {"id": model_name, "object": "model", "created": 0, "owned_by": "hone", "max_model_len": engine.max_model_len}
+        card = {
+            "id": model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "hone",
+            "max_model_len": engine.max_model_len,
+        }
         return {"object": "list", "data": [card]}
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest) -> Response:
         if body.model != model_name:
-            return _refuse(404, f"model {body.model!r} is not served here; this server has {model_name!r}", param="model")
+            return _refuse(
+                404, f"model {body.model!r} is not served here; this server has {model_name!r}", param="model"
+            )
         try:
             messages = [message.as_message() for message in body.messages]
             prompt_ids = tokenizer.prompt_ids(messages, tools=body.tools, **(body.chat_template_kwargs or {}))

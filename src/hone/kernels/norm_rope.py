@@ -1,6 +1,6 @@
 """Head-wise RMS norm, then rotary positions: what Qwen3 does to queries and keys, as one operation.
 
-    y = x / rms(x) * scale,   out = y * cos + swap(y) * sin       swap exchanges the halves; sin has -, + signs
+y = x / rms(x) * scale,   out = y * cos + swap(y) * sin       swap exchanges the halves; sin has -, + signs
 """
 
 import torch
@@ -12,7 +12,7 @@ def norm_rope(x_THE: Tensor, scale_HE: Tensor, cos_T1E: Tensor, sin_T1E: Tensor,
     """Normalises each head over E, scales it, rotates it to its position. `sin`'s first half is negated."""
     if not (torch.is_grad_enabled() and x_THE.requires_grad):
         return norm_rope_reference(x_THE, scale_HE, cos_T1E, sin_T1E, eps)
-    out: Tensor = _NormRope.apply(x_THE, scale_HE, cos_T1E, sin_T1E, eps)
+    out: Tensor = _NormRope.apply(x_THE, scale_HE, cos_T1E, sin_T1E, eps)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -9,7 +9,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """T x 2F to T x F. Keeps its input only and writes the gradient of both halves into one tensor."""
     if not (torch.is_grad_enabled() and gate_up.requires_grad):
         return swiglu_reference(gate_up)
-    out: Tensor = _SwiGLU.apply(gate_up)
+    out: Tensor = _SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -8,6 +8,7 @@ On-policy: step N is sampled by version N - 1. Rollouts are written to disk whil
 
 import asyncio
 import time
+from functools import partial
 
 from hone.config.help import to_toml
 from hone.config.rl import RLConfig
@@ -58,7 +59,7 @@ def resume(config: RLConfig, run: RunDirectory, trainer: RLTrainer) -> int:
     checkpoint = run.last_checkpoint()
     if checkpoint is None:
         raise ValueError(
-            f"--resume: {run.path} has no checkpoint (they are written with --ckpt.interval N); start again with --clean"
+            f"--resume: {run.path} has no checkpoint (--ckpt.interval N writes them); start again with --clean"
         )
     step = load_checkpoint(checkpoint, trainer.optimizer, config.model_dump(mode="json"))
     forget_after(step, run.metrics, run.rollouts)
@@ -90,7 +91,7 @@ async def train(
             start = time.perf_counter()
             collected = await orchestrator.collect(step, version=step - 1)
             trained, _ = await asyncio.gather(
-                service.run(lambda: trainer.step(collected.batch)),
+                service.run(partial(trainer.step, collected.batch)),
                 asyncio.to_thread(write_rollouts, collected.groups, run.rollouts / f"step_{step}"),
             )
             engine.set_version(step)
@@ -102,13 +103,13 @@ async def train(
                 save_model(loaded.model, loaded.directory, run.weights_for(step))
             if config.ckpt and (is_last or step % config.ckpt.interval == 0):
                 directory = run.checkpoints / f"step_{step}"
-                save_checkpoint(
-                    directory, trainer.optimizer, step, config.model_dump(mode="json"), config.ckpt.keep
-                )
+                save_checkpoint(directory, trainer.optimizer, step, config.model_dump(mode="json"), config.ckpt.keep)
             metrics.log(step, values)
             console = {"console": is_last or step % config.log_interval == 0}
             if not collected.batch.samples:
-                orchestrator_log.warning("Step %d: no group had rollouts of different reward, nothing to learn from", step)
+                orchestrator_log.warning(
+                    "Step %d: no group had rollouts of different reward, nothing to learn from", step
+                )
             orchestrator_log.log(SUCCESS, orchestrator_line(step, values), extra=console)
             trainer_log.log(SUCCESS, trainer_line(step, values), extra=console)
         trainer_log.info("Weights of step %d in %s", config.max_steps, run.weights / f"step_{config.max_steps}")

@@ -43,8 +43,15 @@ class PackedAttention:
             from torch.nn.attention.varlen import varlen_attn
 
             longest = max(self.lengths)
-            out = varlen_attn(
-                q_THE, k_TKE, v_TKE.contiguous(), self.cu_seqlens, self.cu_seqlens, longest, longest, window_size=(-1, 0)
+            out: Tensor = varlen_attn(  # type: ignore[assignment]
+                q_THE,
+                k_TKE,
+                v_TKE.contiguous(),
+                self.cu_seqlens,
+                self.cu_seqlens,
+                longest,
+                longest,
+                window_size=(-1, 0),
             )
             return out.reshape(T, -1)
         outs = [bucket.attend(q_THE, k_TKE, v_TKE) for bucket in self.buckets]

@@ -1,7 +1,7 @@
 """Models as directories and hub ids in Hugging Face format: the boundary where names change.
 
-    directory or hub id ─ config.json ─► ModelSpec ─► Transformer ◄─ *.safetensors (HF names, split)
-    Transformer ─ unfuse ─► HF names ─► model.safetensors + the config, tokenizer and template it came with
+directory or hub id ─ config.json ─► ModelSpec ─► Transformer ◄─ *.safetensors (HF names, split)
+Transformer ─ unfuse ─► HF names ─► model.safetensors + the config, tokenizer and template it came with
 """
 
 import json

@@ -33,6 +33,7 @@ def load(config: ModelConfig, seed: int = 0) -> Loaded:
     )
     if tokenizer.vocab_size > model.spec.vocab_size:
         raise ValueError(
-            f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is {model.spec.vocab_size}"
+            f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, "
+            f"the model's vocab_size is {model.spec.vocab_size}"
         )
     return Loaded(model, tokenizer, directory)

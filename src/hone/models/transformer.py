@@ -124,9 +124,7 @@ class Transformer(nn.Module):
         self.head = None if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size)
         self.rope_table: tuple[Tensor, Tensor] | None = None
 
-    def forward(
-        self, tokens_T: Tensor, positions_T: Tensor, attend: Attention, keep_N: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attention, keep_N: Tensor | None = None) -> Tensor:
         """Final hidden states x_TD, normalised, of tokens at the given positions in their own sequences.
 
         With `keep_N` (indices into T without repeats) only those rows come out, N x D. The last block then

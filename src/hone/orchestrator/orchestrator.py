@@ -90,7 +90,9 @@ class Orchestrator:
     async def _group(self, step: int, slot: int, env: str, example: Example) -> Group:
         count = self.config.rollouts_per_example
         first = ((step - 1) * self.config.prompts_per_step + slot) * count
-        rollouts = await asyncio.gather(*(self._rollout(env, example, (self.seed << 40) + first + i) for i in range(count)))
+        rollouts = await asyncio.gather(
+            *(self._rollout(env, example, (self.seed << 40) + first + i) for i in range(count))
+        )
         scored = [r for r in rollouts if not r.error]
         if not scored:
             return Group(env, list(rollouts), [0.0] * count, is_used=False)

@@ -83,7 +83,7 @@ class ChatTemplate:
 class _GenerationTag(Extension):
     """`{% generation %}…{% endgeneration %}` marks assistant text in some templates; it renders as its body."""
 
-    tags = {"generation"}
+    tags = frozenset({"generation"})  # type: ignore[assignment]
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

@@ -24,7 +24,9 @@ class Tokenizer:
     def __init__(self, directory: Path) -> None:
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise ValueError(f"{directory} has no tokenizer.json; save the tokenizer in that directory (HF fast format)")
+            raise ValueError(
+                f"{directory} has no tokenizer.json; save the tokenizer in that directory (HF fast format)"
+            )
         try:
             self.encoder = Encoder.from_file(str(path))
         except Exception as error:  # the library raises a plain Exception for a malformed file
@@ -50,7 +52,9 @@ class Tokenizer:
         if token_id is not None:
             ids.add(token_id)
         if not ids:
-            raise ValueError(f"{self.directory}: neither tokenizer_config.json nor generation_config.json names an eos token")
+            raise ValueError(
+                f"{self.directory}: neither tokenizer_config.json nor generation_config.json names an eos token"
+            )
         return sorted(ids)
 
     def encode(self, text: str) -> list[int]:
@@ -67,7 +71,7 @@ class Tokenizer:
     def prompt_ids(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **template_args: Any
     ) -> list[int]:
-        """The ids of a conversation up to where the assistant is to speak. Recent answers are kept: a group asks often."""
+        """The ids of a conversation up to where the assistant is to speak; recent ones are kept, a group asks often."""
         key = json.dumps([messages, tools, template_args], sort_keys=True)
         ids = self._chat_cache.get(key)
         if ids is None:

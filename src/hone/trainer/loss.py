@@ -14,7 +14,7 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 
 def token_logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Trainer logprobs log-softmax(logits / T) at the targets, in fp32, and the entropies (without gradient), in nats."""
+    """Trainer logprobs log-softmax(logits / T) at the targets and entropies (without gradient), in fp32, in nats."""
     logprobs_NV = torch.log_softmax(logits_NV.float() / temperature_N[:, None], dim=-1)
     with torch.no_grad():
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)

@@ -15,7 +15,9 @@ def learning_rate(optim: OptimConfig, schedule: SchedulerConfig, step: int, max_
     span = max(max_steps - schedule.warmup_steps, 1)
     done = min((step - schedule.warmup_steps) / span, 1.0)
     if schedule.type == "wsd":  # warm-up, stable, decay (Hu et al. 2024)
-        done = min(1.0, max(0.0, (step - max_steps * (1 - schedule.decay_fraction)) / (max_steps * schedule.decay_fraction)))
+        done = min(
+            1.0, max(0.0, (step - max_steps * (1 - schedule.decay_fraction)) / (max_steps * schedule.decay_fraction))
+        )
     if schedule.type in ("linear", "wsd"):
         return optim.lr + (schedule.min_lr - optim.lr) * done
     if schedule.type == "cosine":
@@ -56,12 +58,14 @@ class Optimizer:
             torch._foreach_mul_(grads, scale)
         beta1, beta2 = self.config.betas
         for members, weight_decay in self.groups:
-            lists = [[values[i] for i in members] for values in (self.masters, grads, self.exp_avg, self.exp_avg_sq)]
+            masters, grad, exp_avg, exp_avg_sq = (
+                [values[i] for i in members] for values in (self.masters, grads, self.exp_avg, self.exp_avg_sq)
+            )
             steps = [self.steps[i] for i in members]
             torch._foreach_add_(steps, 1)
             torch._fused_adamw_(
-                *lists, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=1e-8,
-                amsgrad=False, maximize=False,
+                masters, grad, exp_avg, exp_avg_sq, [], steps, lr=lr, beta1=beta1, beta2=beta2,
+                weight_decay=weight_decay, eps=1e-8, amsgrad=False, maximize=False,
             )  # fmt: skip
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             parameter.grad = None

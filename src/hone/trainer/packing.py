@@ -1,7 +1,7 @@
 """Sequences into micro-batches: laid end to end without padding, only the positions with a target kept for the head.
 
-    ids   p p p c c c        input    p p p c c           (the last token predicts nothing)
-    mask  0 0 0 1 1 1        predict      ^ ^ ^           hidden states whose next token is a target
+ids   p p p c c c        input    p p p c c           (the last token predicts nothing)
+mask  0 0 0 1 1 1        predict      ^ ^ ^           hidden states whose next token is a target
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,7 @@ class Packed:
         return model.logits(model(self.tokens_T, self.attention.positions(), self.attention, self.predict_N))
 
 
-def pack(
-    ids: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], device: torch.device | str = "cpu"
-) -> Packed:
+def pack(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], device: torch.device | str = "cpu") -> Packed:
     """Packs sequences; `masks[i][j]` says that token j of sequence i is a target. A first token never is one."""
     lengths = [len(sequence) - 1 for sequence in ids]
     starts = np.concatenate([[0], np.cumsum(lengths)])

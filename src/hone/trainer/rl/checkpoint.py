@@ -22,7 +22,9 @@ def save_checkpoint(directory: Path, optimizer: Optimizer, step: int, config: di
     shutil.rmtree(partial, ignore_errors=True)
     for part in ("trainer", "orchestrator"):
         (partial / part).mkdir(parents=True)
-    save_file({name: t.contiguous() for name, t in optimizer.state().items()}, partial / "trainer" / "optimizer.safetensors")
+    save_file(
+        {name: t.contiguous() for name, t in optimizer.state().items()}, partial / "trainer" / "optimizer.safetensors"
+    )
     state = {"step": step, "config": config}
     (partial / "orchestrator" / "state.json").write_text(json.dumps(state, indent=2) + "\n")
     partial.rename(directory)
@@ -32,7 +34,7 @@ def save_checkpoint(directory: Path, optimizer: Optimizer, step: int, config: di
 
 
 def load_checkpoint(directory: Path, optimizer: Optimizer, config: dict[str, Any]) -> int:
-    """Puts the weights and the optimiser back and returns the step. Raises ValueError where the run would not be the same."""
+    """Puts weights and optimiser back and returns the step. Raises ValueError where the run would not be the same."""
     try:
         state = json.loads((directory / "orchestrator" / "state.json").read_text())
         tensors = load_file(directory / "trainer" / "optimizer.safetensors")

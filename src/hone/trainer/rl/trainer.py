@@ -1,6 +1,6 @@
 """The RL trainer: a batch of samples in, one optimiser step on the shared weights, numbers out.
 
-    samples ─ split by tokens, pack ─► forward ─ logprobs at T of the sampler ─► policy loss / N ─ backward ─► AdamW
+samples ─ split by tokens, pack ─► forward ─ logprobs at T of the sampler ─► policy loss / N ─ backward ─► AdamW
 """
 
 import time
@@ -33,7 +33,12 @@ class RLTrainer:
         samples = batch.samples
         loss_tokens = sum(sum(sample.mask[1:]) for sample in samples)
         lengths = [len(sample.ids) for sample in samples]
-        parts: dict[str, list[torch.Tensor]] = {"entropy": [], "mismatch_kl": [], "is_masked": [], "importance_ratio": []}
+        parts: dict[str, list[torch.Tensor]] = {
+            "entropy": [],
+            "mismatch_kl": [],
+            "is_masked": [],
+            "importance_ratio": [],
+        }
         loss = torch.zeros((), device=self.device)
         for members in split_by_tokens(lengths, self.config.micro_batch_tokens):
             loss += self._backward([samples[i] for i in members], loss_tokens, parts)
@@ -57,7 +62,7 @@ class RLTrainer:
         return values
 
     def _backward(self, samples: list[Sample], loss_tokens: int, parts: dict[str, list[torch.Tensor]]) -> torch.Tensor:
-        """Adds a micro-batch's share to the gradients, its per-token numbers to `parts`; returns its share of the loss."""
+        """Adds a micro-batch to the gradients and its per-token numbers to `parts`; returns its share of the loss."""
         packed = pack([s.ids for s in samples], [s.mask for s in samples], self.device)
         sampled = [x for s in samples for x, is_target in zip(s.logprobs[1:], s.mask[1:], strict=True) if is_target]
         temperature_S = torch.tensor([s.temperature for s in samples], device=self.device)
@@ -73,7 +78,7 @@ class RLTrainer:
             **self.config.loss.model_dump(),
         )
         total = loss.total / loss_tokens
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         parts["entropy"].append(entropy_N)
         parts["mismatch_kl"].append(loss.mismatch_kl)
         parts["is_masked"].append(loss.is_masked)

@@ -1,6 +1,6 @@
 """SFT data: rows of conversations to token ids and loss masks, in rows of `seq_len` tokens.
 
-    hub | .jsonl | .parquet ─ columns ─► messages ─ chat template ─► ids, mask ─ rows ─► step
+hub | .jsonl | .parquet ─ columns ─► messages ─ chat template ─► ids, mask ─ rows ─► step
 """
 
 import json
@@ -85,7 +85,7 @@ def to_messages(row: dict[str, Any]) -> list[Message]:
 
 
 class Conversations:
-    """A data set, tokenised as it is needed. `dropped` counts conversations longer than `seq_len` or without a target."""
+    """A data set, tokenised as it is needed. `dropped` has those longer than `seq_len` or without a target."""
 
     def __init__(self, rows: list[dict[str, Any]], tokenizer: Tokenizer, seq_len: int) -> None:
         self.rows, self.tokenizer, self.seq_len = rows, tokenizer, seq_len

@@ -1,6 +1,6 @@
 """Supervised fine-tuning, top to bottom.
 
-    rows ─ tokenise, pack ─► micro-batches ─ forward, loss on assistant tokens, backward ─► AdamW ─► weights/step_N
+rows ─ tokenise, pack ─► micro-batches ─ forward, loss on assistant tokens, backward ─► AdamW ─► weights/step_N
 """
 
 import time
@@ -53,7 +53,8 @@ class Trainer:
         parameters = sum(p.numel() for p in self.model.parameters())
         self.log.info(
             "Training %s (%.2fM parameters, %s on %s) on %d conversations for %d steps",
-            config.model.name, parameters / 1e6, str(self.optimizer.parameters[0].dtype)[6:], self.device, len(data), max_steps,
+            config.model.name, parameters / 1e6, str(self.model.embed.weight.dtype)[6:], self.device, len(data),
+            max_steps,
         )  # fmt: skip
         start = time.perf_counter()
         with _progress() as progress:
@@ -76,7 +77,9 @@ class Trainer:
                 "%d of %d conversations were left out: longer than data.seq-len %d, or without an assistant turn",
                 len(data.dropped), len(data), config.data.seq_len,
             )  # fmt: skip
-        self.log.info("Weights of step %d in %s (%.1f s)", step, self.run.weights / f"step_{step}", time.perf_counter() - start)
+        self.log.info(
+            "Weights of step %d in %s (%.1f s)", step, self.run.weights / f"step_{step}", time.perf_counter() - start
+        )
 
     def step(self, step: int, max_steps: int, rows: list[Row]) -> dict[str, float]:
         """One optimiser step on these rows. The loss is the mean over all targets of the step, however it is split."""
@@ -88,7 +91,7 @@ class Trainer:
         for i in range(0, len(rows), size):
             micro = self._pack(rows[i : i + size])
             total = cross_entropy_sum(micro.target_logits(self.model), micro.targets_N) / targets
-            total.backward()  # type: ignore[no-untyped-call]
+            total.backward()
             loss += total.detach()
         lr = learning_rate(self.config.optim, self.config.scheduler, step, max_steps)
         grad_norm = self.optimizer.step(lr)
@@ -147,4 +150,3 @@ def _progress() -> Progress:
     ]
     console = Console()
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
