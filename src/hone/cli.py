@@ -70,7 +70,7 @@ def hone() -> None:
 
 def _run(command: str, argv: list[str]) -> int:
     config_path, main_path, summary = COMMANDS[command]
-    config_class = _import(config_path)
+    config_class = import_object(config_path)
     if "--help" in argv or "-h" in argv:
         from hone.config.help import help_text
 
@@ -88,7 +88,7 @@ def _run(command: str, argv: list[str]) -> int:
             from hone.monitors.log import start_logging
 
             start_logging(config.log_level)
-            _import(main_path)(config)
+            import_object(main_path)(config)
 
     return _guard(command, work)
 
@@ -122,7 +122,7 @@ def _guard(command: str, work: Callable[[], int | None]) -> int:
         return 1
 
 
-def _import(path: str):  # type: ignore[no-untyped-def]
+def import_object(path: str):  # type: ignore[no-untyped-def]
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 

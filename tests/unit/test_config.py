@@ -130,3 +130,12 @@ def test_help_is_quick_and_imports_no_torch(command):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0 and "--model.name" in done.stdout
     assert time.perf_counter() - start < 1.0
+
+
+def test_the_reference_page_is_current():
+    from pathlib import Path
+
+    from hone.config.reference import reference_page
+
+    page = Path(__file__).parents[2] / "docs" / "configuration.md"
+    assert page.read_text() == reference_page(), "run `make docs`"

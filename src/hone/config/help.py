@@ -38,7 +38,7 @@ def reference_table(cls: type[Config]) -> str:
     """The same as a Markdown table."""
     rows = ["| key | type | default | |", "|---|---|---|---|"]
     for key, field, _ in walk(cls):
-        default = _default(field).removeprefix(" (default ").removesuffix(")")
+        default = _default(field).strip(" ()").removeprefix("default ")
         kind = _type(field).replace("|", "\\|")
         rows.append(
             f"| `{key}` | {kind} | {default} | {_one_line(field.description or '').replace('|', chr(92) + '|')} |"

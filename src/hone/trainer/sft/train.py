@@ -4,6 +4,7 @@ rows ─ tokenise, pack ─► micro-batches ─ forward, loss on assistant toke
 """
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class Trainer:
         with _progress() as progress:
             task = progress.add_task("sft", total=max_steps, loss=float("nan"), rate=0.0)
             for step in range(1, max_steps + 1):
-                values = self.step(step, max_steps, next(batches))
+                values = self.step(step, max_steps, batches)
                 out_of_time = config.max_seconds is not None and time.perf_counter() - start >= config.max_seconds
                 is_last = step == max_steps or out_of_time
                 if config.val and (is_last or step % config.val.interval == 0):
@@ -81,9 +82,10 @@ class Trainer:
             "Weights of step %d in %s (%.1f s)", step, self.run.weights / f"step_{step}", time.perf_counter() - start
         )
 
-    def step(self, step: int, max_steps: int, rows: list[Row]) -> dict[str, float]:
-        """One optimiser step on these rows. The loss is the mean over all targets of the step, however it is split."""
+    def step(self, step: int, max_steps: int, batches: Iterator[list[Row]]) -> dict[str, float]:
+        """One optimiser step. The loss is the mean over all targets of the step, however it is split."""
         start = time.perf_counter()
+        rows = next(batches)
         size = self.config.data.micro_batch_size or len(rows)
         targets = sum(sum(mask[1:]) for row in rows for _, mask in row)
         tokens = sum(len(ids) for row in rows for ids, _ in row)

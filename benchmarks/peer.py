@@ -1,0 +1,52 @@
+"""What the benchmarks share: a peer's own virtual environment, alternating runs, the closing line of JSON."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PEERS = ROOT / "benchmarks" / ".peers"
+
+
+def peer_python(name: str, *requirements: str) -> Path:
+    """The Python of a virtual environment that holds the peer; made on first use, kept in benchmarks/.peers."""
+    directory = PEERS / name
+    python = directory / "bin" / "python"
+    wanted = directory / "requirements.txt"
+    if not wanted.exists() or wanted.read_text() != "\n".join(requirements):
+        print(f"setting up {name}: {', '.join(requirements)}", flush=True)
+        venv.create(directory, with_pip=True, clear=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *requirements], check=True)
+        wanted.write_text("\n".join(requirements))
+    return python
+
+
+def run_json(python: Path | str, program: Path, *arguments: object) -> dict:
+    """Runs a program whose last line of output is JSON and returns that."""
+    words = [str(python), str(program), *map(str, arguments)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        sys.exit(f"{program.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def machine() -> str:
+    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+    return f"{model or platform.processor()}, {os.cpu_count()} cores"
+
+
+def finish(**figures: float | str) -> None:
+    """The last line: ours_*, peer_*, ratio and the machine, as one line of JSON."""
+    print(
+        json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()} | {"machine": machine()})
+    )

@@ -1,0 +1,23 @@
+"""Writes the reference page of every configuration key: `python -m hone.config.reference > docs/configuration.md`."""
+
+from hone.cli import COMMANDS, import_object
+from hone.config.help import reference_table
+
+HEAD = """# Configuration
+
+Every key of every command, made from the types (`make docs`). Values come from the command line, over TOML files
+(`@ file.toml`, later files win), over the defaults. Keys are dotted; kebab case and snake case are the same. Lists are
+JSON or one bare value; `None` clears a value (`"None"` in TOML); booleans are `--flag` and `--section.no-flag`.
+`--dry-run` prints the resolved configuration and writes it to `OUTPUT_DIR/configs/`.
+"""
+
+
+def reference_page() -> str:
+    parts = [HEAD]
+    for command, (config, _, summary) in COMMANDS.items():
+        parts.append(f"## `{command}`\n\n{summary}\n\n{reference_table(import_object(config))}\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(reference_page(), end="")
