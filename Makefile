@@ -28,7 +28,7 @@ test: lint  ## what CI runs
 	$(RUN) pytest
 
 test-gpu:  ## on a machine with a GPU, with the Python there (docs/gpu.md)
-	PYTHONPATH=src:environments/reverse_text $(PYTHON) -m pytest -m gpu tests
+	PYTHONPATH=src:environments/reverse_text:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests/gpu
 
 docs: setup  ## rewrites docs/configuration.md from the types
 	$(RUN) python -m hone.config.reference > docs/configuration.md

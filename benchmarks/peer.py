@@ -41,7 +41,9 @@ def median(values: list[float]) -> float:
 
 
 def machine() -> str:
-    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
     return f"{model or platform.processor()}, {os.cpu_count()} cores"
 
 
