@@ -25,6 +25,7 @@ ROOT = HERE.parent.parent
 BIN = Path(sys.executable).parent
 RECIPE = "examples/reverse_text_tiny"
 RL_TEXTS = {"texts": "generated", "min_chars": 4, "max_chars": 10}
+SFT_TEXTS = ("--min-chars", "20", "--max-chars", "32")
 EVAL_PROMPTS = 256
 
 
@@ -78,7 +79,7 @@ def evaluate(model: str, *options: str) -> dict:
     with server(model, *options) as url:
         for name, temperature in (("sampled", "1"), ("greedy", "0")):
             printed = run(
-                "vf-eval", "reverse-text", "-m", model, "-b", url, "-n", str(EVAL_PROMPTS), "-r", "1", "-c", "128",
+                "vf-eval", "reverse-text", "-m", model, "-b", url, "-n", str(EVAL_PROMPTS), "-r", "1", "-c", "64",
                 "-t", "32", "-T", temperature, "-a", json.dumps(RL_TEXTS), "-s",
             )  # fmt: skip
             saved = ROOT / re.search(r"saved in (\S+)", printed).group(1)
@@ -99,7 +100,7 @@ def plot(sft: Path, rl: Path, file: Path) -> None:
     figure, axes = plt.subplots(2, 2, figsize=(10, 6), constrained_layout=True)
     (top_left, top_right), (bottom_left, bottom_right) = axes
     top_left.plot([r["step"] for r in sft_rows], [r["loss/mean"] for r in sft_rows], color="tab:blue")
-    top_left.set(title="SFT: loss on texts of 16 to 32 characters", xlabel="step", ylabel="nats a token", yscale="log")
+    top_left.set(title="SFT: loss on texts of 20 to 32 characters", xlabel="step", ylabel="nats a token", yscale="log")
     mean, spread = column("reward/mean"), column("reward/std")
     top_right.plot(step, mean, color="tab:green", label="reward")
     low, high = [m - s for m, s in zip(mean, spread)], [min(m + s, 1) for m, s in zip(mean, spread)]
@@ -136,8 +137,8 @@ def main() -> None:
         clock = now
 
     data, val = str(out / "data/sft.jsonl"), str(out / "data/val.jsonl")
-    run("python", "-m", "reverse_text", "--out", data, "-n", "16000", "--seed", seed)
-    run("python", "-m", "reverse_text", "--out", val, "-n", "128", "--seed", seed, "--held-out")
+    run("python", "-m", "reverse_text", "--out", data, "-n", "16000", *SFT_TEXTS, "--seed", seed)
+    run("python", "-m", "reverse_text", "--out", val, "-n", "128", *SFT_TEXTS, "--seed", seed, "--held-out")
     stage("data")
     base = evaluate(f"{RECIPE}/model", "--model.random-init", "--seed", seed)
     stage("base_eval")

@@ -35,6 +35,7 @@ def main(directory: Path) -> None:
     tokenizer.add_special_tokens([AddedToken(role, special=True) for role in ROLES])
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
     end = tokenizer.token_to_id("<|end|>")
+    close = tokenizer.token_to_id("</reversed_text>")  # ends a generation as well: nothing after it counts
 
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -48,7 +49,7 @@ def main(directory: Path) -> None:
             "model_max_length": 512,
         },
     )
-    write_json(directory / "generation_config.json", {"eos_token_id": end, "pad_token_id": end})
+    write_json(directory / "generation_config.json", {"eos_token_id": [end, close], "pad_token_id": end})
     write_json(
         directory / "config.json",
         {

@@ -1,5 +1,6 @@
 """Rubrics: a weighted sum of reward functions."""
 
+import functools
 import inspect
 import logging
 import math
@@ -47,10 +48,18 @@ class Rubric:
         return reward, metrics
 
 
-async def _call(func: RewardFunction, available: dict[str, Any]) -> float:
+@functools.lru_cache(maxsize=256)
+def _wanted(func: RewardFunction) -> frozenset[str] | None:
+    """Names of the parameters of a reward function; None when it takes everything."""
     parameters = inspect.signature(func).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    arguments = available if takes_all else {k: v for k, v in available.items() if k in parameters}
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return None
+    return frozenset(parameters)
+
+
+async def _call(func: RewardFunction, available: dict[str, Any]) -> float:
+    wanted = _wanted(func)
+    arguments = available if wanted is None else {k: v for k, v in available.items() if k in wanted}
     try:
         value = func(**arguments)
         value = float(await value if inspect.isawaitable(value) else value)

@@ -69,7 +69,12 @@ async def evaluate(environment: Environment, examples: list[Example], endpoint: 
                 return Rollout(example, [], [], error=f"{type(error).__name__}: {error}")
 
     async with HttpClient(
-        endpoint.base_url, endpoint.model, endpoint.api_key, extra_body=args.sampling_args, timeout=args.timeout
+        endpoint.base_url,
+        endpoint.model,
+        endpoint.api_key,
+        extra_body=args.sampling_args,
+        timeout=args.timeout,
+        max_concurrent=args.max_concurrent,
     ) as client:
         await client.check()
         n = args.rollouts_per_example

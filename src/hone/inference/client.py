@@ -1,6 +1,7 @@
 """The client of an OpenAI-compatible server: the model as environments see it, over HTTP."""
 
 import asyncio
+import itertools
 from typing import Any
 
 import httpx
@@ -18,29 +19,30 @@ class HttpClient:
         api_key: str | None = None,
         extra_body: dict[str, Any] | None = None,
         timeout: float = 600.0,
+        max_concurrent: int = 32,
         retries: int = 3,
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.base_url, self.model, self.extra_body, self.retries = (
-            base_url.rstrip("/"),
-            model,
-            extra_body or {},
-            retries,
-        )
+        self.base_url, self.model, self.extra_body = base_url.rstrip("/"), model, extra_body or {}
+        self.timeout, self.retries = timeout, retries
         limits = httpx.Limits(max_connections=None)
-        self.http = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits)
+        # Several small pools: the cost of a request in httpx grows with the connections of its pool.
+        pools = -(-max_concurrent // 32)
+        self.pools = [httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits) for _ in range(pools)]
+        self.turn = itertools.cycle(self.pools)
 
     async def __aenter__(self) -> "HttpClient":
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.http.aclose()
+        for pool in self.pools:
+            await pool.aclose()
 
     async def check(self) -> None:
         """Raises ConnectionError or ValueError, in words, unless the server answers and has the model."""
         url = f"{self.base_url}/models"
         try:
-            answer = await self.http.get(url, timeout=10.0)
+            answer = await self.pools[0].get(url, timeout=10.0)
         except httpx.HTTPError as error:
             raise ConnectionError(
                 f"no server answers at {self.base_url} ({type(error).__name__}); "
@@ -78,9 +80,9 @@ class HttpClient:
         url = f"{self.base_url}/chat/completions"
         for attempt in range(self.retries + 1):
             try:
-                answer = await self.http.post(url, json=body)
+                answer = await next(self.turn).post(url, json=body)
             except httpx.TimeoutException:
-                raise ConnectionError(f"{url} did not answer within {self.http.timeout.read} s") from None
+                raise ConnectionError(f"{url} did not answer within {self.timeout} s") from None
             except httpx.HTTPError as error:
                 if attempt == self.retries:
                     raise ConnectionError(f"{url}: {type(error).__name__}: {error}") from None

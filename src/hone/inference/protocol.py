@@ -6,7 +6,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hone.inference.service import visible_ids
 from hone.records import Completion
 from hone.text.tokenizer import Tokenizer
 
@@ -72,11 +71,10 @@ def chat_response(
     request: ChatRequest, prompt_ids: list[int], completions: list[Completion], tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """The answer to a chat request, with token ids and logprobs where they were asked for."""
-    stop_ids = frozenset(tokenizer.stop_ids)
     skip = request.skip_special_tokens is not False
     choices = []
     for index, completion in enumerate(completions):
-        text = tokenizer.decode(visible_ids(completion, stop_ids), skip_special_tokens=skip)
+        text = tokenizer.decode(completion.ids, skip_special_tokens=skip)
         choice: dict[str, Any] = {
             "index": index,
             "message": {"role": "assistant", "content": text},

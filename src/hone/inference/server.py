@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hone.config.inference import InferenceConfig
 from hone.engine.engine import Engine
@@ -44,15 +45,8 @@ def build_app(engine: Engine, tokenizer: Tokenizer, model_name: str, api_key: st
 
     app = FastAPI(title="hone inference", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
 
-    @app.middleware("http")
-    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        if api_key is not None and request.url.path != "/health":
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), api_key.encode()):
-                return _refuse(
-                    401, "wrong or missing API key (header `Authorization: Bearer KEY`)", "authentication_error"
-                )
-        return await call_next(request)
+    if api_key is not None:
+        app.add_middleware(KeyGuard, api_key=api_key)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -96,6 +90,22 @@ def build_app(engine: Engine, tokenizer: Tokenizer, model_name: str, api_key: st
         return JSONResponse(chat_response(body, prompt_ids, completions, tokenizer))
 
     return app
+
+
+class KeyGuard:
+    """Lets requests through that carry the key as a bearer token, and those to /health."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self.app, self.expected = app, f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self.expected):
+                message = "wrong or missing API key (header `Authorization: Bearer KEY`)"
+                await _refuse(401, message, "authentication_error")(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
 
 def _requests(

@@ -3,10 +3,11 @@
     event loop                                   compute thread
     generate(request) ─ pending ─ flush ─► inbox ─► engine.add ─► engine.step … ─┐
     run(function)     ───────────────────► inbox ─► function() between two steps ─┤
-    awaiting futures ◄─ call_soon_threadsafe, once a step ◄───── what finished ◄──┘
+    awaiting futures ◄─ call_soon_threadsafe, once a step ◄───── what finished ◄──┘   (lockstep: once all did)
 
 Requests made in the same turn of the event loop reach the engine together, so the rollouts of a group share
-their prompt and a batch that is started at once is computed in the same shapes every time.
+their prompt. In lockstep mode results are held until the engine has run dry: what is computed together then does
+not depend on timing, so runs repeat to the bit, and rewards do not compete with decoding for the cores.
 """
 
 import asyncio
@@ -24,8 +25,8 @@ T = TypeVar("T")
 class EngineService:
     """An engine on its own thread, for asyncio. Use as `async with EngineService(engine) as service`."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, lockstep: bool = False) -> None:
+        self.engine, self.lockstep = engine, lockstep
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
         self._wake = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
@@ -105,7 +106,7 @@ class EngineService:
                 self.engine.running.clear()
                 for future in list(self._in_flight):
                     self._finish(future, None, error)
-            if self._done:
+            if self._done and (self.engine.is_idle or not self.lockstep):
                 done, self._done = self._done, []
                 self._loop.call_soon_threadsafe(_deliver, done)
 
@@ -134,10 +135,4 @@ class LocalClient:
     async def chat(self, messages: list[Message], sampling: Sampling) -> Turn:
         prompt_ids = self.tokenizer.prompt_ids(messages)
         completion = await self.service.generate(GenerateRequest(prompt_ids, sampling, self.stop_ids))
-        return Turn(prompt_ids, completion, self.tokenizer.decode(visible_ids(completion, self.stop_ids)))
-
-
-def visible_ids(completion: Completion, stop_ids: frozenset[int]) -> list[int]:
-    """The ids whose text a reader sees: all but the stop token."""
-    ids = completion.ids
-    return ids[:-1] if ids and ids[-1] in stop_ids else ids
+        return Turn(prompt_ids, completion, self.tokenizer.decode(completion.ids))

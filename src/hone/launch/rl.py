@@ -78,7 +78,7 @@ async def train(
 ) -> None:
     orchestrator_log, trainer_log = component_log("orchestrator", run.logs), component_log("trainer", run.logs)
     engine.set_version(first - 1)
-    async with EngineService(engine) as service:
+    async with EngineService(engine, lockstep=True) as service:
         client = LocalClient(service, loaded.tokenizer)
         orchestrator = Orchestrator(config.orchestrator, environments, client, config.seed)
         trainer_log.info(
