@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,19 @@ class RunDirectory:
             self.command == "rl" and (self.rollouts.exists() or self.checkpoints.exists())
         )
 
-    def claim(self, *, clean: bool, resume: bool = False) -> None:
-        """Makes the directory this run's. Raises ValueError when it holds an earlier one and nothing was chosen."""
+    def claim(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
+        """Makes the directory this run's, which will write weights at `weight_steps`.
+
+        Raises ValueError when it holds an earlier run and nothing was chosen, when weights of another run stand
+        where these would go, and when it cannot be written to; before anything is changed.
+        """
         if clean and resume:
             raise ValueError("--clean and --resume exclude each other: start again, or continue")
+        own = self._read_manifest()["weights"]
+        for step in weight_steps:
+            directory = self.weights / f"step_{step}"
+            if directory.exists() and directory.name not in own:
+                raise ValueError(f"{directory} was written by another run; move it away or use another --output-dir")
         if self.earlier_run() and not resume:
             if not clean:
                 choices = "--clean (remove that run and start again), "
@@ -61,12 +71,10 @@ class RunDirectory:
         return file
 
     def weights_for(self, step: int) -> Path:
-        """Where the weights of this step go. Raises ValueError when another run's stand there."""
+        """Where the weights of this step go; the manifest knows them from now on."""
         directory = self.weights / f"step_{step}"
         manifest = self._read_manifest()
         if directory.name not in manifest["weights"]:
-            if directory.exists():
-                raise ValueError(f"{directory} was written by another run; move it away or use another --output-dir")
             self._write_manifest(manifest | {"weights": [*manifest["weights"], directory.name]})
         return directory
 

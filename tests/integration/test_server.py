@@ -32,7 +32,8 @@ def post(server, **body):
 
 
 def chat(server, trained, **fields):
-    return post(server, json={"model": str(trained), "messages": MESSAGES, "max_tokens": 8, **fields})
+    body = json.dumps({"model": str(trained), "messages": MESSAGES, "max_tokens": 8, **fields})
+    return post(server, content=body, headers={"content-type": "application/json"})
 
 
 def test_openai_client(client, trained):
@@ -97,6 +98,11 @@ def test_curl(server, trained):
         ({"top_p": 0.5}, 400, "top_p = 0.5 is not supported"),
         ({"stream": True}, 400, "stream"),
         ({"n": 0}, 400, "n:"),
+        ({"messages": [{"role": "user", "content": None}]}, 400, "the chat template refuses"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, ""),
+        ({"chat_template_kwargs": {"messages": []}}, 400, "messages cannot be set here"),
+        ({"chat_template_kwargs": {"enable_thinking": False}, "tools": [{"type": "function"}]}, 200, ""),
+        ({"temperature": 1e-30}, 200, ""),
         ({"seed": 2**70}, 200, ""),
         ({"seed": -1, "temperature": None, "max_tokens": None}, 200, ""),
     ],

@@ -61,6 +61,10 @@ class WeightsConfig(Config):
     interval: Positive | None = None
     """Write weights/step_N every so many steps; the last step is always written."""
 
+    def steps(self, max_steps: int) -> list[int]:
+        """The steps whose weights a run of that length writes."""
+        return [*range(self.interval, max_steps, self.interval), max_steps] if self.interval else [max_steps]
+
 
 class EnvConfig(Config):
     id: str

@@ -32,10 +32,10 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """One token a row and its sampler logprob, log-softmax(logits / T) in fp32.
 
-    Temperature 0 takes the most likely token and reports its logprob at T = 1. Otherwise the token is the
-    first whose cumulative probability exceeds the uniform number.
+    Temperature 0 (below 1e-5, where logits / T overflows) takes the most likely token and reports its logprob
+    at T = 1. Otherwise the token is the first whose cumulative probability exceeds the uniform number.
     """
-    greedy_B = temperature_B == 0
+    greedy_B = temperature_B < 1e-5
     scale_B1 = torch.where(greedy_B, 1.0, temperature_B)[:, None]
     logprobs_BV = torch.log_softmax(logits_BV.float() / scale_B1, dim=-1)
     cdf_BV = logprobs_BV.double().exp_().cumsum(dim=-1)

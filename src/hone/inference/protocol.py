@@ -4,7 +4,7 @@ import time
 import uuid
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hone.records import Completion
 from hone.text.tokenizer import Tokenizer
@@ -57,6 +57,14 @@ class ChatRequest(BaseModel):
     skip_special_tokens: bool | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _keep_to_the_template(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        taken = {"self", "messages", "tools", "documents", "add_generation_prompt"} & set(value or {})
+        if taken:
+            raise ValueError(f"{', '.join(sorted(taken))} cannot be set here")
+        return value
 
     @model_validator(mode="after")
     def _refuse_what_would_be_ignored(self) -> "ChatRequest":

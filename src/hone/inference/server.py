@@ -24,6 +24,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from hone import STARTED
 from hone.config.inference import InferenceConfig
 from hone.engine.engine import Engine
 from hone.inference.protocol import ChatRequest, chat_response, error_body
@@ -146,7 +147,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(config: InferenceConfig) -> None:
     """Loads the model and serves it until interrupted."""
-    start = time.perf_counter()
     host = config.server.host or ("127.0.0.1" if config.api_key is None else "0.0.0.0")
     if config.api_key is None and host not in ("127.0.0.1", "::1", "localhost"):
         log.warning("serving on %s without an API key: whoever reaches this address can use the model", host)
@@ -163,5 +163,5 @@ def serve(config: InferenceConfig) -> None:
     )
     app = build_app(engine, loaded.tokenizer, config.model.name, config.api_key)
     url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
-    log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - start)
+    log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - STARTED)
     uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[sock])

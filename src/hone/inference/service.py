@@ -44,7 +44,7 @@ class EngineService:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, 60.0)  # it finishes the step that it is in
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """The completion of a request. Raises ValueError where the engine refuses it. Cancelling aborts it."""

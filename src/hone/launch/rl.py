@@ -38,11 +38,12 @@ def main(config: RLConfig) -> None:
         kv_cache_gib=config.inference.kv_cache_gib,
     )
     run = RunDirectory(config.output_dir, "rl")
+    weight_steps = config.weights.steps(config.max_steps)
     first = 1 + (resume(config, run, trainer) if config.resume else 0)
-    run.claim(clean=config.clean, resume=config.resume)
+    run.claim(clean=config.clean, resume=config.resume, weight_steps=weight_steps)
     run.write_config(to_toml(config))
     with Metrics(run.metrics, config.wandb, config.model_dump(mode="json")) as metrics:
-        asyncio.run(train(config, loaded, environments, engine, trainer, run, metrics, first))
+        asyncio.run(train(config, loaded, environments, engine, trainer, run, metrics, first, weight_steps))
 
 
 def load_environments(config: RLConfig) -> dict[str, Environment]:
@@ -75,6 +76,7 @@ async def train(
     run: RunDirectory,
     metrics: Metrics,
     first: int,
+    weight_steps: list[int],
 ) -> None:
     orchestrator_log, trainer_log = component_log("orchestrator", run.logs), component_log("trainer", run.logs)
     engine.set_version(first - 1)
@@ -99,7 +101,7 @@ async def train(
             values = {**collected.metrics, **trained, "time/step": seconds}
             values["perf/throughput"] = values["progress/tokens"] / seconds
             is_last = step == config.max_steps
-            if is_last or (config.weights.interval and step % config.weights.interval == 0):
+            if step in weight_steps:
                 save_model(loaded.model, loaded.directory, run.weights_for(step))
             if config.ckpt and (is_last or step % config.ckpt.interval == 0):
                 directory = run.checkpoints / f"step_{step}"

@@ -54,7 +54,7 @@ class ChatTemplate:
                 **self.special_tokens,
                 **template_args,
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is a program of its own: it may raise anything
             raise ValueError(f"the chat template refuses these messages: {error}") from None
 
     def assistant_spans(self, messages: list[Message], **template_args: Any) -> tuple[str, list[tuple[int, int]]]:

@@ -31,7 +31,7 @@ def main(config: SFTConfig) -> None:
     val_rows = load_rows(config.val) if config.val else []
     loaded = load(config.model, seed=config.seed)
     run = RunDirectory(config.output_dir, "sft")
-    run.claim(clean=config.clean)
+    run.claim(clean=config.clean, weight_steps=config.weights.steps(config.max_steps) if config.max_steps else [])
     run.write_config(to_toml(config))
     log = component_log("sft", run.logs)
     with Metrics(run.metrics, config.wandb, config.model_dump(mode="json")) as metrics:
