@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / "benchmarks" / ".peers"
+PEER = ROOT / "benchmarks" / "trl_peer.py"
 
 
 def peer_python(name: str, *requirements: str) -> Path:

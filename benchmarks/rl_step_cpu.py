@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from peer import ROOT, finish, median, peer_python, run_json
+from peer import PEER, ROOT, finish, median, peer_python, run_json
 
 from hone.models.hf import load_model, save_model
 
@@ -45,7 +45,7 @@ def main() -> None:
         our_seconds, their_seconds = [], []
         print(f"{'round':>5} {'ours, s a step':>15} {'TRL, s a step':>15}")
         for number in range(ROUNDS):
-            one, two = ours(model), run_json(python, ROOT / "benchmarks" / "trl_grpo.py", model, STEPS)["seconds"]
+            one, two = ours(model), run_json(python, PEER, "grpo", model, STEPS)["seconds"][2:]
             our_seconds += one
             their_seconds += two
             print(f"{number + 1:>5} {median(one):>15.3f} {median(two):>15.3f}", flush=True)

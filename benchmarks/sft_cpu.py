@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from peer import ROOT, finish, median, peer_python, run_json
+from peer import PEER, ROOT, finish, median, peer_python, run_json
 from rl_step_cpu import MODEL, RUNTIME
 
 from hone.models.hf import load_model, save_model
@@ -31,9 +31,8 @@ def ours(model: Path, data: Path) -> float:
 
 
 def theirs(python: Path, model: Path, data: Path, variant: str) -> float:
-    program = ROOT / "benchmarks" / "trl_sft.py"
-    result = run_json(python, program, model, data, BATCH, STEPS, variant)
-    return median([t / s for t, s in zip(result["tokens"], result["seconds"], strict=True)])
+    result = run_json(python, PEER, "sft", model, data, BATCH, STEPS, variant)
+    return median([t / s for t, s in zip(result["tokens"], result["seconds"], strict=True)][WARMUP:])
 
 
 def main() -> None:

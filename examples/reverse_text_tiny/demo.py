@@ -29,8 +29,8 @@ SFT_TEXTS = ("--min-chars", "20", "--max-chars", "32")
 EVAL_PROMPTS = 256
 
 
-def show(command: list[str]) -> None:
-    print(f"\n$ uv run {' '.join(shlex.quote(word) for word in command)}", flush=True)
+def show(command: list[str], background: bool = False) -> None:
+    print(f"\n$ uv run {' '.join(shlex.quote(word) for word in command)}{' &' if background else ''}", flush=True)
 
 
 def run(*command: str) -> str:
@@ -55,7 +55,7 @@ def server(model: str, *options: str):
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     command = ["inference", "--model.name", model, *options, "--server.port", str(port)]
-    show([*command, "&"])
+    show(command, background=True)
     process = subprocess.Popen([BIN / command[0], *command[1:]], stdout=subprocess.DEVNULL, cwd=ROOT)
     try:
         deadline = time.monotonic() + 120

@@ -12,7 +12,7 @@ from hone.models.transformer import Transformer
 from hone.orchestrator.advantage import group_mean_advantage, has_signal
 from hone.trainer.loss import cross_entropy_sum, policy_loss, token_logprobs
 from hone.trainer.optim import Optimizer, learning_rate
-from hone.trainer.packing import pack, split_by_tokens
+from hone.trainer.packing import pack, pack_shared, split_by_prompt, split_by_tokens
 
 LN2 = math.log(2)
 
@@ -96,7 +96,7 @@ def test_advantage_is_the_reward_minus_the_mean_of_its_group():
 def test_packing_keeps_the_positions_that_predict_a_target():
     packed = pack([[1, 2, 3, 4], [5, 6]], [[False, False, True, True], [False, True]])
     assert packed.tokens_T.tolist() == [1, 2, 3, 5]  # a last token predicts nothing
-    assert packed.predict_N.tolist() == [1, 2, 3]
+    assert packed.keep_K.tolist() == [1, 2, 3]
     assert packed.targets_N.tolist() == [3, 4, 6]
     assert packed.sequence_N.tolist() == [0, 0, 1]
     assert packed.attention.positions().tolist() == [0, 1, 2, 0]
@@ -105,6 +105,35 @@ def test_packing_keeps_the_positions_that_predict_a_target():
 def test_split_by_tokens_fills_micro_batches_up_to_the_budget():
     groups = split_by_tokens([5, 3, 9, 3], 8)
     assert groups == [[1, 3], [0], [2]]  # 9 > 8 stands alone
+
+
+def test_split_by_prompt_counts_a_shared_prompt_once_and_keeps_groups_together():
+    a, b = (1, 2, 3), (4,)
+    assert split_by_prompt([a, b, a, a], [5, 4, 5, 5], 9) == [[0, 2, 3], [1]]  # 5 + 2 + 2, then 4
+    assert split_by_prompt([a, a], [5, 5], 6) == [[0], [1]]
+
+
+@pytest.mark.parametrize("completions", [(4, 1, 7), (1, 1), (2,)])
+def test_shared_prompts_give_the_same_logits_and_gradients_as_whole_sequences(completions):
+    prompts = ([1, 2, 3, 4, 5], [6], [7, 8])
+    rng = np.random.default_rng(0)
+    ids = [[*prompt, *rng.integers(0, 40, n).tolist()] for prompt in prompts for n in completions]
+    masks = [[j >= len(s) - n for j in range(len(s))] for s, n in zip(ids, completions * 3, strict=True)]
+    if completions[0] > 2:
+        masks[0][-2] = False  # a hole in the targets, as an environment's turn leaves
+    results = []
+    for pack_samples in (pack, pack_shared):
+        model = small_model().double()
+        packed = pack_samples(ids, masks)
+        logits = packed.target_logits(model)
+        (logits * torch.linspace(-1, 1, logits.numel(), dtype=torch.float64).view_as(logits)).sum().backward()
+        results.append((packed, logits, [p.grad for p in model.parameters()]))
+    (whole, expected, gradients), (shared, logits, shared_gradients) = results
+    assert torch.equal(whole.targets_N, shared.targets_N) and torch.equal(whole.sequence_N, shared.sequence_N)
+    assert len(shared.tokens_T) <= len(whole.tokens_T)
+    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+    for one, two in zip(gradients, shared_gradients, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
 
 
 def small_model(seed=0):

@@ -1,7 +1,11 @@
 """Sequences into micro-batches: laid end to end without padding, only the positions with a target kept for the head.
 
-ids   p p p c c c        input    p p p c c           (the last token predicts nothing)
-mask  0 0 0 1 1 1        predict      ^ ^ ^           hidden states whose next token is a target
+    ids   p p p c c c        input    p p p c c           (the last token predicts nothing)
+    mask  0 0 0 1 1 1        keep         ^ ^ ^           hidden states whose next token is a target
+
+Samples of a group share their prompt; `pack_shared` lays it down once:
+
+    input    p p p c c | c c | c c c      the last p predicts the first target of every sample
 """
 
 from collections.abc import Sequence
@@ -12,35 +16,80 @@ import torch
 from torch import Tensor
 
 from hone.models.attention import PackedAttention
+from hone.models.shared_prompt import SharedPromptAttention
 from hone.models.transformer import Transformer
+
+Ids = Sequence[int]
+Mask = Sequence[bool]
 
 
 @dataclass
 class Packed:
-    """A micro-batch of S sequences: T input tokens, N targets."""
+    """A micro-batch: T input tokens, N targets in the order of their sequences, K rows that predict them."""
 
-    attention: PackedAttention
+    attention: PackedAttention | SharedPromptAttention
     tokens_T: Tensor
-    predict_N: Tensor  # index into T of the position that predicts each target
+    keep_K: Tensor  # the rows of T that predict a target, each once
+    row_N: Tensor | None  # which kept row predicts each target; None where they are one to one
     targets_N: Tensor
     sequence_N: Tensor  # which sequence each target belongs to
 
     def target_logits(self, model: Transformer) -> Tensor:
-        """Logits of the positions that have a target, N x V; no other position leaves the last block."""
-        return model.logits(model(self.tokens_T, self.attention.positions(), self.attention, self.predict_N))
+        """Logits that predict the targets, N x V; no other position leaves the last block."""
+        logits_KV = model.logits(model(self.tokens_T, self.attention.positions(), self.attention, self.keep_K))
+        return logits_KV if self.row_N is None else logits_KV.index_select(0, self.row_N)
 
 
-def pack(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], device: torch.device | str = "cpu") -> Packed:
+def pack(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu") -> Packed:
     """Packs sequences; `masks[i][j]` says that token j of sequence i is a target. A first token never is one."""
     lengths = [len(sequence) - 1 for sequence in ids]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     tokens = np.concatenate([np.asarray(sequence[:-1], dtype=np.int64) for sequence in ids])
     following = np.concatenate([np.asarray(sequence[1:], dtype=np.int64) for sequence in ids])
     wanted = np.concatenate([np.asarray(mask[1:], dtype=bool) for mask in masks])
-    predict = np.flatnonzero(wanted)
-    sequence = np.searchsorted(starts, predict, side="right") - 1
-    tensors = (torch.from_numpy(x).to(device) for x in (tokens, predict, following[predict], sequence))
-    return Packed(PackedAttention(lengths, device), *tensors)
+    keep = np.flatnonzero(wanted)
+    sequence = np.searchsorted(starts, keep, side="right") - 1
+    tokens_T, keep_K, targets_N, sequence_N = _tensors(device, tokens, keep, following[keep], sequence)
+    return Packed(PackedAttention(lengths, device), tokens_T, keep_K, None, targets_N, sequence_N)
+
+
+def prompt_of(ids: Ids, mask: Mask) -> tuple[int, ...]:
+    """What comes before the first target."""
+    return tuple(ids[: list(mask).index(True)])
+
+
+def pack_shared(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu") -> Packed:
+    """Like `pack`, with the prompt that neighbouring sequences share laid down and computed once.
+
+    Needs a target in every sequence, not as its first token. Same logits and gradients, in fewer tokens.
+    """
+    prompts: list[tuple[int, ...]] = []
+    completions: list[list[int]] = []  # input tokens of each sample beyond the prompt
+    tokens: list[int] = []
+    rows, targets, sequences = [], [], []
+    end_of_prompt = 0
+    for i, (sequence, mask) in enumerate(zip(ids, masks, strict=True)):
+        prompt = prompt_of(sequence, mask)
+        if not prompts or prompts[-1] != prompt:
+            prompts.append(prompt)
+            completions.append([])
+            tokens.extend(prompt)
+            end_of_prompt = len(tokens) - 1
+        own = np.arange(len(tokens), len(tokens) + len(sequence) - len(prompt) - 1)
+        predicting = np.concatenate([[end_of_prompt], own])
+        wanted = np.asarray(mask[len(prompt) :], dtype=bool)
+        rows.append(predicting[wanted])
+        targets.append(np.asarray(sequence[len(prompt) :], dtype=np.int64)[wanted])
+        sequences.append(np.full(int(wanted.sum()), i))
+        completions[-1].append(len(own))
+        tokens.extend(sequence[len(prompt) : -1])
+    if max(max(group) for group in completions) == 0:
+        return pack(ids, masks, device)  # one-token completions: nothing beyond the prompts
+    keep, row = np.unique(np.concatenate(rows), return_inverse=True)
+    attention = SharedPromptAttention([len(prompt) for prompt in prompts], completions, device)
+    flat = (np.asarray(tokens, dtype=np.int64), keep, row, np.concatenate(targets), np.concatenate(sequences))
+    tokens_T, keep_K, row_N, targets_N, sequence_N = _tensors(device, *flat)
+    return Packed(attention, tokens_T, keep_K, row_N, targets_N, sequence_N)
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -57,3 +106,24 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
         groups[-1].append(i)
         used += lengths[i]
     return groups
+
+
+def split_by_prompt(prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Like `split_by_tokens`, with sequences of the same prompt side by side and a shared prompt counted once."""
+    first: dict[tuple[int, ...], int] = {}
+    for i, prompt in enumerate(prompts):
+        first.setdefault(prompt, i)
+    groups: list[list[int]] = []
+    used, last = budget + 1, None
+    for i in sorted(range(len(lengths)), key=lambda i: first[prompts[i]]):
+        cost = lengths[i] - (len(prompts[i]) if prompts[i] == last else 0)
+        if used + cost > budget:
+            groups.append([])
+            used, cost = 0, lengths[i]
+        groups[-1].append(i)
+        used, last = used + cost, prompts[i]
+    return groups
+
+
+def _tensors(device: torch.device | str, *arrays: np.ndarray) -> tuple[Tensor, ...]:
+    return tuple(torch.from_numpy(array).to(device) for array in arrays)

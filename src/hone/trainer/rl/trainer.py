@@ -13,7 +13,7 @@ from hone.monitors.statistics import summary
 from hone.records import Batch, Sample
 from hone.trainer.loss import policy_loss, token_logprobs
 from hone.trainer.optim import Optimizer, learning_rate
-from hone.trainer.packing import pack, split_by_tokens
+from hone.trainer.packing import pack, pack_shared, prompt_of, split_by_prompt, split_by_tokens
 from hone.trainer.performance import mfu, peak_memory_gib
 
 
@@ -22,6 +22,8 @@ class RLTrainer:
         self.model, self.config, self.max_steps = model, config, max_steps
         self.device = model.embed.weight.device
         self.optimizer = Optimizer(model, config.optim)
+        # On a GPU the variable-length flash kernel is faster on whole sequences than the masked rectangle.
+        self.shares_prompts = self.device.type == "cpu"
 
     def step(self, batch: Batch) -> dict[str, float]:
         """One optimiser step. The loss is normalised by the loss tokens of the whole batch, however it is split.
@@ -40,7 +42,7 @@ class RLTrainer:
             "importance_ratio": [],
         }
         loss = torch.zeros((), device=self.device)
-        for members in split_by_tokens(lengths, self.config.micro_batch_tokens):
+        for members in self._split(samples):
             loss += self._backward([samples[i] for i in members], loss_tokens, parts)
         grad_norm = self.optimizer.step(lr) if loss_tokens else 0.0
         seconds = time.perf_counter() - start
@@ -61,9 +63,17 @@ class RLTrainer:
             values |= {} if used is None else {"perf/mfu": used}
         return values
 
+    def _split(self, samples: list[Sample]) -> list[list[int]]:
+        """Indices of the samples of each micro-batch."""
+        lengths, budget = [len(sample.ids) for sample in samples], self.config.micro_batch_tokens
+        if not self.shares_prompts:
+            return split_by_tokens(lengths, budget)
+        return split_by_prompt([prompt_of(sample.ids, sample.mask) for sample in samples], lengths, budget)
+
     def _backward(self, samples: list[Sample], loss_tokens: int, parts: dict[str, list[torch.Tensor]]) -> torch.Tensor:
         """Adds a micro-batch to the gradients and its per-token numbers to `parts`; returns its share of the loss."""
-        packed = pack([s.ids for s in samples], [s.mask for s in samples], self.device)
+        pack_samples = pack_shared if self.shares_prompts else pack
+        packed = pack_samples([s.ids for s in samples], [s.mask for s in samples], self.device)
         sampled = [x for s in samples for x, is_target in zip(s.logprobs[1:], s.mask[1:], strict=True) if is_target]
         temperature_S = torch.tensor([s.temperature for s in samples], device=self.device)
         advantage_S = torch.tensor([s.advantage for s in samples], dtype=torch.float32, device=self.device)
