@@ -11,7 +11,7 @@ from hone.kernels.swiglu import swiglu, swiglu_reference
 def assert_same(fused, reference, *inputs):
     outs, grads = [], []
     for function in (fused, reference):
-        leaves = [x.clone().requires_grad_(x.requires_grad) for x in inputs]
+        leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
         out = function(*leaves)
         direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
         (out * direction).sum().backward()

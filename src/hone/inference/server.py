@@ -11,10 +11,9 @@ import asyncio
 import hmac
 import logging
 import os
+import signal
 import socket
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
@@ -35,16 +34,11 @@ from hone.text.tokenizer import Tokenizer
 log = logging.getLogger("hone.inference")
 
 
-def build_app(engine: Engine, tokenizer: Tokenizer, model_name: str, api_key: str | None = None) -> FastAPI:
-    service = EngineService(engine)
+def build_app(service: EngineService, tokenizer: Tokenizer, model_name: str, api_key: str | None = None) -> FastAPI:
+    engine = service.engine
     stop_ids = frozenset(tokenizer.stop_ids)
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with service:
-            yield
-
-    app = FastAPI(title="hone inference", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="hone inference", docs_url=None, redoc_url=None, openapi_url=None)
 
     if api_key is not None:
         app.add_middleware(KeyGuard, api_key=api_key)
@@ -161,7 +155,15 @@ def serve(config: InferenceConfig) -> None:
         max_model_len=config.max_model_len,
         kv_cache_gib=config.kv_cache_gib,
     )
-    app = build_app(engine, loaded.tokenizer, config.model.name, config.api_key)
+    service = EngineService(engine)
+    app = build_app(service, loaded.tokenizer, config.model.name, config.api_key)
     url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
     log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - STARTED)
-    uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[sock])
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    signal.signal(signal.SIGTERM, stop)  # uvicorn sets its handlers on the main thread only, and that computes
+    signal.signal(signal.SIGINT, stop)
+    service.run_beside(server.serve(sockets=[sock]))

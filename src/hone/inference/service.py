@@ -1,6 +1,6 @@
 """The compute thread: the one thread that owns a device. Everything else is asyncio and never calls torch.
 
-    event loop                                   compute thread
+    event loop (its own thread)                  compute (the main thread)
     generate(request) ─ pending ─ flush ─► inbox ─► engine.add ─► engine.step … ─┐
     run(function)     ───────────────────► inbox ─► function() between two steps ─┤
     awaiting futures ◄─ call_soon_threadsafe, once a step ◄───── what finished ◄──┘   (lockstep: once all did)
@@ -8,11 +8,14 @@
 Requests made in the same turn of the event loop reach the engine together, so the rollouts of a group share
 their prompt. In lockstep mode results are held until the engine has run dry: what is computed together then does
 not depend on timing, so runs repeat to the bit, and rewards do not compete with decoding for the cores.
+
+Compute is the main thread, since the OpenMP runtime counts worker threads over all threads that ever computed: with
+more of them than cores it puts workers to sleep after every operation, which makes small ones three times slower.
 """
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from hone.engine.engine import Engine, Sequence
@@ -23,11 +26,10 @@ T = TypeVar("T")
 
 
 class EngineService:
-    """An engine on its own thread, for asyncio. Use as `async with EngineService(engine) as service`."""
+    """An engine for asyncio: `run_beside` computes on this thread while an asyncio program runs on another."""
 
     def __init__(self, engine: Engine, lockstep: bool = False) -> None:
         self.engine, self.lockstep = engine, lockstep
-        self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
         self._wake = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._pending: list[Callable[[], None]] = []
@@ -35,16 +37,42 @@ class EngineService:
         self._in_flight: set[asyncio.Future[Completion]] = set()
         self._closing = False
 
-    async def __aenter__(self) -> "EngineService":
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
-        return self
+    def run_beside(self, program: Coroutine[Any, Any, None]) -> None:
+        """Runs an asyncio program and serves its requests until it ends; what it raises is raised here.
 
-    async def __aexit__(self, *_: object) -> None:
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        await asyncio.to_thread(self._thread.join, 60.0)  # it finishes the step that it is in
+        Call on the main thread. Ctrl-C cancels the program and is raised once it has cleaned up.
+        """
+        outcome: list[BaseException] = []
+
+        async def main() -> None:
+            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+            started.set()
+            await program
+
+        def run() -> None:
+            try:
+                asyncio.run(main())
+            except BaseException as error:
+                outcome.append(error)
+            finally:
+                with self._wake:
+                    self._closing = True
+                    self._wake.notify()
+
+        started = threading.Event()
+        thread = threading.Thread(target=run, name="asyncio", daemon=True)
+        thread.start()
+        started.wait(60.0)
+        try:
+            self._work()
+        except KeyboardInterrupt:
+            if self._task is not None:
+                self._loop.call_soon_threadsafe(self._task.cancel)
+            thread.join(30.0)
+            raise
+        thread.join(30.0)
+        if outcome:
+            raise outcome[0]
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """The completion of a request. Raises ValueError where the engine refuses it. Cancelling aborts it."""

@@ -43,7 +43,8 @@ def main(config: RLConfig) -> None:
     run.claim(clean=config.clean, resume=config.resume, weight_steps=weight_steps)
     run.write_config(to_toml(config))
     with Metrics(run.metrics, config.wandb, config.model_dump(mode="json")) as metrics:
-        asyncio.run(train(config, loaded, environments, engine, trainer, run, metrics, first, weight_steps))
+        service = EngineService(engine, lockstep=True)
+        service.run_beside(train(config, loaded, environments, service, trainer, run, metrics, first, weight_steps))
 
 
 def load_environments(config: RLConfig) -> dict[str, Environment]:
@@ -71,7 +72,7 @@ async def train(
     config: RLConfig,
     loaded: Loaded,
     environments: dict[str, Environment],
-    engine: Engine,
+    service: EngineService,
     trainer: RLTrainer,
     run: RunDirectory,
     metrics: Metrics,
@@ -79,42 +80,39 @@ async def train(
     weight_steps: list[int],
 ) -> None:
     orchestrator_log, trainer_log = component_log("orchestrator", run.logs), component_log("trainer", run.logs)
-    engine.set_version(first - 1)
-    async with EngineService(engine, lockstep=True) as service:
-        client = LocalClient(service, loaded.tokenizer)
-        orchestrator = Orchestrator(config.orchestrator, environments, client, config.seed)
-        trainer_log.info(
-            "Training %s (%.2fM parameters, %s on %s) on %d examples of %s, steps %d to %d",
-            config.model.name, sum(p.numel() for p in loaded.model.parameters()) / 1e6,
-            str(loaded.model.embed.weight.dtype)[6:], trainer.device, len(orchestrator.examples),
-            ", ".join(environments), first, config.max_steps,
-        )  # fmt: skip
-        for step in range(first, config.max_steps + 1):
-            start = time.perf_counter()
-            collected = await orchestrator.collect(step, version=step - 1)
-            trained, _ = await asyncio.gather(
-                service.run(partial(trainer.step, collected.batch)),
-                asyncio.to_thread(write_rollouts, collected.groups, run.rollouts / f"step_{step}"),
-            )
-            engine.set_version(step)
-            seconds = time.perf_counter() - start
-            values = {**collected.metrics, **trained, "time/step": seconds}
-            values["perf/throughput"] = values["progress/tokens"] / seconds
-            is_last = step == config.max_steps
-            if step in weight_steps:
-                save_model(loaded.model, loaded.directory, run.weights_for(step))
-            if config.ckpt and (is_last or step % config.ckpt.interval == 0):
-                directory = run.checkpoints / f"step_{step}"
-                save_checkpoint(directory, trainer.optimizer, step, config.model_dump(mode="json"), config.ckpt.keep)
-            metrics.log(step, values)
-            console = {"console": is_last or step % config.log_interval == 0}
-            if not collected.batch.samples:
-                orchestrator_log.warning(
-                    "Step %d: no group had rollouts of different reward, nothing to learn from", step
-                )
-            orchestrator_log.log(SUCCESS, orchestrator_line(step, values), extra=console)
-            trainer_log.log(SUCCESS, trainer_line(step, values), extra=console)
-        trainer_log.info("Weights of step %d in %s", config.max_steps, run.weights / f"step_{config.max_steps}")
+    service.engine.set_version(first - 1)
+    client = LocalClient(service, loaded.tokenizer)
+    orchestrator = Orchestrator(config.orchestrator, environments, client, config.seed)
+    trainer_log.info(
+        "Training %s (%.2fM parameters, %s on %s) on %d examples of %s, steps %d to %d",
+        config.model.name, sum(p.numel() for p in loaded.model.parameters()) / 1e6,
+        str(loaded.model.embed.weight.dtype)[6:], trainer.device, len(orchestrator.examples),
+        ", ".join(environments), first, config.max_steps,
+    )  # fmt: skip
+    for step in range(first, config.max_steps + 1):
+        start = time.perf_counter()
+        collected = await orchestrator.collect(step, version=step - 1)
+        trained, _ = await asyncio.gather(
+            service.run(partial(trainer.step, collected.batch)),
+            asyncio.to_thread(write_rollouts, collected.groups, run.rollouts / f"step_{step}"),
+        )
+        service.engine.set_version(step)
+        seconds = time.perf_counter() - start
+        values = {**collected.metrics, **trained, "time/step": seconds}
+        values["perf/throughput"] = values["progress/tokens"] / seconds
+        is_last = step == config.max_steps
+        if step in weight_steps:
+            save_model(loaded.model, loaded.directory, run.weights_for(step))
+        if config.ckpt and (is_last or step % config.ckpt.interval == 0):
+            directory = run.checkpoints / f"step_{step}"
+            save_checkpoint(directory, trainer.optimizer, step, config.model_dump(mode="json"), config.ckpt.keep)
+        metrics.log(step, values)
+        console = {"console": is_last or step % config.log_interval == 0}
+        if not collected.batch.samples:
+            orchestrator_log.warning("Step %d: no group had rollouts of different reward, nothing to learn from", step)
+        orchestrator_log.log(SUCCESS, orchestrator_line(step, values), extra=console)
+        trainer_log.log(SUCCESS, trainer_line(step, values), extra=console)
+    trainer_log.info("Weights of step %d in %s", config.max_steps, run.weights / f"step_{config.max_steps}")
 
 
 def orchestrator_line(step: int, values: dict[str, float]) -> str:

@@ -58,7 +58,8 @@ class Tokenizer:
         return sorted(ids)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text as it stands; nothing is added."""
+        """Ids of the text as it stands; nothing is added. Raises ValueError for what is not valid Unicode."""
+        text.encode()  # lone surrogates, as JSON can carry them, end here
         return list(self.encoder.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
