@@ -28,7 +28,8 @@ def rotate(x_THE: Tensor, cos_T1E: Tensor, sin_T1E: Tensor) -> Tensor:
 class _NormRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, scale, cos, sin, eps):  # type: ignore[no-untyped-def]
-        rstd = torch.rsqrt(x.float().square().mean(dim=-1, keepdim=True) + eps).to(x.dtype)
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))
+        rstd = torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + eps).to(x.dtype)
         unit = x * rstd
         ctx.save_for_backward(unit, rstd, scale, cos, sin)
         return rotate(unit * scale, cos, sin)
