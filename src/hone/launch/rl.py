@@ -21,12 +21,14 @@ from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
 from hone.orchestrator.orchestrator import Orchestrator, write_rollouts
 from hone.run_directory import RunDirectory
+from hone.trainer.performance import keep_freed_memory
 from hone.trainer.rl.checkpoint import forget_after, load_checkpoint, save_checkpoint
 from hone.trainer.rl.trainer import RLTrainer
 
 
 def main(config: RLConfig) -> None:
     check_wandb(config.wandb)
+    keep_freed_memory()
     environments = load_environments(config)
     loaded = load(config.model, seed=config.seed)
     trainer = RLTrainer(loaded.model, config.trainer, config.max_steps)

@@ -21,12 +21,13 @@ from hone.run_directory import RunDirectory
 from hone.trainer.loss import cross_entropy_sum
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import Packed, pack
-from hone.trainer.performance import mfu, peak_memory_gib
+from hone.trainer.performance import keep_freed_memory, mfu, peak_memory_gib
 from hone.trainer.sft.data import Conversations, Row, load_rows, steps
 
 
 def main(config: SFTConfig) -> None:
     check_wandb(config.wandb)
+    keep_freed_memory()
     rows = load_rows(config.data)
     val_rows = load_rows(config.val) if config.val else []
     loaded = load(config.model, seed=config.seed)
