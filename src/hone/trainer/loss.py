@@ -60,9 +60,10 @@ def policy_loss(
     loss_N = -kept_N.exp() * advantage_N
     if kl_tau:
         loss_N = loss_N + kl_tau * kept_N
-    log_ratio = log_ratio_N.detach().clamp(-20.0, 20.0)  # for the records
-    ratio = log_ratio.exp()
-    return PolicyLoss(torch.where(keep_N, loss_N, 0.0).sum(), ratio - log_ratio - 1, (~keep_N).float(), ratio)
+    # For the records, in fp64: near r = 1 the mismatch is far below what fp32 tells from 0.
+    log_ratio = log_ratio_N.detach().double().clamp(-20.0, 20.0)
+    mismatch_kl = torch.expm1(log_ratio) - log_ratio
+    return PolicyLoss(torch.where(keep_N, loss_N, 0.0).sum(), mismatch_kl, (~keep_N).float(), log_ratio.exp())
 
 
 def _log(bound: float) -> float:

@@ -56,7 +56,7 @@ class RLTrainer:
             "perf/peak_memory": peak_memory_gib(self.device),
         }
         for name, tensors in parts.items():
-            values |= summary(name, torch.cat(tensors).float().cpu().numpy() if tensors else [])
+            values |= summary(name, torch.cat(tensors).cpu().numpy() if tensors else [])
         if tokens:
             context = sum(n * n for n in lengths) / (2 * tokens)
             used = mfu(3 * self.model.spec.flops_per_token(context) * tokens / seconds, self.device)
