@@ -66,7 +66,8 @@ def sft(directory: str, data: str, batch: int, steps: int, variant: str) -> dict
     rows = rows.map(to_ids, remove_columns=rows.column_names)
     arguments = SFTConfig(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=batch, max_steps=steps, learning_rate=4e-3,
-        max_length=None if variant == "free" else 512, completion_only_loss=True, padding_free=variant == "free", **COMMON,
+        max_length=None if variant == "free" else 512, completion_only_loss=True,
+        padding_free=variant == "free", **COMMON,
     )  # fmt: skip
     timer = StepTimer()
     model = AutoModelForCausalLM.from_pretrained(directory)
