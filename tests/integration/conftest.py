@@ -74,7 +74,7 @@ class Server:
 
     def stop(self):
         self.process.terminate()
-        self.process.wait(20)
+        assert self.process.wait(20) == 0, self.log.read_text()
 
 
 @pytest.fixture(scope="session")

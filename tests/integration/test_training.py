@@ -205,3 +205,16 @@ def test_wandb_logs_offline_and_is_refused_without_the_extra(rl, tmp_path):
     )
     refused = rl("--wandb.project", "p", out=tmp_path / "other", ok=False, env={"PYTHONPATH": str(blocker.parent)})
     assert "hone-rl[wandb]" in refused.stderr and not (tmp_path / "other").exists()
+
+
+def test_ctrl_c_ends_a_run_at_once_and_says_so(trained, tmp_path):
+    words = [BIN / "rl", "--model.name", trained, "--orchestrator.env", RL_ENV, "--max-steps", "5000"]
+    words += ["--seq-len", "64", "--orchestrator.sampling.max-tokens", "16", "--output-dir", tmp_path / "run"]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "rollouts" / "step_2").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 and errors.strip() == "rl: interrupted"
