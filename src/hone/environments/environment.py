@@ -5,6 +5,7 @@ row {question | prompt, answer, info} ─► Example ─ rollout(client, example
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ class ModelClient(Protocol):
     async def chat(self, messages: list[Message], sampling: Sampling) -> Turn: ...
 
 
-class Environment:
+class Environment(ABC):
     """Base of environments. `dataset` and `eval_dataset` are Hugging Face data sets or lists of rows."""
 
     def __init__(
@@ -47,9 +48,9 @@ class Environment:
         """The examples to evaluate on (those for training where none are held out)."""
         return self._eval if self._eval is not None else self._train or []
 
+    @abstractmethod
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         """One scored attempt at an example."""
-        raise NotImplementedError
 
     async def score(self, rollout: Rollout, state: dict[str, Any]) -> Rollout:
         example = rollout.example
