@@ -34,7 +34,6 @@ class Sequence:
     on_finish: Callable[[Completion], None]
     max_tokens: int
     versions: list[tuple[int, int]] = field(default_factory=list)
-    generated: int = 0
 
 
 class Engine:
@@ -59,7 +58,6 @@ class Engine:
         self.version = version
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.tokens_generated = 0
         self._rows = _Rows(0, 0, 1, self.device)
 
     # ------------------------------------------------------------------------------------------ requests
@@ -89,8 +87,9 @@ class Engine:
     def set_version(self, version: int) -> None:
         """Names the weights that the next tokens come from."""
         self.version = version
-        for sequence in self.running:
-            sequence.versions.append((sequence.generated, version))
+        generated = self._rows.count[: len(self.running)].tolist()
+        for sequence, count in zip(self.running, generated, strict=True):
+            sequence.versions.append((count, version))
 
     @property
     def is_idle(self) -> bool:
@@ -180,9 +179,6 @@ class Engine:
         rows.count[at] += 1
         stopped_B = (tokens_B[:, None] == rows.stops[at]).any(dim=1)
         done_B = stopped_B | (rows.count[at] >= rows.max_count[at])
-        self.tokens_generated += B
-        for sequence in self.running[first:]:
-            sequence.generated += 1
         if bool(done_B.any()):
             finished = (done_B.nonzero().squeeze(1) + first).tolist()
             self._finish(finished, None)

@@ -43,6 +43,8 @@ def main(config: RLConfig) -> None:
     weight_steps = config.weights.steps(config.max_steps)
     first = 1 + (resume(config, run, trainer) if config.resume else 0)
     run.claim(clean=config.clean, resume=config.resume, weight_steps=weight_steps)
+    if config.resume:
+        forget_after(first - 1, run.metrics, run.rollouts)
     run.write_config(to_toml(config))
     with Metrics(run.metrics, config.wandb, config.model_dump(mode="json")) as metrics:
         service = EngineService(engine, lockstep=True)
@@ -65,9 +67,7 @@ def resume(config: RLConfig, run: RunDirectory, trainer: RLTrainer) -> int:
         raise ValueError(
             f"--resume: {run.path} has no checkpoint (--ckpt.interval N writes them); start again with --clean"
         )
-    step = load_checkpoint(checkpoint, trainer.optimizer, config.model_dump(mode="json"))
-    forget_after(step, run.metrics, run.rollouts)
-    return step
+    return load_checkpoint(checkpoint, trainer.optimizer, config.model_dump(mode="json"))
 
 
 async def train(
@@ -104,10 +104,11 @@ async def train(
         values["perf/throughput"] = values["progress/tokens"] / seconds
         is_last = step == config.max_steps
         if step in weight_steps:
-            save_model(loaded.model, loaded.directory, run.weights_for(step))
+            await service.run(partial(save_model, loaded.model, loaded.directory, run.weights_for(step)))
         if config.ckpt and (is_last or step % config.ckpt.interval == 0):
             directory = run.checkpoints / f"step_{step}"
-            save_checkpoint(directory, trainer.optimizer, step, config.model_dump(mode="json"), config.ckpt.keep)
+            state = (trainer.optimizer, step, config.model_dump(mode="json"), config.ckpt.keep)
+            await service.run(partial(save_checkpoint, directory, *state))
         metrics.log(step, values)
         console = {"console": is_last or step % config.log_interval == 0}
         if not collected.batch.samples:

@@ -55,7 +55,7 @@ class PackedAttention:
             )
             return out.reshape(T, -1)
         outs = [bucket.attend(q_THE, k_TKE, v_TKE) for bucket in self.buckets]
-        return outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order)
+        return outs[0] if self.order is None else take_rows(torch.cat(outs), self.order)
 
 
 class _Bucket:
