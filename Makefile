@@ -10,6 +10,7 @@ setup: .venv/.ready
 
 .venv/.ready: pyproject.toml uv.lock environments/*/pyproject.toml | $(UV)
 	$(UV) sync --locked
+	$(RUN) python -m hone.kernels.cpu
 	@touch $@
 
 .uv/bin/uv:

@@ -1,48 +1,171 @@
-"""Fused operations against their plain twins: values and gradients, in double precision."""
+"""Fused operations against their plain twins: values and gradients.
 
+float64 takes the plain-torch path; float32 the compiled one, where numba is installed.
+"""
+
+import numpy as np
 import pytest
 import torch
 
+from hone.engine.cache import DecodeAttention, KVCache
+from hone.engine.sampler import sample, sample_reference
+from hone.kernels import cpu
+from hone.kernels.flat_attention import Sequences, flat_attention, flat_attention_reference
+from hone.kernels.linear import HAS_AVX512, linear, linear_reference
+from hone.kernels.logprobs import target_logprobs, target_logprobs_reference
+from hone.kernels.norm import add_norm, add_norm_reference
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
 from hone.kernels.rows import put_rows, put_rows_reference, take_rows, take_rows_reference
 from hone.kernels.swiglu import swiglu, swiglu_reference
+from hone.models.spec import ModelSpec
+
+both = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+compiled = pytest.mark.skipif(not cpu.IS_AVAILABLE, reason="needs numba")
 
 
-def assert_same(fused, reference, *inputs):
-    outs, grads = [], []
+def assert_same(fused, reference, *inputs, tolerance=None):
+    """Same outputs, same gradients, for every output weighted differently."""
+    results = []
     for function in (fused, reference):
         leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
-        out = function(*leaves)
-        direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-        (out * direction).sum().backward()
-        outs.append(out)
-        grads.append([x.grad for x in leaves if x.requires_grad])
-    torch.testing.assert_close(outs[0], outs[1])
-    for one, two in zip(*grads, strict=True):
-        torch.testing.assert_close(one, two)
+        outs = function(*leaves)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        loss = sum(
+            (out * torch.linspace(-1, 1 + i, out.numel(), dtype=out.dtype).view_as(out)).sum()
+            for i, out in enumerate(outs)
+            if out.requires_grad
+        )
+        loss.backward()
+        results.append([*outs, *(x.grad for x in leaves if x.requires_grad)])
+    limits = {} if tolerance is None else {"rtol": tolerance, "atol": tolerance}
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two, **limits)
 
 
-def random(*shape):
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+def random(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape))).requires_grad_()
 
 
-def test_swiglu():
-    assert_same(swiglu, swiglu_reference, random(7, 12))
+def test_the_compiled_kernels_are_tested():
+    assert cpu.IS_AVAILABLE, "numba is a development dependency"
 
 
-@pytest.mark.parametrize("heads", [1, 5])
-def test_norm_rope(heads):
-    angle = torch.randn(6, 1, 4, dtype=torch.float64)
+@both
+@pytest.mark.parametrize("rows, width", [(1, 6), (7, 48), (40, 384)])
+def test_swiglu(dtype, rows, width):
+    assert_same(swiglu, swiglu_reference, random(rows, 2 * width, dtype=dtype), tolerance=1e-5)
+
+
+@both
+@pytest.mark.parametrize("with_delta", [False, True])
+@pytest.mark.parametrize("rows, width", [(1, 5), (37, 128)])
+def test_add_norm(dtype, with_delta, rows, width):
+    x, delta, weight = random(rows, width, dtype=dtype), random(rows, width, dtype=dtype), random(width, dtype=dtype)
+    inputs = (x, delta, weight) if with_delta else (x, weight)
+
+    def bound(function):
+        return lambda x, *rest: function(x, rest[0] if with_delta else None, rest[-1], 1e-3)
+
+    assert_same(bound(add_norm), bound(add_norm_reference), *inputs, tolerance=2e-5)
+
+
+@both
+@pytest.mark.parametrize("H, K, E", [(1, 1, 8), (4, 2, 32), (3, 3, 10)])
+def test_norm_rope(dtype, H, K, E):
+    angle = torch.randn(6, 1, E // 2, dtype=dtype)
     cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)
     assert_same(
-        lambda x, scale: norm_rope(x, scale, cos, sin, 1e-3),
-        lambda x, scale: norm_rope_reference(x, scale, cos, sin, 1e-3),
-        random(6, heads, 8),
-        random(heads, 8),
-    )
+        lambda *inputs: norm_rope(*inputs, cos, sin, 1e-3, H),
+        lambda *inputs: norm_rope_reference(*inputs, cos, sin, 1e-3, H),
+        random(6, H + 2 * K, E, dtype=dtype), random(E, dtype=dtype), random(E + 1, dtype=dtype)[1:],
+        tolerance=2e-5,
+    )  # fmt: skip
 
 
 def test_rows():
     index = torch.tensor([4, 0, 3])
     assert_same(lambda x: take_rows(x, index), lambda x: take_rows_reference(x, index), random(5, 2, 3))
     assert_same(lambda x: put_rows(x, index, 6), lambda x: put_rows_reference(x, index, 6), random(3, 2))
+
+
+@compiled
+@pytest.mark.skipif(not HAS_AVX512, reason="the compiled products are for AVX-512")
+@pytest.mark.parametrize(
+    "T, inputs, outputs", [(32, 1, 1), (33, 17, 45), (64, 128, 384), (301, 300, 96), (600, 70, 33)]
+)
+def test_linear(T, inputs, outputs):
+    x, weight, bias = (random(*shape, dtype=torch.float32) for shape in ((T, inputs), (outputs, inputs), (outputs,)))
+    assert_same(linear, linear_reference, x, weight, bias, tolerance=2e-3)
+    exact = linear_reference(x.double(), weight.double(), bias.double())
+    ours, torchs = ((f(x, weight, bias) - exact).abs().max() for f in (linear, linear_reference))
+    assert ours <= 4 * torchs + 1e-6
+
+
+GROUPS = {  # prompt and completion lengths of each group
+    "alone": [(5, []), (1, []), (70, []), (16, [])],
+    "shared": [(5, [3, 70, 9]), (130, [200, 1]), (1, []), (16, [16, 17])],
+}
+
+
+@compiled
+@pytest.mark.parametrize("H, K, E", [(4, 4, 32), (6, 2, 16), (4, 1, 48)])
+@pytest.mark.parametrize("kind", GROUPS)
+def test_flat_attention(kind, H, K, E):
+    rows, groups, T = [], [0], 0
+    for prompt, completions in GROUPS[kind]:
+        rows.append((T, prompt, 0, 0))
+        prefix, T = T, T + prompt
+        for length in completions:
+            rows.append((T, length, prefix, prompt))
+            T += length
+        groups.append(len(rows))
+    sequences = Sequences(np.array(rows), np.array(groups))
+    inputs = (random(T, n, E, dtype=torch.float32) for n in (H, K, K))
+    assert_same(
+        lambda q, k, v: flat_attention(q, k, v, sequences),
+        lambda q, k, v: flat_attention_reference(q, k, v, sequences),
+        *inputs, tolerance=5e-5,
+    )  # fmt: skip
+
+
+@compiled
+def test_attention_to_the_cache_is_the_same_compiled_and_plain(monkeypatch):
+    spec = ModelSpec.__new__(ModelSpec)
+    object.__setattr__(spec, "num_hidden_layers", 2)
+    object.__setattr__(spec, "num_key_value_heads", 2)
+    object.__setattr__(spec, "head_dim", 32)
+    lengths = torch.tensor([0, 5, 63, 17])
+    q, k, v = (torch.randn(4, n, 32) for n in (4, 2, 2))
+    before = torch.randn(2, 2, 4, 64, 2, 32)
+    outs, stores = [], []
+    for is_available in (True, False):
+        monkeypatch.setattr(cpu, "IS_AVAILABLE", is_available)
+        cache = KVCache(spec, torch.float32, torch.device("cpu"), 2**30)
+        cache.reserve(4, 64, keep=0)
+        cache.store.copy_(before)
+        outs.append(DecodeAttention(cache, lengths, 64)(1, q, k, v))
+        stores.append(cache.store)
+    torch.testing.assert_close(*outs)
+    assert torch.equal(*stores)
+
+
+@compiled
+def test_sample():
+    logits = 3 * torch.randn(400, 151)
+    temperature = torch.tensor([1.0, 0.5, 0.0, 2.0]).repeat(100)
+    uniform = torch.rand(400, dtype=torch.float64)
+    uniform[:8] = 0.0
+    uniform[8:16] = 1 - 1e-16
+    (tokens, logprobs), (expected, of_expected) = (f(logits, temperature, uniform) for f in (sample, sample_reference))
+    assert torch.equal(tokens, expected)
+    torch.testing.assert_close(logprobs, of_expected, rtol=1e-5, atol=1e-5)
+
+
+@both
+def test_target_logprobs(dtype):
+    targets, temperature = torch.randint(0, 67, (30,)), torch.tensor([1.0, 0.5, 2.0], dtype=dtype).repeat(10)
+    assert_same(
+        lambda x: target_logprobs(x, targets, temperature),
+        lambda x: target_logprobs_reference(x, targets, temperature),
+        random(30, 67, dtype=dtype), tolerance=1e-5,
+    )  # fmt: skip

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from hone.config.sections import OptimConfig, SchedulerConfig
+from hone.kernels.logprobs import target_logprobs
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.orchestrator.advantage import group_mean_advantage, has_signal
-from hone.trainer.loss import cross_entropy_sum, policy_loss, token_logprobs
+from hone.trainer.loss import cross_entropy_sum, policy_loss
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import pack, pack_shared, split_by_prompt, split_by_tokens
 
@@ -77,9 +78,9 @@ def test_gradient_equals_finite_differences(options):
     assert torch.autograd.gradcheck(function, trainer)
 
 
-def test_token_logprobs_apply_the_temperature():
+def test_target_logprobs_apply_the_temperature():
     logits = torch.tensor([[0.0, LN2], [0.0, LN2]])
-    logprobs, entropy = token_logprobs(logits, torch.tensor([1, 1]), torch.tensor([1.0, 0.5]))
+    logprobs, entropy = target_logprobs(logits, torch.tensor([1, 1]), torch.tensor([1.0, 0.5]))
     assert logprobs.tolist() == pytest.approx([math.log(2 / 3), math.log(4 / 5)])
     assert entropy.tolist() == pytest.approx(
         [-(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)), -(0.8 * math.log(0.8) + 0.2 * math.log(0.2))]

@@ -5,10 +5,13 @@ rows      0 … B-1 run, the rest are free; a row that ends is filled by the las
 layout    layers x (k, v) x rows x positions x K x E
 """
 
+from functools import cached_property
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.kernels.flat_attention import attend_to_cache, takes
 from hone.models.attention import PackedAttention
 from hone.models.spec import ModelSpec
 
@@ -73,13 +76,22 @@ class DecodeAttention:
     """
 
     def __init__(self, cache: KVCache, lengths_B: Tensor, longest: int) -> None:
-        self.cache, self.longest = cache, longest
-        self.cell_B = torch.arange(len(lengths_B), device=cache.device) * cache.positions + lengths_B
-        seen_BL = torch.arange(longest, device=cache.device)[None, :] <= lengths_B[:, None]
-        bias = torch.zeros(seen_BL.shape, dtype=cache.dtype, device=cache.device)
-        self.bias_B11L = bias.masked_fill_(~seen_BL, float("-inf"))[:, None, None, :]
+        self.cache, self.lengths_B, self.longest = cache, lengths_B, longest
+
+    @cached_property
+    def cell_B(self) -> Tensor:
+        """Where the new tokens go, in the flat cells of a layer."""
+        return torch.arange(len(self.lengths_B), device=self.cache.device) * self.cache.positions + self.lengths_B
+
+    @cached_property
+    def bias_B11L(self) -> Tensor:
+        seen_BL = torch.arange(self.longest, device=self.cache.device)[None, :] <= self.lengths_B[:, None]
+        bias = torch.zeros(seen_BL.shape, dtype=self.cache.dtype, device=self.cache.device)
+        return bias.masked_fill_(~seen_BL, float("-inf"))[:, None, None, :]
 
     def __call__(self, layer: int, q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor) -> Tensor:
+        if takes(q_BHE):
+            return attend_to_cache(q_BHE, k_BKE, v_BKE, self.cache.store[layer], self.lengths_B)
         B, H, _ = q_BHE.shape
         k_all, v_all = self.cache.store[layer]
         k_all.flatten(0, 1).index_copy_(0, self.cell_B, k_BKE)

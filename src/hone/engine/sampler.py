@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.kernels import cpu
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -35,6 +37,17 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> tuple
     Temperature 0 (below 1e-5, where logits / T overflows) takes the most likely token and reports its logprob
     at T = 1. Otherwise the token is the first whose cumulative probability exceeds the uniform number.
     """
+    if not cpu.takes(logits_BV):
+        return sample_reference(logits_BV, temperature_B, uniform_B)
+    from hone.kernels.cpu import decode
+
+    tokens_B, logprobs_B = torch.empty_like(temperature_B, dtype=torch.int64), torch.empty_like(temperature_B)
+    tensors = (logits_BV.contiguous(), temperature_B.contiguous(), uniform_B.contiguous(), tokens_B, logprobs_B)
+    decode.sample(*logits_BV.shape, *(t.data_ptr() for t in tensors))
+    return tokens_B, logprobs_B
+
+
+def sample_reference(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     greedy_B = temperature_B < 1e-5
     scale_B1 = torch.where(greedy_B, 1.0, temperature_B)[:, None]
     logprobs_BV = torch.log_softmax(logits_BV.float() / scale_B1, dim=-1)

@@ -1,4 +1,4 @@
-"""Head-wise RMS norm, then rotary positions: what Qwen3 does to queries and keys, as one operation.
+"""What Qwen3 does to queries and keys, as one operation: head-wise RMS norm, then rotary positions.
 
 y = x / rms(x) * scale,   out = y * cos + swap(y) * sin       swap exchanges the halves; sin has -, + signs
 """
@@ -7,22 +7,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def norm_rope(x_THE: Tensor, scale_HE: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, eps: float) -> Tensor:
-    """Normalises each head over E, scales it, rotates it to its position. `sin`'s first half is negated."""
-    if not (torch.is_grad_enabled() and x_THE.requires_grad):
-        return norm_rope_reference(x_THE, scale_HE, cos_T1E, sin_T1E, eps)
-    out: Tensor = _NormRope.apply(x_THE, scale_HE, cos_T1E, sin_T1E, eps)  # type: ignore[no-untyped-call]
-    return out
+from hone.kernels import cpu
 
 
-def norm_rope_reference(x_THE: Tensor, scale_HE: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, eps: float) -> Tensor:
-    return rotate(F.rms_norm(x_THE, x_THE.shape[-1:], None, eps) * scale_HE, cos_T1E, sin_T1E)
+def norm_rope(
+    qkv_TNE: Tensor, q_scale_E: Tensor, k_scale_E: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, eps: float, H: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q T x H x E, k and v T x K x E of a fused projection (N = H + 2K heads); v is left as it is.
+
+    q and k are normalised over E, scaled and rotated to their position. `sin`'s first half is negated.
+    """
+    K = (qkv_TNE.shape[1] - H) // 2
+    needs_grad = torch.is_grad_enabled() and qkv_TNE.requires_grad
+    if cpu.takes(qkv_TNE):
+        if needs_grad:
+            q, k, v = _Compiled.apply(qkv_TNE, q_scale_E, k_scale_E, cos_T1E, sin_T1E, eps, H)  # type: ignore[no-untyped-call]
+        else:
+            q, k, v, _ = _forward(qkv_TNE, q_scale_E, k_scale_E, cos_T1E, sin_T1E, eps, H)
+        return q, k, v
+    qk, v = qkv_TNE.split([H + K, K], dim=1)
+    # q and k in one pass, each head with the scale of its kind.
+    scale_NE = torch.cat([q_scale_E.expand(H, -1), k_scale_E.expand(K, -1)])
+    inputs = (qk, scale_NE, cos_T1E, sin_T1E, eps)
+    out = _NormRope.apply(*inputs) if needs_grad else _rotated(*inputs)  # type: ignore[no-untyped-call]
+    q, k = out.split([H, K], dim=1)
+    return q, k, v
 
 
-def rotate(x_THE: Tensor, cos_T1E: Tensor, sin_T1E: Tensor) -> Tensor:
-    first, second = x_THE.chunk(2, dim=-1)
-    return torch.addcmul(x_THE * cos_T1E, torch.cat([second, first], dim=-1), sin_T1E)
+def norm_rope_reference(
+    qkv_TNE: Tensor, q_scale_E: Tensor, k_scale_E: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, eps: float, H: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    K = (qkv_TNE.shape[1] - H) // 2
+    q, k, v = qkv_TNE.split([H, K, K], dim=1)
+    return _rotated(q, q_scale_E, cos_T1E, sin_T1E, eps), _rotated(k, k_scale_E, cos_T1E, sin_T1E, eps), v
+
+
+def _rotated(x_TNE: Tensor, scale: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, eps: float) -> Tensor:
+    return rotate(F.rms_norm(x_TNE, x_TNE.shape[-1:], None, eps) * scale, cos_T1E, sin_T1E)
+
+
+def rotate(x_TNE: Tensor, cos_T1E: Tensor, sin_T1E: Tensor) -> Tensor:
+    first, second = x_TNE.chunk(2, dim=-1)
+    return torch.addcmul(x_TNE * cos_T1E, torch.cat([second, first], dim=-1), sin_T1E)
 
 
 class _NormRope(torch.autograd.Function):
@@ -42,3 +68,40 @@ class _NormRope(torch.autograd.Function):
         grad = grad * scale
         inner = (grad * unit).mean(dim=-1, keepdim=True)
         return torch.addcmul(grad, unit, inner, value=-1).mul_(rstd), grad_scale, None, None, None
+
+
+def _forward(
+    qkv: Tensor, q_scale: Tensor, k_scale: Tensor, cos: Tensor, sin: Tensor, eps: float, H: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from hone.kernels.cpu import rows
+
+    qkv = qkv.contiguous()
+    T, N, E = qkv.shape
+    K = (N - H) // 2
+    out, rstd = qkv.new_empty(T, H + K, E), qkv.new_empty(T, H + K)
+    inputs = (qkv.data_ptr(), q_scale.data_ptr(), k_scale.data_ptr(), cos.data_ptr(), sin.data_ptr())
+    rows.norm_rope_forward(T, H, K, E, *inputs, eps, out.data_ptr(), rstd.data_ptr())
+    return out[:, :H], out[:, H:], qkv[:, H + K :], rstd
+
+
+class _Compiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, q_scale, k_scale, cos, sin, eps, H):  # type: ignore[no-untyped-def]
+        qkv = qkv.contiguous()
+        q, k, v, rstd = _forward(qkv, q_scale, k_scale, cos, sin, eps, H)
+        ctx.save_for_backward(qkv, q_scale, k_scale, cos, sin, rstd)
+        ctx.H = H
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        from hone.kernels.cpu import rows
+
+        qkv, q_scale, k_scale, cos, sin, rstd = ctx.saved_tensors
+        out = torch.empty_like(qkv)
+        parts = qkv.new_empty(rows.CHUNKS, 2, qkv.shape[-1])
+        T, N, E = qkv.shape
+        tensors = (*(grad.contiguous() for grad in grads), qkv, q_scale, k_scale, cos, sin, rstd, out, parts)
+        rows.norm_rope_backward(T, ctx.H, (N - ctx.H) // 2, E, *(t.data_ptr() for t in tensors))
+        grad_q_scale, grad_k_scale = parts.sum(dim=0)
+        return out, grad_q_scale, grad_k_scale, None, None, None, None

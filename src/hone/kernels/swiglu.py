@@ -4,13 +4,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.kernels import cpu
+
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """T x 2F to T x F. Keeps its input only and writes the gradient of both halves into one tensor."""
-    if not (torch.is_grad_enabled() and gate_up.requires_grad):
-        return swiglu_reference(gate_up)
-    out: Tensor = _SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
-    return out
+    if torch.is_grad_enabled() and gate_up.requires_grad:
+        out: Tensor = _SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
+        return out
+    return _forward(gate_up)
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
@@ -18,15 +20,33 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def _forward(gate_up: Tensor) -> Tensor:
+    if not cpu.takes(gate_up):
+        return swiglu_reference(gate_up)
+    from hone.kernels.cpu import rows
+
+    gate_up = gate_up.contiguous()
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    rows.swiglu_forward(*out.shape, gate_up.data_ptr(), out.data_ptr())
+    return out
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(gate_up)
-        return swiglu_reference(gate_up)
+        return _forward(gate_up)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (gate_up,) = ctx.saved_tensors
+        if cpu.takes(gate_up):
+            from hone.kernels.cpu import rows
+
+            gate_up, grad = gate_up.contiguous(), grad.contiguous()
+            out = torch.empty_like(gate_up)
+            rows.swiglu_backward(*grad.shape, grad.data_ptr(), gate_up.data_ptr(), out.data_ptr())
+            return out
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)
         grad_gate, grad_up = out.chunk(2, dim=-1)

@@ -2,17 +2,21 @@
 
     flat q, k, v (T) ─ pad ─► buckets of similar length (B x H x S x E) ─ sdpa ─► unpad ─► flat (T)
 
-On a GPU in half precision the flat layout goes straight to the variable-length flash kernel. Elsewhere
-sequences of similar length share a rectangle, so that padding never more than doubles the attention work
+On a GPU in half precision, and on a CPU with the compiled kernels, the flat layout is attended to as it lies.
+Elsewhere sequences of similar length share a rectangle, so that padding never more than doubles the attention work
 and never touches the linear layers.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.kernels.flat_attention import Sequences, flat_attention, takes
 from hone.kernels.rows import put_rows, take_rows
 
 
@@ -22,23 +26,15 @@ class PackedAttention:
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         self.lengths = list(lengths)
         self.device = torch.device(device)
-        self.buckets = [_Bucket(members, self.lengths, self.device) for members in _bucket_by_length(self.lengths)]
-        self.order: Tensor | None = None
-        if len(self.buckets) > 1:
-            self.order = torch.empty(sum(self.lengths), dtype=torch.int64, device=self.device)
-            self.order[torch.cat([bucket.flat for bucket in self.buckets])] = torch.arange(
-                sum(self.lengths), device=self.device
-            )
-        self.cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32, device=self.device).cumsum(
-            0, dtype=torch.int32
-        )
 
     def positions(self) -> Tensor:
         """Position of every flat token inside its own sequence."""
-        return torch.cat([torch.arange(n, device=self.device) for n in self.lengths])
+        return torch.from_numpy(np.concatenate([np.arange(n) for n in self.lengths])).to(self.device)
 
     def __call__(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
         T = q_THE.shape[0]
+        if takes(q_THE):
+            return flat_attention(q_THE, k_TKE, v_TKE, self.sequences).reshape(T, -1)
         if q_THE.is_cuda and q_THE.dtype in (torch.bfloat16, torch.float16):
             from torch.nn.attention.varlen import varlen_attn
 
@@ -54,8 +50,33 @@ class PackedAttention:
                 window_size=(-1, 0),
             )
             return out.reshape(T, -1)
-        outs = [bucket.attend(q_THE, k_TKE, v_TKE) for bucket in self.buckets]
-        return outs[0] if self.order is None else take_rows(torch.cat(outs), self.order)
+        buckets, order = self.buckets
+        outs = [bucket.attend(q_THE, k_TKE, v_TKE) for bucket in buckets]
+        return outs[0] if order is None else take_rows(torch.cat(outs), order)
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """Where each sequence starts, and where the last one ends."""
+        return np.concatenate([[0], np.cumsum(self.lengths)])
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        """For the compiled loops: no prefixes, each sequence a group of its own."""
+        nothing = np.zeros(len(self.lengths), dtype=np.int64)
+        rows = np.stack([self.starts[:-1], np.asarray(self.lengths), nothing, nothing], axis=1)
+        return Sequences(rows, np.arange(len(rows) + 1))
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        return torch.from_numpy(self.starts.astype(np.int32)).to(self.device)
+
+    @cached_property
+    def buckets(self) -> tuple[list["_Bucket"], Tensor | None]:
+        """Rectangles, and the order that takes their tokens back to the flat axis (None where they lie so)."""
+        buckets = [_Bucket(members, self.lengths, self.device) for members in _bucket_by_length(self.lengths)]
+        if len(buckets) == 1:
+            return buckets, None
+        return buckets, torch.cat([bucket.flat for bucket in buckets]).argsort()
 
 
 class _Bucket:

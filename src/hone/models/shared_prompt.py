@@ -1,12 +1,14 @@
 """Causal attention for completions that share prompts: each prompt is computed once for all of its completions.
 
     flat    [prompt 0][completion 00][completion 01]…[prompt 1][completion 10]…
-    prompts attend to themselves (PackedAttention); completions, as one rectangle of B x C queries, to their
-    prompt and to what is before them: B x (P + C) keys, of which the first P are copies of the group's prompt
 
 The linear layers see every prompt once, which is most of the saving: a group of n samples costs one prompt
-and n completions instead of n of both.
+and n completions instead of n of both. The compiled loops of the CPU attend to the flat axis as it lies. Without them
+prompts attend to themselves (PackedAttention), and completions, as one rectangle of B x C queries, to their prompt
+and to what is before them: B x (P + C) keys, of which the first P are copies of the group's prompt.
 """
+
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.kernels.flat_attention import Sequences, flat_attention, takes
 from hone.kernels.rows import put_rows, take_rows
 from hone.models.attention import PackedAttention
 
@@ -22,42 +25,61 @@ class SharedPromptAttention:
     """G prompts with their completions; `completions[g]` has the lengths of those of prompt g, each 0 or more."""
 
     def __init__(self, prompts: list[int], completions: list[list[int]], device: torch.device | str = "cpu") -> None:
+        self.prompts, self.completions = prompts, completions
         self.device = torch.device(device)
-        lengths = [n for group in completions for n in group]
-        group_B = np.repeat(np.arange(len(prompts)), [len(group) for group in completions])
-        self.P, self.C, self.B, self.G = max(prompts), max(lengths), len(lengths), len(prompts)
-        prompt_flat, prompt_cell, flat, cell, positions = [], [], [], [], []
-        at = row = 0
-        for g, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
-            prompt_flat.append(np.arange(at, at + prompt))
-            prompt_cell.append(np.arange(prompt) + g * self.P)
-            positions.append(np.arange(prompt))
+        rows, groups, at = [], [0], 0
+        for prompt, group in zip(prompts, completions, strict=True):
+            first = at
+            rows.append((first, prompt, 0, 0))
             at += prompt
-            for n in group:
-                flat.append(np.arange(at, at + n))
-                cell.append(np.arange(n) + row * self.C)
-                positions.append(np.arange(n) + prompt)
-                at, row = at + n, row + 1
-        self.prompts = PackedAttention(prompts, self.device)
-        self.prompt_flat, self.prompt_cell, self.flat, self.cell, self.positions_T = (
-            self._tensor(parts) for parts in (prompt_flat, prompt_cell, flat, cell, positions)
-        )
-        self.order = torch.empty_like(self.positions_T)  # prompts first, then completions, back to the flat order
-        self.order[torch.cat([self.prompt_flat, self.flat])] = torch.arange(at, device=self.device)
-        self.group_B = torch.from_numpy(group_B).to(self.device)
-        prompt_B1 = torch.tensor(prompts, device=self.device)[self.group_B][:, None]
-        sees_prompt_BP = torch.arange(self.P, device=self.device) < prompt_B1
-        causal_CC = torch.ones(self.C, self.C, dtype=torch.bool, device=self.device).tril()
+            for length in group:
+                rows.append((at, length, first, prompt))
+                at += length
+            groups.append(len(rows))
+        self.sequences = Sequences(np.array(rows), np.array(groups))
+
+    def positions(self) -> Tensor:
+        """Position of every flat token in its own sequence: completions go on where their prompt ends."""
+        parts = [np.arange(length) + prefix for _, length, _, prefix in self.sequences.rows.tolist()]
+        return torch.from_numpy(np.concatenate(parts)).to(self.device)
+
+    def __call__(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+        if takes(q_THE):
+            return flat_attention(q_THE, k_TKE, v_TKE, self.sequences).reshape(len(q_THE), -1)
+        return self.rectangle.attend(layer, q_THE, k_TKE, v_TKE)
+
+    @cached_property
+    def rectangle(self) -> "_Rectangle":
+        return _Rectangle(self.prompts, self.completions, self.sequences, self.device)
+
+
+class _Rectangle:
+    """The same in torch's own operations: B completions padded to C, behind copies of their prompts padded to P."""
+
+    def __init__(
+        self, prompts: list[int], completions: list[list[int]], sequences: Sequences, device: torch.device
+    ) -> None:
+        lengths = [n for group in completions for n in group]
+        self.device, self.G = device, len(prompts)
+        self.P, self.C, self.B = max(prompts), max(lengths), len(lengths)
+        spans = [np.arange(start, start + length) for start, length, _, _ in sequences.rows.tolist()]
+        firsts = set(sequences.groups.tolist())
+        self.prompt_flat = self._tensor([span for i, span in enumerate(spans) if i in firsts])
+        self.flat = self._tensor([span for i, span in enumerate(spans) if i not in firsts])
+        self.prompt_cell = self._tensor([np.arange(n) + g * self.P for g, n in enumerate(prompts)])
+        self.cell = self._tensor([np.arange(n) + row * self.C for row, n in enumerate(lengths)])
+        self.order = torch.cat([self.prompt_flat, self.flat]).argsort()  # prompts first, then completions, to flat
+        self.group_B = self._tensor([np.repeat(np.arange(self.G), [len(group) for group in completions])])
+        self.packed = PackedAttention(prompts, device)
+        prompt_B1 = torch.tensor(prompts, device=device)[self.group_B][:, None]
+        sees_prompt_BP = torch.arange(self.P, device=device) < prompt_B1
+        causal_CC = torch.ones(self.C, self.C, dtype=torch.bool, device=device).tril()
         self.mask_B1CS = torch.cat(
             [sees_prompt_BP[:, None].expand(-1, self.C, -1), causal_CC.expand(self.B, -1, -1)], dim=-1
         )[:, None]
 
-    def positions(self) -> Tensor:
-        """Position of every flat token in its own sequence: completions go on where their prompt ends."""
-        return self.positions_T
-
-    def __call__(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
-        of_prompts = self.prompts(layer, *(take_rows(x, self.prompt_flat) for x in (q_THE, k_TKE, v_TKE)))
+    def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+        of_prompts = self.packed(layer, *(take_rows(x, self.prompt_flat) for x in (q_THE, k_TKE, v_TKE)))
         q_BHCE = self._rectangle(q_THE).transpose(1, 2)
         k_BKSE, v_BKSE = (
             torch.cat([self._prompts(x), self._rectangle(x)], dim=1).transpose(1, 2) for x in (k_TKE, v_TKE)

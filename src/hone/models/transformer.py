@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hone.kernels.linear import linear
+from hone.kernels.norm import add_norm
 from hone.kernels.norm_rope import norm_rope
 from hone.kernels.rows import take_rows
 from hone.kernels.swiglu import swiglu
@@ -38,7 +40,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Module):
@@ -56,8 +58,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+    def forward(self, x_TD: Tensor, delta_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + delta, and its norm."""
+        return add_norm(x_TD, delta_TD, self.weight, self.eps)
 
 
 class SelfAttention(nn.Module):
@@ -65,7 +68,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+        self.heads, self.head_dim = spec.num_attention_heads, spec.head_dim
         self.eps = spec.rms_norm_eps
         self.qkv = Linear(spec.hidden_size, sum(spec.qkv_splits), bias=spec.qkv_bias)
         self.out = Linear(spec.qkv_splits[0], spec.hidden_size, bias=spec.qkv_bias)
@@ -73,12 +76,8 @@ class SelfAttention(nn.Module):
         self.k_norm = nn.Parameter(torch.ones(spec.head_dim))
 
     def forward(self, layer: int, x_TD: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, attend: Attention) -> Tensor:
-        H, K, E = self.heads, self.kv_heads, self.head_dim
-        qk, v_TKE = self.qkv(x_TD).view(-1, H + 2 * K, E).split([H + K, K], dim=1)
-        # q and k are normalised and rotated in one pass, each head with the scale of its kind.
-        scale_HE = torch.cat([self.q_norm.expand(H, E), self.k_norm.expand(K, E)])
-        q_THE, k_TKE = norm_rope(qk, scale_HE, cos_T1E, sin_T1E, self.eps).split([H, K], dim=1)
-        return attend(layer, q_THE, k_TKE, v_TKE)
+        qkv_TNE = self.qkv(x_TD).view(len(x_TD), -1, self.head_dim)
+        return attend(layer, *norm_rope(qkv_TNE, self.q_norm, self.k_norm, cos_T1E, sin_T1E, self.eps, self.heads))
 
 
 class MLP(nn.Module):
@@ -100,13 +99,22 @@ class Block(nn.Module):
         self.mlp = MLP(spec)
 
     def forward(
-        self, layer: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attention, keep_N: Tensor | None
-    ) -> Tensor:
-        mixed_TD = self.attention(layer, self.attention_norm(x_TD), cos, sin, attend)
+        self,
+        layer: int,
+        x_TD: Tensor,
+        delta_TD: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attention,
+        keep_N: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream and what is still to be added to it, both before and after: the next norm adds it."""
+        x_TD, normed_TD = self.attention_norm(x_TD, delta_TD)
+        mixed_TD = self.attention(layer, normed_TD, cos, sin, attend)
         if keep_N is not None:
             x_TD, mixed_TD = take_rows(x_TD, keep_N), take_rows(mixed_TD, keep_N)
-        x_TD = x_TD + self.attention.out(mixed_TD)
-        return x_TD + self.mlp(self.mlp_norm(x_TD))
+        x_TD, normed_TD = self.mlp_norm(x_TD, self.attention.out(mixed_TD))
+        return x_TD, self.mlp(normed_TD)
 
 
 class Transformer(nn.Module):
@@ -130,16 +138,16 @@ class Transformer(nn.Module):
         With `keep_N` (indices into T without repeats) only those rows come out, N x D. The last block then
         computes no more of the others than the keys and values that the kept ones look at.
         """
-        x_TD = self.embed(tokens_T)
+        x_TD, delta_TD = self.embed(tokens_T), None
         cos, sin = self.rope(positions_T, x_TD.dtype)
         last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
-            x_TD = block(layer, x_TD, cos, sin, attend, keep_N if layer == last else None)
-        return self.norm(x_TD)
+            x_TD, delta_TD = block(layer, x_TD, delta_TD, cos, sin, attend, keep_N if layer == last else None)
+        return self.norm(x_TD, delta_TD)[1]
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits of the given positions, T x V, in the dtype of the weights."""
-        return F.linear(hidden_TD, self.embed.weight if self.head is None else self.head.weight)
+        return linear(hidden_TD, self.embed.weight if self.head is None else self.head.weight)
 
     def rope(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of the rotary angles, T x 1 x E: Su et al. 2021, halves rotated against each other."""

@@ -4,21 +4,14 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from hone.kernels.logprobs import target_logprobs
 
 
 def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     """Sum of -log p(target), in fp32; divide by the number of targets of the whole batch."""
-    return F.cross_entropy(logits_NV.float(), targets_N, reduction="sum")
-
-
-def token_logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Trainer logprobs log-softmax(logits / T) at the targets and entropies (without gradient), in fp32, in nats."""
-    logprobs_NV = torch.log_softmax(logits_NV.float() / temperature_N[:, None], dim=-1)
-    with torch.no_grad():
-        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)
-    return logprobs_NV.gather(1, targets_N[:, None]).squeeze(1), entropy_N
+    return -target_logprobs(logits_NV, targets_N, logits_NV.new_ones(len(targets_N)))[0].sum()
 
 
 @dataclass

@@ -8,10 +8,11 @@ import time
 import torch
 
 from hone.config.rl import TrainerConfig
+from hone.kernels.logprobs import target_logprobs
 from hone.models.transformer import Transformer
 from hone.monitors.statistics import summary
 from hone.records import Batch, Sample
-from hone.trainer.loss import policy_loss, token_logprobs
+from hone.trainer.loss import policy_loss
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import pack, pack_shared, prompt_of, split_by_prompt, split_by_tokens
 from hone.trainer.performance import mfu, peak_memory_gib
@@ -77,7 +78,7 @@ class RLTrainer:
         sampled = [x for s in samples for x, is_target in zip(s.logprobs[1:], s.mask[1:], strict=True) if is_target]
         temperature_S = torch.tensor([s.temperature for s in samples], device=self.device)
         advantage_S = torch.tensor([s.advantage for s in samples], dtype=torch.float32, device=self.device)
-        logprobs_N, entropy_N = token_logprobs(
+        logprobs_N, entropy_N = target_logprobs(
             packed.target_logits(self.model), packed.targets_N, temperature_S[packed.sequence_N]
         )
         loss = policy_loss(

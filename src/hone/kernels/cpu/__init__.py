@@ -1,0 +1,64 @@
+"""Kernels for the CPU, compiled by numba where it is installed (`hone-rl[cpu]`); plain torch does the same without it.
+
+torch's operations on a CPU go through memory once each, and a small model's are over before their call is. Compiled
+loops do a row's work in one pass: norms, rotary positions, SwiGLU, attention over the flat token axis, sampling,
+logprobs. They take addresses (`tensor.data_ptr()`), which cost nothing to hand over; the functions of
+`hone.kernels` that call them see to layout and dtype.
+
+Compiled code is kept in the user's cache directory, under a hash of these sources. It runs on torch's own threads
+where numba finds the same OpenMP library, and takes float32 alone.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IS_AVAILABLE = importlib.util.find_spec("numba") is not None and os.environ.get("HONE_CPU_KERNELS", "1") != "0"
+
+
+def takes(x: Tensor) -> bool:
+    """Whether the compiled kernels take this tensor."""
+    return IS_AVAILABLE and x.device.type == "cpu" and x.dtype == torch.float32
+
+
+@functools.cache
+def _numba() -> tuple[Any, bool]:
+    """numba, set up, and whether compiled code can be kept. Its settings come from the environment, also later on."""
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hone" / "kernels"
+    directory = cache / hashlib.sha256(sources).hexdigest()[:12]
+    log, keeps = logging.getLogger("hone"), True
+    try:
+        if not directory.exists():
+            directory.mkdir(parents=True)
+            log.info("Compiling the CPU kernels into %s: half a minute, once", directory)
+    except OSError as error:
+        log.warning("The CPU kernels are compiled for this run alone, which takes half a minute: %s", error)
+        keeps = False
+    os.environ["NUMBA_CACHE_DIR"] = str(directory)
+    if "numba" not in sys.modules:  # somebody else's numba may already have started its threads
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
+    os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp workqueue tbb")
+    import numba
+
+    numba.config.reload_config()
+    return numba, keeps
+
+
+def compiled(function: Any) -> Any:
+    """Compiles a kernel whose `prange` loop is shared among torch's threads."""
+    numba, keeps = _numba()
+    return numba.njit(parallel=True, fastmath=True, cache=keeps, error_model="numpy")(function)
+
+
+def inlined(function: Any) -> Any:
+    """Compiles a part of kernels."""
+    return _numba()[0].njit(fastmath=True, error_model="numpy")(function)

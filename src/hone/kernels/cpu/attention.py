@@ -1,0 +1,228 @@
+"""Causal attention over the flat token axis: sequences end to end, some of which continue a shared prompt.
+
+A sequence is a row (start, length, prefix start, prefix length): its tokens see the prefix and what is before them.
+The sequences that share a prefix, and the prefix itself, form a group; a group and a head are one task, so a thread
+may add to the gradients of the prefix without asking. Inside a task everything is a small matrix product on blocks
+that stay in the core's cache:
+
+    keys_EN (transposed, prefix | own, each padded to 16)      scores_MN = q_ME keys_EN ─ softmax ─► x values_NE
+
+Backward computes the scores again from the log of their sum, so memory grows with tokens, not with their square.
+"""
+
+import numpy as np
+from numba import prange
+
+from hone.kernels.cpu import compiled, inlined
+from hone.kernels.cpu.lanes import (
+    add,
+    exp,
+    get,
+    largest,
+    load,
+    maximum,
+    multiply,
+    multiply_add,
+    put,
+    splat,
+    store,
+    total,
+)
+
+ROWS = 8  # rows of a tile: 8 x 16 accumulators
+BLOCK = 64  # query rows whose scores are held at once
+_f = np.float32
+_MASKED = _f(-1e30)
+
+
+@inlined
+def tile(a, a_at, a_row, a_column, b, b_at, b_row, c, c_at, c_row, K, adds):
+    """C[8 x 16] = A[8 x K] B[K x 16], added to what is there if `adds`."""
+    x0 = x1 = x2 = x3 = x4 = x5 = x6 = x7 = splat(_f(0))
+    if adds:
+        x0, x1 = load(c, c_at), load(c, c_at + c_row)
+        x2, x3 = load(c, c_at + 2 * c_row), load(c, c_at + 3 * c_row)
+        x4, x5 = load(c, c_at + 4 * c_row), load(c, c_at + 5 * c_row)
+        x6, x7 = load(c, c_at + 6 * c_row), load(c, c_at + 7 * c_row)
+    for k in range(K):
+        row = load(b, b_at + k * b_row)
+        i = a_at + k * a_column
+        x0 = multiply_add(get(a, i), row, x0)
+        x1 = multiply_add(get(a, i + a_row), row, x1)
+        x2 = multiply_add(get(a, i + 2 * a_row), row, x2)
+        x3 = multiply_add(get(a, i + 3 * a_row), row, x3)
+        x4 = multiply_add(get(a, i + 4 * a_row), row, x4)
+        x5 = multiply_add(get(a, i + 5 * a_row), row, x5)
+        x6 = multiply_add(get(a, i + 6 * a_row), row, x6)
+        x7 = multiply_add(get(a, i + 7 * a_row), row, x7)
+    store(c, c_at, x0)
+    store(c, c_at + c_row, x1)
+    store(c, c_at + 2 * c_row, x2)
+    store(c, c_at + 3 * c_row, x3)
+    store(c, c_at + 4 * c_row, x4)
+    store(c, c_at + 5 * c_row, x5)
+    store(c, c_at + 6 * c_row, x6)
+    store(c, c_at + 7 * c_row, x7)
+
+
+@inlined
+def copy_rows(x, at, row, count, padded, scale, E, out, out_at):
+    """out[padded x E] = x[count x E] * scale, then zeros."""
+    for i in range(count):
+        for e in range(0, E, 16):
+            store(out, out_at + i * E + e, multiply(splat(scale), load(x, at + i * row + e)))
+    for i in range(count * E, padded * E, 16):
+        store(out, out_at + i, splat(_f(0)))
+
+
+@inlined
+def copy_columns(x, at, row, count, padded, E, out, out_at, N):
+    """out[E x N], `padded` columns of it from `out_at` on: x[count x E] transposed, then zeros."""
+    for i in range(count):
+        for e in range(E):
+            put(out, out_at + e * N + i, get(x, at + i * row + e))
+    for e in range(E):
+        for i in range(count, padded):
+            put(out, out_at + e * N + i, _f(0))
+
+
+@inlined
+def add_rows(x, at, count, E, out, out_at, row):
+    """out[count x E] += x[count x E]."""
+    for i in range(count):
+        for e in range(0, E, 16):
+            there = out_at + i * row + e
+            store(out, there, add(load(out, there), load(x, at + i * E + e)))
+
+
+@inlined
+def score_rows(q, q_at, keys, first, rows, P, P16, N, E, scores):
+    """scores[rows x N] of query rows first … first + rows, masked as far as the row's last tile reaches."""
+    for r in range(0, rows, ROWS):
+        columns = min(N, P16 + (first + r + ROWS + 15) // 16 * 16)
+        for c in range(0, columns, 16):
+            tile(q, q_at + r * E, E, 1, keys, c, N, scores, r * N + c, N, E, False)
+        for i in range(r, r + ROWS):
+            for j in range(P, P16):
+                put(scores, i * N + j, _MASKED)
+            for j in range(P16 + first + i + 1, columns):
+                put(scores, i * N + j, _MASKED)
+
+
+@compiled
+def forward(H, K, E, q, q_row, k, k_row, v, v_row, sequences, groups, out, logsum):
+    """out T x H x E, logsum T x H (of the scaled scores). q, k, v: addresses, and floats from token to token.
+
+    sequences S x 4 as above; groups G + 1: where each one's sequences begin.
+    """
+    scale = _f(1) / np.sqrt(_f(E))
+    for task in prange((len(groups) - 1) * H):
+        group, h = task // H, task % H
+        kh = h // (H // K)
+        for s in range(groups[group], groups[group + 1]):
+            start, length, prefix, P = sequences[s]
+            P16 = (P + 15) // 16 * 16
+            N = P16 + (length + 15) // 16 * 16
+            keys, values = np.empty(E * N, np.float32), np.empty(N * E, np.float32)
+            copy_columns(k, prefix * k_row + kh * E, k_row, P, P16, E, keys, 0, N)
+            copy_columns(k, start * k_row + kh * E, k_row, length, N - P16, E, keys, P16, N)
+            copy_rows(v, prefix * v_row + kh * E, v_row, P, P16, _f(1), E, values, 0)
+            copy_rows(v, start * v_row + kh * E, v_row, length, N - P16, _f(1), E, values, P16 * E)
+            block = min(BLOCK, (length + ROWS - 1) // ROWS * ROWS)
+            queries, mixed = np.empty(block * E, np.float32), np.empty(block * E, np.float32)
+            scores = np.empty(block * N, np.float32)
+            for first in range(0, length, BLOCK):
+                count = min(BLOCK, length - first)
+                rows = (count + ROWS - 1) // ROWS * ROWS
+                copy_rows(q, (start + first) * q_row + h * E, q_row, count, rows, scale, E, queries, 0)
+                score_rows(queries, 0, keys, first, rows, P, P16, N, E, scores)
+                for r in range(0, rows, ROWS):
+                    columns = min(N, P16 + (first + r + ROWS + 15) // 16 * 16)
+                    for i in range(r, r + ROWS):
+                        tops, sums = splat(_MASKED), splat(_f(0))
+                        for j in range(i * N, i * N + columns, 16):
+                            tops = maximum(tops, load(scores, j))
+                        top = largest(tops)
+                        for j in range(i * N, i * N + columns, 16):
+                            weights = exp(add(load(scores, j), splat(-top)))
+                            store(scores, j, weights)
+                            sums = add(sums, weights)
+                        whole = total(sums)
+                        for j in range(i * N, i * N + columns, 16):
+                            store(scores, j, multiply(splat(_f(1) / whole), load(scores, j)))
+                        if i < count:
+                            put(logsum, (start + first + i) * H + h, top + np.log(whole))
+                    for e in range(0, E, 16):
+                        tile(scores, r * N, N, 1, values, e, E, mixed, r * E + e, E, columns, False)
+                for i in range(count):
+                    for e in range(0, E, 16):
+                        store(out, ((start + first + i) * H + h) * E + e, load(mixed, i * E + e))
+
+
+@compiled
+def backward(H, K, E, grad, out, q, q_row, k, k_row, v, v_row, sequences, groups, logsum, grad_q, grad_k, grad_v):
+    """Gradients of q (T x H x E), k and v (T x K x E), the latter two added to what is there. grad, out: T x H x E."""
+    repeats, scale = H // K, _f(1) / np.sqrt(_f(E))
+    for task in prange((len(groups) - 1) * K):
+        group, kh = task // K, task % K
+        for s in range(groups[group], groups[group + 1]):
+            start, length, prefix, P = sequences[s]
+            P16 = (P + 15) // 16 * 16
+            N = P16 + (length + 15) // 16 * 16
+            keys, keys_T = np.empty(N * E, np.float32), np.empty(E * N, np.float32)
+            values_T = np.empty(E * N, np.float32)
+            copy_rows(k, prefix * k_row + kh * E, k_row, P, P16, scale, E, keys, 0)
+            copy_rows(k, start * k_row + kh * E, k_row, length, N - P16, scale, E, keys, P16 * E)
+            copy_columns(k, prefix * k_row + kh * E, k_row, P, P16, E, keys_T, 0, N)
+            copy_columns(k, start * k_row + kh * E, k_row, length, N - P16, E, keys_T, P16, N)
+            copy_columns(v, prefix * v_row + kh * E, v_row, P, P16, E, values_T, 0, N)
+            copy_columns(v, start * v_row + kh * E, v_row, length, N - P16, E, values_T, P16, N)
+            of_keys, of_values = np.zeros(N * E, np.float32), np.zeros(N * E, np.float32)
+            block = min(BLOCK, (length + ROWS - 1) // ROWS * ROWS)
+            queries, grads = np.empty(block * E, np.float32), np.empty(block * E, np.float32)
+            of_queries = np.empty(block * E, np.float32)
+            scores, slopes = np.empty(block * N, np.float32), np.empty(block * N, np.float32)
+            for h in range(kh * repeats, (kh + 1) * repeats):
+                for first in range(0, length, BLOCK):
+                    count = min(BLOCK, length - first)
+                    rows = (count + ROWS - 1) // ROWS * ROWS
+                    copy_rows(q, (start + first) * q_row + h * E, q_row, count, rows, scale, E, queries, 0)
+                    copy_rows(grad, ((start + first) * H + h) * E, H * E, count, rows, _f(1), E, grads, 0)
+                    score_rows(queries, 0, keys_T, first, rows, P, P16, N, E, scores)
+                    for r in range(0, rows, ROWS):
+                        columns = min(N, P16 + (first + r + ROWS + 15) // 16 * 16)
+                        for c in range(0, columns, 16):
+                            tile(grads, r * E, E, 1, values_T, c, N, slopes, r * N + c, N, E, False)
+                        for i in range(r, r + ROWS):
+                            inner, top = _f(0), _f(0)
+                            if i < count:
+                                at = ((start + first + i) * H + h) * E
+                                products = splat(_f(0))
+                                for e in range(0, E, 16):
+                                    products = multiply_add(load(grads, i * E + e), load(out, at + e), products)
+                                inner = total(products)
+                                top = get(logsum, (start + first + i) * H + h)
+                            for j in range(i * N, i * N + columns, 16):
+                                weights = exp(add(load(scores, j), splat(-top)))
+                                store(scores, j, weights)
+                                store(slopes, j, multiply(weights, add(load(slopes, j), splat(-inner))))
+                            for j in range(i * N + columns, (i + 1) * N, 16):
+                                store(scores, j, splat(_f(0)))
+                                store(slopes, j, splat(_f(0)))
+                        for e in range(0, E, 16):
+                            tile(slopes, r * N, N, 1, keys, e, E, of_queries, r * E + e, E, columns, False)
+                    for c in range(0, N, ROWS):
+                        # Own keys from c on are seen from row c - P16 on: whole tiles before it are zeros.
+                        skip = max(0, c - P16 - first) // ROWS * ROWS
+                        if skip < rows:
+                            for e in range(0, E, 16):
+                                a, b = skip * N + c, skip * E + e
+                                tile(slopes, a, 1, N, queries, b, E, of_keys, c * E + e, E, rows - skip, True)
+                                tile(scores, a, 1, N, grads, b, E, of_values, c * E + e, E, rows - skip, True)
+                    for i in range(count):
+                        for e in range(0, E, 16):
+                            store(grad_q, ((start + first + i) * H + h) * E + e, load(of_queries, i * E + e))
+            add_rows(of_keys, 0, P, E, grad_k, (prefix * K + kh) * E, K * E)
+            add_rows(of_values, 0, P, E, grad_v, (prefix * K + kh) * E, K * E)
+            add_rows(of_keys, P16 * E, length, E, grad_k, (start * K + kh) * E, K * E)
+            add_rows(of_values, P16 * E, length, E, grad_v, (start * K + kh) * E, K * E)

@@ -1,0 +1,44 @@
+"""Log-softmax at the targets, without a tensor of the size of the logits in between."""
+
+import numpy as np
+from numba import prange
+
+from hone.kernels.cpu import compiled
+from hone.kernels.cpu.lanes import exp, floats, get, integers, put
+
+_f = np.float32
+
+
+@compiled
+def forward(N, V, logits, targets, temperature, logsum, logprobs, entropy):
+    """Of logits N x V over temperature N: log-sum-exp, logprob of the target, entropy, N each."""
+    logits, targets, temperature = floats(logits, (N, V)), integers(targets, N), floats(temperature, N)
+    for n in prange(N):
+        scale = _f(1) / temperature[n]
+        top = logits[n, 0]
+        for v in range(V):
+            top = max(top, logits[n, v])
+        whole, weighted = _f(0), _f(0)
+        for v in range(V):
+            x = (logits[n, v] - top) * scale
+            weight = exp(x)
+            whole += weight
+            weighted += weight * x
+        log_whole = np.log(whole)
+        put(logsum, n, top * scale + log_whole)
+        put(logprobs, n, (logits[n, targets[n]] - top) * scale - log_whole)
+        put(entropy, n, log_whole - weighted / whole)
+
+
+@compiled
+def backward(N, V, grad, logits, targets, temperature, logsum, out):
+    """Gradient of the logits, N x V, from that of the logprobs."""
+    grad, logits, targets = floats(grad, N), floats(logits, (N, V)), integers(targets, N)
+    temperature, logsum = floats(temperature, N), floats(logsum, N)
+    for n in prange(N):
+        scale = _f(1) / temperature[n]
+        slope = grad[n] * scale
+        for v in range(V):
+            put(out, n * V + v, -slope * exp(logits[n, v] * scale - logsum[n]))
+        target = n * V + targets[n]
+        put(out, target, get(out, target) + slope)

@@ -1,0 +1,112 @@
+"""Causal attention over the flat token axis on the CPU: no padding, no gathering (`cpu/attention.py` has the loops).
+
+A sequence is (start, length, prefix start, prefix length); it sees its prefix and itself up to each token. Sequences
+that share a prefix, and the prefix itself, stand side by side as a group.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hone.kernels import cpu
+
+
+@dataclass
+class Sequences:
+    """`rows` S x 4 as above; group g has the rows groups[g] … groups[g + 1]."""
+
+    rows: NDArray[np.int64]
+    groups: NDArray[np.int64]
+
+
+def takes(q_THE: Tensor) -> bool:
+    """Whether the compiled loops take this: fp32 on a CPU, a head size in whole vectors."""
+    return cpu.takes(q_THE) and q_THE.shape[-1] % 16 == 0
+
+
+def flat_attention(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, sequences: Sequences) -> Tensor:
+    """T x H x E. For tensors that `takes` accepts."""
+    if torch.is_grad_enabled() and (q_THE.requires_grad or k_TKE.requires_grad or v_TKE.requires_grad):
+        out: Tensor = _FlatAttention.apply(q_THE, k_TKE, v_TKE, sequences)  # type: ignore[no-untyped-call]
+        return out
+    return _forward(q_THE, k_TKE, v_TKE, sequences)[0]
+
+
+def flat_attention_reference(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, sequences: Sequences) -> Tensor:
+    outs, order = [], []
+    for start, length, prefix, prefix_length in sequences.rows.tolist():
+        own, before = slice(start, start + length), slice(prefix, prefix + prefix_length)
+        k, v = (torch.cat([x[before], x[own]]).transpose(0, 1)[None] for x in (k_TKE, v_TKE))
+        sees = torch.ones(length, prefix_length + length, dtype=torch.bool).tril(prefix_length)
+        gqa = q_THE.shape[1] != k_TKE.shape[1]
+        q = q_THE[own].transpose(0, 1)[None]
+        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=gqa)[0].transpose(0, 1))
+        order.append(torch.arange(start, start + length))
+    return torch.cat(outs)[torch.cat(order).argsort()]
+
+
+def attend_to_cache(q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor, cache: Tensor, lengths_B: Tensor) -> Tensor:
+    """Stores k and v of one new token a row behind the `lengths_B` tokens of the row; B x (H * E), its mixed values.
+
+    cache: 2 (k, v) x rows x positions x K x E. For tensors that `takes` accepts.
+    """
+    from hone.kernels.cpu import decode
+
+    B, H, E = q_BHE.shape
+    out = q_BHE.new_empty(B, H * E)
+    keys = cache.data_ptr()
+    values = keys + cache.stride(0) * cache.itemsize
+    tokens = _addresses(q_BHE, k_BKE, v_BKE)
+    decode.attend(
+        B, H, k_BKE.shape[1], E, *tokens, keys, values, cache.shape[2], lengths_B.data_ptr(), out.data_ptr()
+    )  # fmt: skip
+    return out
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    from hone.kernels.cpu import attention
+
+    T, H, E = q.shape
+    q, k, v = (_dense_heads(x) for x in (q, k, v))
+    out, logsum = q.new_empty(T, H, E), q.new_empty(T, H)
+    table = (sequences.rows, sequences.groups)
+    attention.forward(H, k.shape[1], E, *_addresses(q, k, v), *table, out.data_ptr(), logsum.data_ptr())
+    return out, logsum
+
+
+def _addresses(*tensors: Tensor) -> list[int]:
+    """Address of each, and floats from token to token."""
+    return [value for x in tensors for value in (x.data_ptr(), x.stride(0))]
+
+
+def _dense_heads(x: Tensor) -> Tensor:
+    """Heads of a token end to end; tokens may be further apart."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+class _FlatAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sequences):  # type: ignore[no-untyped-def]
+        out, logsum = _forward(q, k, v, sequences)
+        ctx.save_for_backward(q, k, v, out, logsum)
+        ctx.sequences = sequences
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        from hone.kernels.cpu import attention
+
+        q, k, v, out, logsum = ctx.saved_tensors
+        q, k, v = (_dense_heads(x) for x in (q, k, v))
+        grads = (q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape))
+        grad, table = grad.contiguous(), (ctx.sequences.rows, ctx.sequences.groups)
+        H, E = q.shape[1:]
+        attention.backward(
+            H, k.shape[1], E, grad.data_ptr(), out.data_ptr(), *_addresses(q, k, v), *table, logsum.data_ptr(),
+            *(x.data_ptr() for x in grads),
+        )  # fmt: skip
+        return *grads, None

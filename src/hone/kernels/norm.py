@@ -1,0 +1,64 @@
+"""Residual addition and RMS norm as one operation: total = x + delta, out = total / rms(total) * weight."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.kernels import cpu
+
+
+def add_norm(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum, which goes on as the residual stream, and its norm. Without a delta the sum is x itself."""
+    if not cpu.takes(x_TD):
+        return add_norm_reference(x_TD, delta_TD, weight_D, eps)
+    if torch.is_grad_enabled() and (x_TD.requires_grad or weight_D.requires_grad):
+        total, out = _AddNorm.apply(x_TD, delta_TD, weight_D, eps)  # type: ignore[no-untyped-call]
+        return total, out
+    total, out, _ = _forward(x_TD, delta_TD, weight_D, eps)
+    return total, out
+
+
+def add_norm_reference(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x_TD if delta_TD is None else x_TD + delta_TD
+    return total, F.rms_norm(total, total.shape[-1:], weight_D, eps)
+
+
+def _forward(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    from hone.kernels.cpu import rows
+
+    x = x.contiguous()
+    total, out, rstd = x, torch.empty_like(x), x.new_empty(len(x))
+    if delta is not None:
+        delta, total = delta.contiguous(), torch.empty_like(x)
+    rows.add_norm_forward(
+        *x.shape, x.data_ptr(), 0 if delta is None else delta.data_ptr(), eps, weight.data_ptr(), total.data_ptr(),
+        out.data_ptr(), rstd.data_ptr(),
+    )  # fmt: skip
+    return total, out, rstd
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, delta, weight, eps):  # type: ignore[no-untyped-def]
+        total, out, rstd = _forward(x, delta, weight, eps)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.has_delta = delta is not None
+        ctx.set_materialize_grads(False)
+        return total, out
+
+    @staticmethod
+    def backward(ctx, grad_total, grad):  # type: ignore[no-untyped-def]
+        from hone.kernels.cpu import rows
+
+        total, weight, rstd = ctx.saved_tensors
+        if grad is None:
+            return grad_total, grad_total if ctx.has_delta else None, None, None
+        grad_x = torch.empty_like(total)
+        parts = weight.new_empty(rows.CHUNKS, len(weight))
+        grad = grad.contiguous()
+        grad_total = None if grad_total is None else grad_total.contiguous()
+        rows.add_norm_backward(
+            *total.shape, grad.data_ptr(), 0 if grad_total is None else grad_total.data_ptr(), total.data_ptr(),
+            weight.data_ptr(), rstd.data_ptr(), grad_x.data_ptr(), parts.data_ptr(),
+        )  # fmt: skip
+        return grad_x, grad_x if ctx.has_delta else None, parts.sum(dim=0), None
