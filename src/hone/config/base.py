@@ -9,6 +9,7 @@ the file of a bad key and the nearest good one, and a `--help` made from the typ
 """
 
 import difflib
+import itertools
 import json
 import tomllib
 from pathlib import Path
@@ -28,10 +29,17 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
+    @classmethod
+    def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
+        """What was read, before it is validated; `files_for` names the keys that were given files of their own."""
+        return values
+
 
 def load_config(cls: type[C], argv: list[str]) -> C:
     """The configuration of a command from its arguments. Raises ConfigError."""
     values, origins = parse_argv(argv)
+    files_for = {one[2:] for one, two in itertools.pairwise(argv) if one.startswith("--") and two.startswith("@")}
+    values = cls.prepare(values, origins, files_for)
     try:
         return cls.model_validate(values)
     except ValidationError as error:

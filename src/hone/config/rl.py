@@ -1,18 +1,24 @@
-"""Configuration of `rl`: what the components share stands once at the top."""
+"""Configuration of `rl`, `trainer` and `orchestrator`.
 
-from typing import Annotated, Literal
+In `rl` what the components share stands once at the top. A component's own file (`--trainer @ train.toml`) says it for
+itself; `rl` then takes it from there, and refuses two components that differ.
+"""
+
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from hone.config.base import Config
+from hone.config.base import Config, ConfigError, merge
 from hone.config.sections import (
-    EngineConfig,
+    CkptConfig,
+    ClientConfig,
     EnvConfig,
     OptimConfig,
     Positive,
     RunConfig,
     SamplingConfig,
     SchedulerConfig,
+    ServeConfig,
     WeightsConfig,
     as_list,
 )
@@ -35,6 +41,8 @@ class TrainerConfig(Config):
     loss: LossConfig = LossConfig()
     micro_batch_tokens: Positive = 16384
     """Most tokens in one forward and backward pass."""
+    batch_timeout: Annotated[float, Field(gt=0)] = 3600.0
+    """Seconds until waiting for the rollouts of a step is given up."""
 
 
 class OrchestratorConfig(Config):
@@ -49,6 +57,11 @@ class OrchestratorConfig(Config):
     """Leave out groups whose rollouts all have the same reward: their advantages are 0."""
     rollout_timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds until a rollout is given up."""
+    client: ClientConfig = ClientConfig()
+    weights_timeout: Annotated[float, Field(gt=0)] = 3600.0
+    """Seconds until waiting for a version of the weights is given up."""
+    canary_tolerance: Annotated[float, Field(gt=0)] | None = None
+    """Largest difference between the logprobs of trainer and server on the canary; 1e-3 in fp32 and 0.1 in bf16."""
 
     @model_validator(mode="after")
     def _batch_divides(self) -> "OrchestratorConfig":
@@ -64,11 +77,30 @@ class OrchestratorConfig(Config):
         return self.batch_size // self.rollouts_per_example
 
 
-class CkptConfig(Config):
-    interval: Positive = 50
-    """Write a checkpoint to resume from every so many steps, and at the last."""
-    keep: Positive = 1
-    """How many to keep."""
+AsyncLevel = Annotated[int, Field(ge=0)]
+
+
+class TrainerRunConfig(RunConfig, TrainerConfig):
+    """The trainer as a process of its own."""
+
+    max_steps: Positive = 100
+    """Optimiser steps."""
+    max_async_level: AsyncLevel = 1
+    """Steps that sampling may be ahead of training: so many versions of the weights are kept for it."""
+    resume: bool = False
+    """Continue the run in output_dir from its last checkpoint."""
+    ckpt: CkptConfig | None = None
+    """Checkpoints to resume from; none unless a key of it is given."""
+    weights: WeightsConfig = WeightsConfig()
+
+
+class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
+    """The orchestrator as a process of its own."""
+
+    max_steps: Positive = 100
+    """Optimiser steps."""
+    max_async_level: AsyncLevel = 1
+    """Steps that sampling may be ahead of training."""
 
 
 class RLConfig(RunConfig):
@@ -76,6 +108,15 @@ class RLConfig(RunConfig):
     """Optimiser steps."""
     seq_len: Positive = 2048
     """Longest prompt plus completion."""
+    deployment: Literal["auto", "colocated", "processes"] = "auto"
+    """One process, or one each for inference, orchestrator and trainer. auto: one, unless there are files for
+    components, orchestrator.client.base-url, or several GPUs."""
+    max_async_level: AsyncLevel = 1
+    """Steps that sampling may be ahead of training, between processes; in one process it never is."""
+    inference_gpu_ids: list[int] = Field(default=[0])
+    """GPUs of the inference process."""
+    trainer_gpu_ids: list[int] = Field(default=[1])
+    """GPUs of the trainer process."""
     resume: bool = False
     """Continue the run in output_dir from its last checkpoint."""
     ckpt: CkptConfig | None = None
@@ -83,4 +124,56 @@ class RLConfig(RunConfig):
     weights: WeightsConfig = WeightsConfig()
     orchestrator: OrchestratorConfig
     trainer: TrainerConfig = TrainerConfig()
-    inference: EngineConfig = EngineConfig()
+    inference: ServeConfig | None = ServeConfig()
+    """None: a server that runs already is used (so with files for components, but none for inference)."""
+
+    @classmethod
+    def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
+        """Takes what the components say of shared keys to the top; sees which deployment is meant."""
+        client = (values.get("orchestrator") or {}).get("client") or {}
+        if files_for & set(COMPONENTS) or "base_url" in client:
+            values.setdefault("deployment", "processes")
+            values.setdefault("inference", None)
+        shared: dict[str, Any] = {}
+        said_by: dict[str, str] = {}
+        for component, section in COMPONENTS.items():
+            given = values.get(component)
+            if not isinstance(given, dict):
+                continue
+            common = [key for key in given if key in cls.model_fields and key not in section.model_fields]
+            values[component] = {key: value for key, value in given.items() if key not in common}
+            for name, value in _leaves({key: given[key] for key in common}).items():
+                origin = origins.get(f"{component}.{name}", component)
+                if name in said_by and str(_leaves(shared)[name]) != str(value) and name not in origins:
+                    raise ConfigError(
+                        f"{name}: {_leaves(shared)[name]!r} in {said_by[name]}, {value!r} in {origin}; "
+                        f"the components of a run share it: give it once, --{name.replace('_', '-')} VALUE"
+                    )
+                shared = merge(shared, _nested(name, value))
+                said_by[name] = origin
+        for name, origin in said_by.items():
+            origins.setdefault(name, origin)
+        return merge(shared, values)
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted names and values."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _nested(name: str, value: Any) -> dict[str, Any]:
+    """A dotted name and its value as nested tables."""
+    for key in reversed(name.split(".")):
+        value = {key: value}
+    nested: dict[str, Any] = value
+    return nested
+
+
+COMPONENTS: dict[str, type[Config]] = {
+    "trainer": TrainerConfig,
+    "orchestrator": OrchestratorConfig,
+    "inference": ServeConfig,
+}

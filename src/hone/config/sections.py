@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from hone.config.base import Config
 
@@ -87,6 +87,37 @@ class EngineConfig(Config):
     """Longest prompt plus completion; the model's own limit unless given."""
     kv_cache_gib: Annotated[float, Field(gt=0)] = 8.0
     """Most memory for keys and values."""
+
+
+class ServerConfig(Config):
+    host: str | None = None
+    """Address to bind; 127.0.0.1 without an API key, all interfaces with one."""
+    port: Annotated[int, Field(ge=0, lt=65536)] = 8000
+    """Port; 0 takes a free one."""
+
+
+class ServeConfig(EngineConfig):
+    server: ServerConfig = ServerConfig()
+    api_key: str | None = None
+    """Key that requests must carry as a bearer token."""
+
+
+class ClientConfig(Config):
+    base_url: Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)] = Field(
+        default=["http://localhost:8000/v1"]
+    )
+    """Where inference servers are; groups of rollouts are spread over them."""
+    api_key_var: str | None = None
+    """Environment variable that holds their API key."""
+    ready_timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds until waiting for a server to come up is given up."""
+
+
+class CkptConfig(Config):
+    interval: Positive = 50
+    """Write a checkpoint to resume from every so many steps, and at the last."""
+    keep: Positive = 1
+    """How many to keep."""
 
 
 class RunConfig(Config):

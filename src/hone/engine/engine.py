@@ -60,6 +60,14 @@ class Engine:
         self.running: list[Sequence] = []
         self._rows = _Rows(0, 0, 1, self.device)
 
+    def with_model(self, model: Transformer, version: int) -> "Engine":
+        """An engine like this one, without requests, over another model."""
+        limit = min(self.max_model_len, model.spec.max_position_embeddings)
+        kv_cache_gib = self.cache.budget_bytes / 2**30
+        return Engine(
+            model, max_batch_size=self.max_batch_size, max_model_len=limit, kv_cache_gib=kv_cache_gib, version=version
+        )
+
     # ------------------------------------------------------------------------------------------ requests
 
     def add(self, request: GenerateRequest, on_finish: Callable[[Completion], None]) -> Sequence:
@@ -107,9 +115,9 @@ class Engine:
     # ---------------------------------------------------------------------------------------------- steps
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, admit: bool = True) -> None:
         """Admits waiting requests as far as they fit, then decodes one token for every running one."""
-        if self.waiting:
+        if self.waiting and admit:
             self._admit()
         if self.running:
             self._decode()

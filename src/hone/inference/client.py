@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 from typing import Any
 
 import httpx
@@ -57,6 +58,10 @@ class HttpClient:
 
     async def chat(self, messages: list[Message], sampling: Sampling) -> Turn:
         """One completion. Raises RuntimeError with the words of a refusal, ConnectionError when the server is gone."""
+        return (await self.chat_group(messages, sampling, 1))[0]
+
+    async def chat_group(self, messages: list[Message], sampling: Sampling, count: int) -> list[Turn]:
+        """Several completions of one prompt, drawn with the seeds from `sampling.seed` on."""
         body = {
             "model": self.model,
             "messages": messages,
@@ -65,19 +70,36 @@ class HttpClient:
             "seed": sampling.seed,
             "logprobs": True,
             "return_token_ids": True,
+            **({"n": count} if count > 1 else {}),
             **self.extra_body,
         }
-        answer = await self._post(body)
-        choice = answer["choices"][0]
-        ids = choice.get("token_ids") or []
-        entries = (choice.get("logprobs") or {}).get("content") or []
-        versions = choice.get("policy_versions") or [0] * len(ids)
-        reason = choice.get("finish_reason") or "stop"
-        completion = Completion(ids, [entry["logprob"] for entry in entries], versions, reason)
-        return Turn(answer.get("prompt_token_ids") or [], completion, choice["message"]["content"] or "")
+        answer = await self._post(f"{self.base_url}/chat/completions", body)
+        prompt_ids = answer.get("prompt_token_ids") or []
+        return [_turn(prompt_ids, choice) for choice in answer["choices"]]
 
-    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        url = f"{self.base_url}/chat/completions"
+    async def control(self, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Calls a control route of a Hone server: GET without a body, POST with one."""
+        url = f"{self.base_url.removesuffix('/v1')}/{route}"
+        if body is not None:
+            return await self._post(url, body)
+        try:
+            answer = await self.pools[0].get(url)
+        except httpx.HTTPError as error:
+            raise ConnectionError(f"{url}: {type(error).__name__}: {error}") from None
+        if answer.status_code != 200:
+            raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:500]}")
+        result: dict[str, Any] = answer.json()
+        return result
+
+    async def is_up(self) -> bool:
+        """Whether the server answers on /health."""
+        try:
+            answer = await self.pools[0].get(f"{self.base_url.removesuffix('/v1')}/health", timeout=5.0)
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == 200
+
+    async def _post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
         for attempt in range(self.retries + 1):
             try:
                 answer = await next(self.turn).post(url, json=body)
@@ -95,3 +117,65 @@ class HttpClient:
                     raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:500]}")
             await asyncio.sleep(0.5 * 2**attempt)
         raise AssertionError("unreachable")
+
+
+def _turn(prompt_ids: list[int], choice: dict[str, Any]) -> Turn:
+    ids = choice.get("token_ids") or []
+    entries = (choice.get("logprobs") or {}).get("content") or []
+    versions = choice.get("policy_versions") or [0] * len(ids)
+    reason = choice.get("finish_reason") or "stop"
+    completion = Completion(ids, [entry["logprob"] for entry in entries], versions, reason)
+    return Turn(prompt_ids, completion, choice["message"]["content"] or "")
+
+
+class Fleet:
+    """Several servers of one policy as one model. What is asked in the same turn of the event loop with the same
+    messages and seeds in a row, as the rollouts of a group are, becomes one request, to the least busy server."""
+
+    def __init__(self, clients: list[HttpClient]) -> None:
+        self.clients = clients
+        self._busy = [0] * len(clients)
+        self._asked: dict[str, list[tuple[Sampling, list[Message], asyncio.Future[Turn]]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def chat(self, messages: list[Message], sampling: Sampling) -> Turn:
+        loop = asyncio.get_running_loop()
+        if not self._asked:
+            loop.call_soon(self._send)
+        future: asyncio.Future[Turn] = loop.create_future()
+        key = json.dumps([messages, sampling.temperature, sampling.max_tokens])
+        self._asked.setdefault(key, []).append((sampling, messages, future))
+        return await future
+
+    def _send(self) -> None:
+        asked, self._asked = self._asked, {}
+        for same in asked.values():
+            same.sort(key=lambda one: one[0].seed)
+            run = [same[0]]
+            for one in same[1:]:
+                if one[0].seed != run[-1][0].seed + 1:
+                    self._start(run)
+                    run = []
+                run.append(one)
+            self._start(run)
+
+    def _start(self, run: list[tuple[Sampling, list[Message], asyncio.Future[Turn]]]) -> None:
+        task = asyncio.create_task(self._ask(run))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ask(self, run: list[tuple[Sampling, list[Message], asyncio.Future[Turn]]]) -> None:
+        index = self._busy.index(min(self._busy))
+        self._busy[index] += len(run)
+        sampling, messages, _ = run[0]
+        try:
+            turns = await self.clients[index].chat_group(messages, sampling, len(run))
+            for (_, _, future), turn in zip(run, turns, strict=True):
+                if not future.done():
+                    future.set_result(turn)
+        except Exception as error:  # each rollout that waits learns of it
+            for _, _, future in run:
+                if not future.done():
+                    future.set_exception(error)
+        finally:
+            self._busy[index] -= len(run)

@@ -3,6 +3,7 @@
     GET  /health                 200 once the model is loaded; the only route without a key
     GET  /v1/models              the one model, under the name it was given
     POST /v1/chat/completions    not streaming; with logprobs and token ids on request
+    and the control routes of inference/control.py
 
 Every refusal is a 4xx with a message in the OpenAI error form.
 """
@@ -26,18 +27,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from hone import STARTED
 from hone.config.inference import InferenceConfig
 from hone.engine.engine import Engine
+from hone.inference.control import Served, add_control
 from hone.inference.protocol import ChatRequest, chat_response, error_body
 from hone.inference.service import EngineService
 from hone.records import GenerateRequest, Sampling
-from hone.text.tokenizer import Tokenizer
 
 log = logging.getLogger("hone.inference")
 
 
-def build_app(service: EngineService, tokenizer: Tokenizer, model_name: str, api_key: str | None = None) -> FastAPI:
-    engine = service.engine
-    stop_ids = frozenset(tokenizer.stop_ids)
-
+def build_app(served: Served, api_key: str | None = None) -> FastAPI:
+    service = served.service
     app = FastAPI(title="hone inference", docs_url=None, redoc_url=None, openapi_url=None)
 
     if api_key is not None:
@@ -54,6 +53,8 @@ def build_app(service: EngineService, tokenizer: Tokenizer, model_name: str, api
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         return _refuse(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
 
+    add_control(app, served, is_guarded=api_key is not None)
+
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
@@ -61,24 +62,25 @@ def build_app(service: EngineService, tokenizer: Tokenizer, model_name: str, api
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         card = {
-            "id": model_name,
+            "id": served.name,
             "object": "model",
             "created": 0,
             "owned_by": "hone",
-            "max_model_len": engine.max_model_len,
+            "max_model_len": served.engine.max_model_len,
         }
         return {"object": "list", "data": [card]}
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest) -> Response:
-        if body.model != model_name:
+        if body.model != served.name:
             return _refuse(
-                404, f"model {body.model!r} is not served here; this server has {model_name!r}", param="model"
+                404, f"model {body.model!r} is not served here; this server has {served.name!r}", param="model"
             )
+        tokenizer = served.tokenizer
         try:
             messages = [message.as_message() for message in body.messages]
             prompt_ids = tokenizer.prompt_ids(messages, tools=body.tools, **(body.chat_template_kwargs or {}))
-            requests = _requests(body, prompt_ids, stop_ids, engine.max_model_len)
+            requests = _requests(body, prompt_ids, served.stop_ids, served.engine.max_model_len)
             completions = await asyncio.gather(*(service.generate(request) for request in requests))
         except ValueError as error:
             return _refuse(400, str(error))
@@ -156,7 +158,7 @@ def serve(config: InferenceConfig) -> None:
         kv_cache_gib=config.kv_cache_gib,
     )
     service = EngineService(engine)
-    app = build_app(service, loaded.tokenizer, config.model.name, config.api_key)
+    app = build_app(Served(service, loaded.tokenizer, config.model.name), config.api_key)
     url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
     log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - STARTED)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))

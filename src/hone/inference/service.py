@@ -36,6 +36,7 @@ class EngineService:
         self._done: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
         self._in_flight: set[asyncio.Future[Completion]] = set()
         self._closing = False
+        self._is_draining = self._is_paused = False
 
     def run_beside(self, program: Coroutine[Any, Any, None]) -> None:
         """Runs an asyncio program and serves its requests until it ends; what it raises is raised here.
@@ -106,6 +107,40 @@ class EngineService:
         self._submit(call)
         return await future
 
+    async def pause(self, mode: str) -> None:
+        """Stops computing until `resume`; requests are still taken. Returns once it has stopped.
+
+        keep: what runs goes on after `resume`, with whatever weights there are then; wait: what runs is finished
+        first; abort: what runs and waits ends now, with what it has.
+        """
+
+        def stop() -> None:
+            if mode == "abort":
+                for sequence in [*self.engine.running, *self.engine.waiting]:
+                    self.engine.abort(sequence)
+            self._is_draining = mode == "wait"
+            self._is_paused = True
+
+        await self.run(stop)
+        while self._is_draining and self.engine.running:
+            await asyncio.sleep(0.005)
+        self._is_draining = False
+
+    async def resume(self) -> None:
+        def go_on() -> None:
+            self._is_paused = self._is_draining = False
+
+        await self.run(go_on)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused
+
+    def _has_work(self) -> bool:
+        if self._is_paused:
+            return self._is_draining and bool(self.engine.running)
+        return not self.engine.is_idle
+
     def _submit(self, work: Callable[[], None]) -> None:
         if not self._pending:
             self._loop.call_soon(self._flush)
@@ -120,7 +155,7 @@ class EngineService:
     def _work(self) -> None:
         while True:
             with self._wake:
-                while not self._inbox and self.engine.is_idle and not self._closing:
+                while not self._inbox and not self._has_work() and not self._closing:
                     self._wake.wait()
                 if self._closing:
                     return
@@ -128,13 +163,14 @@ class EngineService:
             for work in inbox:
                 work()
             try:
-                self.engine.step()
+                if self._has_work():
+                    self.engine.step(admit=not self._is_paused)
             except Exception as error:  # out of memory, a bug: every waiting request learns of it
                 self.engine.waiting.clear()
                 self.engine.running.clear()
                 for future in list(self._in_flight):
                     self._finish(future, None, error)
-            if self._done and (self.engine.is_idle or not self.lockstep):
+            if self._done and (not self._has_work() or not self.lockstep):
                 done, self._done = self._done, []
                 self._loop.call_soon_threadsafe(_deliver, done)
 

@@ -103,12 +103,13 @@ def load_model(
     if random_init:
         model.init_weights(torch.Generator().manual_seed(seed))
     else:
-        _load_weights(model, directory)
+        load_weights(model, directory)
     return model.to(device)
 
 
 @torch.no_grad()
-def _load_weights(model: Transformer, directory: Path) -> None:
+def load_weights(model: Transformer, directory: Path) -> None:
+    """The weights of a directory into a model's storage, wherever it is. Raises ValueError like `load_model`."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(
@@ -153,10 +154,16 @@ def hf_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
 def save_model(model: Transformer, source: Path, directory: Path) -> None:
     """Writes an HF directory: the weights of `model`, everything else as in `source`. Appears whole (by rename)."""
-    partial = directory.with_name(directory.name + ".partial")
+    partial = write_model(model, source, directory.with_name(directory.name + ".partial"))
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
+
+
+def write_model(model: Transformer, source: Path, partial: Path, with_text: bool = True) -> Path:
+    """The files of an HF directory, into a new one; `with_text` False leaves out tokenizer and template."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    for pattern in TEXT_FILES:
+    for pattern in TEXT_FILES if with_text else []:
         for file in source.glob(pattern):
             if not file.name.endswith(".safetensors.index.json"):
                 shutil.copyfile(file, partial / file.name)
@@ -166,5 +173,4 @@ def save_model(model: Transformer, source: Path, directory: Path) -> None:
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = {name: tensor.contiguous().cpu() for name, tensor in hf_tensors(model)}
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
+    return partial

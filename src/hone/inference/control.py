@@ -1,0 +1,120 @@
+"""Control of a server: pause, new weights, proof of what it serves. Behind the key if there is one, else from this
+machine alone.
+
+    POST /pause?mode=keep|wait|abort     stop computing: keep what runs, finish it, or end it
+    POST /update_weights                 {"weight_dir": DIR, "version": N, "model_name": NAME?}: in place, between two steps
+    POST /resume                         go on
+    GET  /version                        version, checksum, dtype, model, is_paused
+    POST /score                          {"ids": […]}: logprobs of every token after the first
+
+A directory of another shape of model, or with a tokenizer of its own, replaces model and tokenizer; what runs is ended
+first where the shape differs.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import Depends, FastAPI, HTTPException, Query, Request
+from pydantic import BaseModel, Field
+
+from hone.engine.engine import Engine
+from hone.inference.service import EngineService
+from hone.models.hf import load_model, load_weights
+from hone.models.proof import checksum, score
+from hone.models.spec import parse_model_config, read_model_config
+from hone.text.tokenizer import Tokenizer
+
+LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+
+
+class Served:
+    """What a server serves: an engine in its service, a tokenizer, a name. Changes with `update`."""
+
+    def __init__(self, service: EngineService, tokenizer: Tokenizer, name: str) -> None:
+        self.service, self.name = service, name
+        self.set_tokenizer(tokenizer)
+
+    def set_tokenizer(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.stop_ids = tokenizer, frozenset(tokenizer.stop_ids)
+
+    @property
+    def engine(self) -> Engine:
+        return self.service.engine
+
+    def update(self, directory: Path, version: int, name: str | None) -> dict[str, Any]:
+        """Takes the weights of a directory; on the compute thread. Raises ValueError, and then serves what it served."""
+        engine = self.engine
+        tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
+        spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))
+        if spec == engine.model.spec:
+            load_weights(engine.model, directory)
+            engine.set_version(version)
+        else:
+            weight = engine.model.embed.weight
+            model = load_model(directory, dtype=weight.dtype, device=weight.device)
+            for sequence in [*engine.running, *engine.waiting]:
+                engine.abort(sequence)
+            self.service.engine = engine.with_model(model, version)
+        if tokenizer is not None:
+            self.set_tokenizer(tokenizer)
+        self.name = name or self.name
+        return self.state()
+
+    def state(self) -> dict[str, Any]:
+        model = self.engine.model
+        return {
+            "version": self.engine.version,
+            "checksum": checksum(model),
+            "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
+            "model": self.name,
+            "is_paused": self.service.is_paused,
+        }
+
+
+class Update(BaseModel):
+    weight_dir: str
+    version: int = Field(ge=0)
+    model_name: str | None = None
+
+
+class Ids(BaseModel):
+    ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=2)
+
+
+def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
+    """Adds the control routes; `is_guarded`: every route asks for a key already."""
+    service = served.service
+
+    def from_here(request: Request) -> None:
+        if not is_guarded and (request.client is None or request.client.host not in LOOPBACK):
+            raise HTTPException(403, "control routes answer to this machine alone, unless the server has an API key")
+
+    guard = [Depends(from_here)]
+
+    @app.post("/pause", dependencies=guard)
+    async def pause(mode: Annotated[Literal["keep", "wait", "abort"], Query()] = "keep") -> dict[str, Any]:
+        await service.pause(mode)
+        return {"is_paused": True}
+
+    @app.post("/resume", dependencies=guard)
+    async def resume() -> dict[str, Any]:
+        await service.resume()
+        return {"is_paused": False}
+
+    @app.post("/update_weights", dependencies=guard)
+    async def update_weights(body: Update) -> dict[str, Any]:
+        try:
+            return await service.run(lambda: served.update(Path(body.weight_dir), body.version, body.model_name))
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+
+    @app.get("/version", dependencies=guard)
+    async def version() -> dict[str, Any]:
+        return await service.run(served.state)
+
+    @app.post("/score", dependencies=guard)
+    async def scores(body: Ids) -> dict[str, Any]:
+        vocab_size = served.engine.model.spec.vocab_size
+        if max(body.ids) >= vocab_size or len(body.ids) > served.engine.max_model_len:
+            raise HTTPException(400, f"ids: at most {served.engine.max_model_len}, each below {vocab_size}")
+        return {"logprobs": await service.run(lambda: score(served.engine.model, body.ids))}

@@ -1,0 +1,120 @@
+"""Batches and weights as files of the run directory, published by rename and found by listing.
+
+    orchestrator ── rollouts/step_N/{rollouts.jsonl, batch.safetensors} ──► trainer
+    trainer ── broadcasts/step_N/{model.safetensors, config.json, delivery.json, STABLE} ──► orchestrator, servers
+
+Both carry the run's id, so that what an earlier run left behind is never taken for this one's. Directories are listed,
+not asked for by name: a network file system may hide a new name for a minute from those who asked too early.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from hone.records import Batch, Sample
+
+BATCH, DELIVERY, STABLE = "batch.safetensors", "delivery.json", "STABLE"
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A fixed sequence and the logprobs of its tokens after the first: what proves that two models are the same."""
+
+    ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What the trainer says about published weights. `metrics` are those of the step that made them."""
+
+    run: str
+    version: int
+    checksum: str
+    dtype: str
+    canary: Canary
+    metrics: dict[str, float]
+
+
+def published(parent: Path) -> list[int]:
+    """The steps that stand whole in broadcasts/ or rollouts/, in order."""
+    try:
+        names = os.listdir(parent)
+    except FileNotFoundError:
+        return []
+    return sorted(int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdigit())
+
+
+# ---------------------------------------------------------------------------------------------- weights
+
+
+def publish_delivery(partial: Path, delivery: Delivery) -> Path:
+    """Completes a directory step_N.partial that holds the weights, and publishes it."""
+    (partial / DELIVERY).write_text(json.dumps(asdict(delivery)) + "\n")
+    (partial / STABLE).touch()
+    directory = partial.with_suffix("")
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
+    return directory
+
+
+def read_delivery(directory: Path) -> Delivery | None:
+    """What was delivered there; None where nothing is (it may have been removed by now)."""
+    try:
+        values = json.loads((directory / DELIVERY).read_text())
+    except FileNotFoundError:
+        return None
+    return Delivery(**{**values, "canary": Canary(**values["canary"])})
+
+
+def remove_before(parent: Path, step: int) -> None:
+    """Removes the published directories of earlier steps."""
+    for old in published(parent):
+        if old < step:
+            shutil.rmtree(parent / f"step_{old}", ignore_errors=True)
+
+
+# ---------------------------------------------------------------------------------------------- batches
+
+
+def write_batch(batch: Batch, run: str, directory: Path) -> None:
+    """Writes the samples as flat arrays with offsets into a directory that is not published yet."""
+    samples = batch.samples
+    lengths = np.array([len(s.ids) for s in samples], dtype=np.int64)
+
+    def flat(name: str, dtype: Any) -> Any:
+        return np.array([x for s in samples for x in getattr(s, name)], dtype=dtype)
+
+    def each(name: str) -> Any:
+        return np.array([getattr(s, name) for s in samples], dtype=np.float64)
+
+    arrays = {
+        "lengths": lengths,
+        "ids": flat("ids", np.int64),
+        "mask": flat("mask", np.bool_),
+        "logprobs": flat("logprobs", np.float64),
+        "advantage": each("advantage"),
+        "temperature": each("temperature"),
+    }
+    save_file(arrays, directory / BATCH, metadata={"run": run, "step": str(batch.step)})
+
+
+def read_batch(directory: Path, run: str) -> Batch | None:
+    """The batch there; None if it is of another run."""
+    with safe_open(directory / BATCH, framework="numpy") as file:
+        header = file.metadata()
+        if header["run"] != run:
+            return None
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    bounds = np.cumsum(arrays["lengths"])[:-1]
+    ids, mask, logprobs = ([part.tolist() for part in np.split(arrays[n], bounds)] for n in ("ids", "mask", "logprobs"))
+    each = zip(ids, mask, logprobs, arrays["advantage"].tolist(), arrays["temperature"].tolist(), strict=True)
+    samples = [Sample(*values) for values in each] if len(arrays["lengths"]) else []
+    return Batch(int(header["step"]), samples)

@@ -1,0 +1,95 @@
+"""Waits between processes: each has a name and a deadline, says now and then that it waits, and sees its peer die."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+BEAT, SILENCE, REMIND, POLL = 0.5, 15.0, 30.0, 0.004  # seconds
+
+
+class Pulse:
+    """Shows others that this process lives, by changing a file twice a second."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stop = threading.Event()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+
+    def __enter__(self) -> "Pulse":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(5.0)
+        self.path.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        count = 0
+        while True:
+            count += 1
+            partial = self.path.with_suffix(".partial")
+            partial.write_text(str(count))
+            partial.replace(self.path)
+            if self._stop.wait(BEAT):
+                return
+
+
+class PulseOf:
+    """Another process's pulse. Compares what it reads, not clocks: the file may be on another machine's disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._last = self._read()
+        self._changed: float | None = None  # when a change was last seen
+        self._looked = self._since = time.monotonic()
+
+    def is_beating(self) -> bool:
+        """Whether it was seen to change within the last seconds. False at first: one file proves nothing."""
+        now = time.monotonic()
+        if now - self._looked > BEAT / 2:
+            self._looked, value = now, self._read()
+            if value is not None and value != self._last:
+                self._last, self._changed = value, now
+        return self._changed is not None and now - self._changed < SILENCE
+
+    def is_silent(self) -> bool:
+        """Whether nothing changed for long enough to call it dead."""
+        return not self.is_beating() and time.monotonic() - (self._changed or self._since) > SILENCE
+
+    def _read(self) -> str | None:
+        try:
+            return self.path.read_text()
+        except OSError:
+            return None
+
+
+class Wait:
+    """One wait: `over` raises at its deadline, and says every half minute what is waited for."""
+
+    def __init__(self, what: str, seconds: float, log: logging.Logger, hint: str = "") -> None:
+        self.what, self.seconds, self.log, self.hint = what, seconds, log, hint
+        self.start = self.reminded = time.monotonic()
+
+    def check(self) -> None:
+        now = time.monotonic()
+        if now - self.start > self.seconds:
+            raise ConnectionError(f"waited {self.seconds:.0f} s for {self.what}{self.hint and '; ' + self.hint}")
+        if now - self.reminded > REMIND:
+            self.reminded = now
+            self.log.info("Waiting for %s (%.0f s so far)", self.what, now - self.start)
+
+
+def wait_for(wait: Wait, ready: Callable[[], T | None]) -> T:
+    """What `ready` gives once it is not None."""
+    while True:
+        value = ready()
+        if value is not None:
+            return value
+        wait.check()
+        time.sleep(POLL)
