@@ -19,7 +19,17 @@ COMMANDS = {  # name: (configuration, what runs it, summary)
     "rl": (
         "hone.config.rl:RLConfig",
         "hone.launch.rl:main",
-        "Train on rewards: sample, score, step, repeat, in one process.",
+        "Train on rewards: sample, score, step, repeat.",
+    ),
+    "trainer": (
+        "hone.config.rl:TrainerRunConfig",
+        "hone.trainer.rl.train:main",
+        "The trainer of an RL run as a process of its own.",
+    ),
+    "orchestrator": (
+        "hone.config.rl:OrchestratorRunConfig",
+        "hone.orchestrator.run:main",
+        "The orchestrator of an RL run as a process of its own.",
     ),
     "inference": (
         "hone.config.inference:InferenceConfig",
@@ -35,6 +45,24 @@ def sft() -> None:
 
 def rl() -> None:
     _exit(_run("rl", sys.argv[1:]))
+
+
+def trainer() -> None:
+    _exit(_run("trainer", sys.argv[1:]))
+
+
+def orchestrator() -> None:
+    _exit(_run("orchestrator", sys.argv[1:]))
+
+
+def run_as_file(command: str) -> None:
+    """What `torchrun src/hone/…/train.py @ FILE` runs: the command, on the one process there is."""
+    _exit(_guard(command, _one_process) or _run(command, sys.argv[1:]))
+
+
+def _one_process() -> None:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: training on several processes is not there yet")
 
 
 def inference() -> None:
@@ -77,6 +105,8 @@ def _run(command: str, argv: list[str]) -> int:
         print(help_text(command, summary, config_class))
         return 0
 
+    end_with_parent()
+
     def work() -> None:
         from hone.config.base import load_config
 
@@ -91,6 +121,22 @@ def _run(command: str, argv: list[str]) -> int:
             import_object(main_path)(config)
 
     return _guard(command, work)
+
+
+def end_with_parent() -> None:
+    """A component ends when its launcher is gone, however that went."""
+    parent = os.environ.pop("HONE_PARENT_PID", None)
+    if parent is None:
+        return
+    import threading
+    import time
+
+    def watch() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def _dry_run(command: str, config) -> None:  # type: ignore[no-untyped-def]

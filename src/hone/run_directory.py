@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,25 @@ class RunDirectory:
         self.manifest = path / f"run_{command}.json"
         self.metrics = path / ("metrics.jsonl" if command == "rl" else f"metrics_{command}.jsonl")
         self.logs, self.configs, self.weights = path / "logs", path / "configs", path / "weights"
-        self.rollouts, self.checkpoints = path / "rollouts", path / "checkpoints"
+        self.rollouts, self.checkpoints, self.broadcasts = path / "rollouts", path / "checkpoints", path / "broadcasts"
 
     def earlier_run(self) -> bool:
         return self.manifest.exists() or (
             self.command == "rl" and (self.rollouts.exists() or self.checkpoints.exists())
         )
 
-    def claim(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
-        """Makes the directory this run's, which will write weights at `weight_steps`.
+    @property
+    def id(self) -> str:
+        """Of the run that claimed this directory last; empty if none did."""
+        return str(self._read_manifest().get("run", ""))
 
-        Raises ValueError when it holds an earlier run and nothing was chosen, when weights of another run stand
-        where these would go, and when it cannot be written to; before anything is changed.
-        """
+    def pulse(self, component: str) -> Path:
+        """The file by which a component's process shows that it lives."""
+        return self.path / "alive" / component
+
+    def check(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
+        """Raises ValueError when the directory holds an earlier run and nothing was chosen, and when weights of another
+        run stand where these would go. Changes nothing."""
         if clean and resume:
             raise ValueError("--clean and --resume exclude each other: start again, or continue")
         own = self._read_manifest()["weights"]
@@ -43,15 +50,24 @@ class RunDirectory:
             directory = self.weights / f"step_{step}"
             if directory.exists() and directory.name not in own:
                 raise ValueError(f"{directory} was written by another run; move it away or use another --output-dir")
+        if self.earlier_run() and not resume and not clean:
+            choices = "--clean (remove that run and start again), "
+            choices += "--resume (continue it), " if self.command == "rl" else ""
+            raise ValueError(
+                f"{self.path} holds an earlier {self.command} run; choose: {choices}"
+                "or another directory (--output-dir DIR)"
+            )
+
+    def claim(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
+        """Makes the directory this run's, which will write weights at `weight_steps`.
+
+        Raises ValueError like `check`, and when it cannot be written to; before anything is changed.
+        """
+        self.check(clean=clean, resume=resume, weight_steps=weight_steps)
         if self.earlier_run() and not resume:
-            if not clean:
-                choices = "--clean (remove that run and start again), "
-                choices += "--resume (continue it), " if self.command == "rl" else ""
-                raise ValueError(
-                    f"{self.path} holds an earlier {self.command} run; choose: {choices}"
-                    "or another directory (--output-dir DIR)"
-                )
             self._remove()
+        if self.command == "rl":  # the version that this run starts from is published anew
+            shutil.rmtree(self.broadcasts, ignore_errors=True)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if not os.access(self.path, os.W_OK):
@@ -59,14 +75,14 @@ class RunDirectory:
             self.logs.mkdir(exist_ok=True)
         except OSError as error:
             raise ValueError(f"output-dir {self.path} cannot be written to: {error.strerror}") from None
-        if not resume or not self.manifest.exists():
-            self._write_manifest(
-                {"command": self.command, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "weights": []}
-            )
+        manifest = {"command": self.command, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "weights": []}
+        if resume and self.manifest.exists():
+            manifest = self._read_manifest()
+        self._write_manifest(manifest | {"run": uuid.uuid4().hex})
 
-    def write_config(self, toml: str) -> Path:
+    def write_config(self, toml: str, name: str | None = None) -> Path:
         self.configs.mkdir(parents=True, exist_ok=True)
-        file = self.configs / f"{self.command}.toml"
+        file = self.configs / f"{name or self.command}.toml"
         file.write_text(toml)
         return file
 

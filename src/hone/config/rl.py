@@ -13,6 +13,7 @@ from hone.config.sections import (
     CkptConfig,
     ClientConfig,
     EnvConfig,
+    ModelConfig,
     OptimConfig,
     Positive,
     RunConfig,
@@ -83,6 +84,7 @@ AsyncLevel = Annotated[int, Field(ge=0)]
 class TrainerRunConfig(RunConfig, TrainerConfig):
     """The trainer as a process of its own."""
 
+    model: ModelConfig = ModelConfig(name="Qwen/Qwen3-0.6B")
     max_steps: Positive = 100
     """Optimiser steps."""
     max_async_level: AsyncLevel = 1
@@ -97,10 +99,13 @@ class TrainerRunConfig(RunConfig, TrainerConfig):
 class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
     """The orchestrator as a process of its own."""
 
+    model: ModelConfig = ModelConfig(name="Qwen/Qwen3-0.6B")
     max_steps: Positive = 100
     """Optimiser steps."""
     max_async_level: AsyncLevel = 1
     """Steps that sampling may be ahead of training."""
+    seq_len: Positive = 2048
+    """Longest prompt plus completion: completions are asked for no longer than leaves room for their prompt."""
 
 
 class RLConfig(RunConfig):

@@ -99,7 +99,7 @@ class ServerConfig(Config):
 class ServeConfig(EngineConfig):
     server: ServerConfig = ServerConfig()
     api_key: str | None = None
-    """Key that requests must carry as a bearer token."""
+    """Key that requests must carry as a bearer token; also taken from the environment, HONE_API_KEY."""
 
 
 class ClientConfig(Config):

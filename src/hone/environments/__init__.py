@@ -6,7 +6,7 @@ vf.SingleTurnEnv(dataset=…, system_prompt=…, parser=vf.XMLParser(["answer"])
 
 from hone.environments.environment import Environment, SingleTurnEnv
 from hone.environments.parsers import Parser, XMLParser
-from hone.environments.registry import load_environment
+from hone.environments.registry import load_environment, load_environments
 from hone.environments.rubric import Rubric
 
-__all__ = ["Environment", "Parser", "Rubric", "SingleTurnEnv", "XMLParser", "load_environment"]
+__all__ = ["Environment", "Parser", "Rubric", "SingleTurnEnv", "XMLParser", "load_environment", "load_environments"]

@@ -5,8 +5,10 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
+from hone.config.sections import EnvConfig
 from hone.environments.environment import Environment
 
 
@@ -43,3 +45,13 @@ def installed_environments() -> list[str]:
         if any(need.startswith(("hone-rl", "verifiers")) for need in needs):
             found.add(distribution.metadata["Name"].replace("_", "-"))
     return sorted(found)
+
+
+def load_environments(wanted: Iterable[EnvConfig]) -> dict[str, Environment]:
+    """The environments of a run by id. Raises ValueError for one that is given twice."""
+    environments: dict[str, Environment] = {}
+    for env in wanted:
+        if env.id in environments:
+            raise ValueError(f"orchestrator.env: {env.id} is given twice")
+        environments[env.id] = load_environment(env.id, **env.args)
+    return environments

@@ -2,7 +2,7 @@
 machine alone.
 
     POST /pause?mode=keep|wait|abort     stop computing: keep what runs, finish it, or end it
-    POST /update_weights                 {"weight_dir": DIR, "version": N, "model_name": NAME?}: in place, between two steps
+    POST /update_weights                 {"weight_dir": DIR, "version": N, "model_name": NAME?}, between two steps
     POST /resume                         go on
     GET  /version                        version, checksum, dtype, model, is_paused
     POST /score                          {"ids": […]}: logprobs of every token after the first
@@ -42,7 +42,7 @@ class Served:
         return self.service.engine
 
     def update(self, directory: Path, version: int, name: str | None) -> dict[str, Any]:
-        """Takes the weights of a directory; on the compute thread. Raises ValueError, and then serves what it served."""
+        """Takes the weights of a directory, on the compute thread. Raises ValueError for what is no such model."""
         engine = self.engine
         tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
         spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))

@@ -48,6 +48,7 @@ class ChatRequest(BaseModel):
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    max_total_tokens: int | None = Field(None, ge=1)  # prompt and completion; cuts max_tokens to what that leaves
     temperature: float | None = Field(None, ge=0, le=100)
     n: int | None = Field(None, ge=1, le=1024)
     seed: int | None = None

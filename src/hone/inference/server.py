@@ -109,6 +109,9 @@ def _requests(
     body: ChatRequest, prompt_ids: list[int], stop_ids: frozenset[int], max_model_len: int
 ) -> list[GenerateRequest]:
     wanted = body.max_completion_tokens or body.max_tokens
+    if body.max_total_tokens is not None:
+        max_model_len = min(max_model_len, body.max_total_tokens)
+        wanted = max(1, min(wanted or max_model_len, max_model_len - len(prompt_ids)))
     if wanted is not None and len(prompt_ids) + wanted > max_model_len:
         raise ValueError(
             f"This model's maximum context length is {max_model_len} tokens, but {len(prompt_ids) + wanted} were "
@@ -128,7 +131,8 @@ def _refuse(status: int, message: str, kind: str = "invalid_request_error", para
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket, before any weight is loaded. Raises ValueError when the address cannot be had."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    # The protocol is named: asyncio turns Nagle's algorithm off, which costs 40 ms an answer, only where it sees TCP.
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
@@ -143,8 +147,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(config: InferenceConfig) -> None:
     """Loads the model and serves it until interrupted."""
-    host = config.server.host or ("127.0.0.1" if config.api_key is None else "0.0.0.0")
-    if config.api_key is None and host not in ("127.0.0.1", "::1", "localhost"):
+    api_key = config.api_key or os.environ.get("HONE_API_KEY")
+    host = config.server.host or ("127.0.0.1" if api_key is None else "0.0.0.0")
+    if api_key is None and host not in ("127.0.0.1", "::1", "localhost"):
         log.warning("serving on %s without an API key: whoever reaches this address can use the model", host)
     sock = bind(host, config.server.port)
 
@@ -158,7 +163,7 @@ def serve(config: InferenceConfig) -> None:
         kv_cache_gib=config.kv_cache_gib,
     )
     service = EngineService(engine)
-    app = build_app(Served(service, loaded.tokenizer, config.model.name), config.api_key)
+    app = build_app(Served(service, loaded.tokenizer, config.model.name), api_key)
     url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
     log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - STARTED)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))

@@ -10,8 +10,10 @@ is repeatable and a resumed one goes on where it was.
 import asyncio
 import json
 import random
+import shutil
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,7 +121,7 @@ class Orchestrator:
         best = [[r.reward for r in g.rollouts if not r.error] for g in groups]
         prompt = [sum(len(t.prompt_ids) for t in r.turns[-1:]) for r in rollouts]
         completion = [sum(len(t.completion.ids) for t in r.turns) for r in rollouts]
-        lags = [version - v for r in rollouts for t in r.turns for v in t.completion.versions[:1]]
+        lags = [step - 1 - v for r in rollouts for t in r.turns for v in t.completion.versions[:1]]
         values: dict[str, float] = {
             "progress/step": step,
             "progress/samples": len(rollouts),
@@ -129,7 +131,7 @@ class Orchestrator:
             "batch/solve_none": float(np.mean([max(b, default=0.0) <= 0.0 for b in best])),
             "batch/solve_all": float(np.mean([min(b, default=0.0) >= 1.0 for b in best])),
             "batch/without_signal": float(np.mean([not g.is_used for g in groups])),
-            "batch/async_level": 0,
+            "batch/async_level": step - 1 - version,
             "batch/off_policy_level/mean": float(np.mean(lags)) if lags else 0.0,
             "batch/off_policy_level/max": max(lags, default=0),
             **summary("prompt_len", prompt),
@@ -161,14 +163,20 @@ def _sample(rollout: Rollout, advantage: float, temperature: float) -> Sample:
     )
 
 
-def write_rollouts(groups: list[Group], directory: Path) -> None:
-    """One JSON object a rollout: what was asked and written, why it was rewarded, and the tokens behind it."""
+def write_rollouts(groups: list[Group], directory: Path, write_more: Callable[[Path], None] | None = None) -> None:
+    """One JSON object a rollout: what was asked and written, why it was rewarded, and the tokens behind it.
+
+    The directory appears whole, with what `write_more` puts into it.
+    """
     partial = directory.with_name(directory.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     with (partial / "rollouts.jsonl").open("w") as file:
         for number, group in enumerate(groups):
             for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
                 file.write(json.dumps(_row(number, group, rollout, advantage), ensure_ascii=False) + "\n")
+    if write_more:
+        write_more(partial)
     partial.rename(directory)
 
 

@@ -11,9 +11,13 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from hone.run_directory import RunDirectory
 from hone.trainer.optim import Optimizer
 
-FREE_TO_CHANGE = {"output_dir", "clean", "resume", "wandb", "log_level", "log_interval", "max_steps", "ckpt", "weights"}
+FREE_TO_CHANGE = {
+    "output_dir", "clean", "resume", "wandb", "log_level", "log_interval", "max_steps", "ckpt", "weights", "deployment",
+    "inference_gpu_ids", "trainer_gpu_ids", "batch_timeout",
+}  # fmt: skip
 
 
 def save_checkpoint(directory: Path, optimizer: Optimizer, step: int, config: dict[str, Any], keep: int) -> None:
@@ -41,7 +45,7 @@ def load_checkpoint(directory: Path, optimizer: Optimizer, config: dict[str, Any
     except Exception as error:  # a damaged file raises whatever its reader raises
         raise ValueError(f"checkpoint {directory} cannot be read: {error}") from None
     for key, value in config.items():
-        if key not in FREE_TO_CHANGE and state["config"].get(key) != value:
+        if key not in FREE_TO_CHANGE and key in state["config"] and state["config"][key] != value:
             raise ValueError(
                 f"--resume: {key} differs from the run in {directory.parent.parent}: "
                 f"it had {state['config'].get(key)}, found {value}"
@@ -49,6 +53,16 @@ def load_checkpoint(directory: Path, optimizer: Optimizer, config: dict[str, Any
     optimizer.load_state(tensors)
     step: int = state["step"]
     return step
+
+
+def resume(run: RunDirectory, optimizer: Optimizer, config: dict[str, Any]) -> int:
+    """Puts the last checkpoint of a run directory back; returns its step."""
+    checkpoint = run.last_checkpoint()
+    if checkpoint is None:
+        raise ValueError(
+            f"--resume: {run.path} has no checkpoint (--ckpt.interval N writes them); start again with --clean"
+        )
+    return load_checkpoint(checkpoint, optimizer, config)
 
 
 def forget_after(step: int, metrics: Path, rollouts: Path) -> None:

@@ -3,8 +3,10 @@
 rows ─ tokenise, pack ─► micro-batches ─ forward, loss on assistant tokens, backward ─► AdamW ─► weights/step_N
 """
 
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -153,3 +155,10 @@ def _progress() -> Progress:
     ]
     console = Console()
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[3]))  # src/, where torchrun gave a file and not the package
+    from hone.cli import run_as_file
+
+    run_as_file("sft")

@@ -1,0 +1,101 @@
+"""`rl` in one process: sampler and trainer share one model, so a weight update copies nothing.
+
+    for each step:   collect (sample, score)  ─►  train on the batch  ─►  the weights are version N  ─►  save, log
+                     event loop + compute thread   compute thread         the engine reads the same storage
+
+On-policy: step N is sampled by version N - 1. Rollouts are written to disk while the trainer computes.
+"""
+
+import asyncio
+import time
+from functools import partial
+
+from hone.config.help import to_toml
+from hone.config.rl import RLConfig
+from hone.config.sections import ServeConfig
+from hone.engine.engine import Engine
+from hone.environments import Environment, load_environments
+from hone.inference.service import EngineService, LocalClient
+from hone.models.hf import save_model
+from hone.models.loading import Loaded, load
+from hone.monitors.lines import orchestrator_line, trainer_line
+from hone.monitors.log import SUCCESS, component_log
+from hone.monitors.metrics import Metrics, check_wandb
+from hone.orchestrator.orchestrator import Orchestrator, write_rollouts
+from hone.run_directory import RunDirectory
+from hone.trainer.performance import keep_freed_memory
+from hone.trainer.rl.checkpoint import forget_after, resume, save_checkpoint
+from hone.trainer.rl.trainer import RLTrainer
+
+
+def main(config: RLConfig) -> None:
+    check_wandb(config.wandb)
+    keep_freed_memory()
+    environments = load_environments(config.orchestrator.env)
+    loaded = load(config.model, seed=config.seed)
+    trainer = RLTrainer(loaded.model, config.trainer, config.max_steps)
+    limit, serving = loaded.model.spec.max_position_embeddings, config.inference or ServeConfig()
+    engine = Engine(
+        loaded.model,
+        max_batch_size=serving.max_batch_size,
+        max_model_len=min(config.seq_len, serving.max_model_len or limit, limit),
+        kv_cache_gib=serving.kv_cache_gib,
+    )
+    run = RunDirectory(config.output_dir, "rl")
+    weight_steps = config.weights.steps(config.max_steps)
+    first = 1 + (resume(run, trainer.optimizer, config.model_dump(mode="json")) if config.resume else 0)
+    run.claim(clean=config.clean, resume=config.resume, weight_steps=weight_steps)
+    if config.resume:
+        forget_after(first - 1, run.metrics, run.rollouts)
+    run.write_config(to_toml(config))
+    with Metrics(run.metrics, config.wandb, config.model_dump(mode="json")) as metrics:
+        service = EngineService(engine, lockstep=True)
+        service.run_beside(train(config, loaded, environments, service, trainer, run, metrics, first, weight_steps))
+
+
+async def train(
+    config: RLConfig,
+    loaded: Loaded,
+    environments: dict[str, Environment],
+    service: EngineService,
+    trainer: RLTrainer,
+    run: RunDirectory,
+    metrics: Metrics,
+    first: int,
+    weight_steps: list[int],
+) -> None:
+    orchestrator_log, trainer_log = component_log("orchestrator", run.logs), component_log("trainer", run.logs)
+    service.engine.set_version(first - 1)
+    client = LocalClient(service, loaded.tokenizer)
+    orchestrator = Orchestrator(config.orchestrator, environments, client, config.seed)
+    trainer_log.info(
+        "Training %s (%.2fM parameters, %s on %s) on %d examples of %s, steps %d to %d",
+        config.model.name, sum(p.numel() for p in loaded.model.parameters()) / 1e6,
+        str(loaded.model.embed.weight.dtype)[6:], trainer.device, len(orchestrator.examples),
+        ", ".join(environments), first, config.max_steps,
+    )  # fmt: skip
+    for step in range(first, config.max_steps + 1):
+        start = time.perf_counter()
+        collected = await orchestrator.collect(step, version=step - 1)
+        trained, _ = await asyncio.gather(
+            service.run(partial(trainer.step, collected.batch)),
+            asyncio.to_thread(write_rollouts, collected.groups, run.rollouts / f"step_{step}"),
+        )
+        service.engine.set_version(step)
+        seconds = time.perf_counter() - start
+        values = {**collected.metrics, **trained, "time/step": seconds}
+        values["perf/throughput"] = values["progress/tokens"] / seconds
+        is_last = step == config.max_steps
+        if step in weight_steps:
+            await service.run(partial(save_model, loaded.model, loaded.directory, run.weights_for(step)))
+        if config.ckpt and (is_last or step % config.ckpt.interval == 0):
+            directory = run.checkpoints / f"step_{step}"
+            state = (trainer.optimizer, step, config.model_dump(mode="json"), config.ckpt.keep)
+            await service.run(partial(save_checkpoint, directory, *state))
+        metrics.log(step, values)
+        console = {"console": is_last or step % config.log_interval == 0}
+        if not collected.batch.samples:
+            orchestrator_log.warning("Step %d: no group had rollouts of different reward, nothing to learn from", step)
+        orchestrator_log.log(SUCCESS, orchestrator_line(step, values), extra=console)
+        trainer_log.log(SUCCESS, trainer_line(step, values), extra=console)
+    trainer_log.info("Weights of step %d in %s", config.max_steps, run.weights / f"step_{config.max_steps}")

@@ -1,0 +1,195 @@
+"""`rl` as processes: starts inference, orchestrator and trainer, watches them, and ends them all when one ends badly.
+
+    rl ─┬─ inference      (unless a running server is used)    logs/inference.log
+        ├─ orchestrator   ── HTTP ──► inference                logs/orchestrator.log, console
+        └─ trainer        ── files of the run directory ──     logs/trainer.log, console
+
+Each gets its configuration as configs/NAME.toml. A child ends by itself when its launcher is gone (`HONE_PARENT_PID`).
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from hone.config.help import to_toml
+from hone.config.inference import InferenceConfig
+from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
+from hone.inference.client import HttpClient
+from hone.monitors.metrics import check_wandb
+from hone.run_directory import RunDirectory
+
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+KEY_VARIABLE = "HONE_API_KEY"
+
+log = logging.getLogger("hone.rl")
+
+
+def launch(config: RLConfig) -> None:
+    """Runs the components to their end. Raises ValueError with the cause when one of them fails."""
+    check_wandb(config.wandb)
+    run = RunDirectory(config.output_dir, "rl")
+    run.check(clean=config.clean, resume=config.resume, weight_steps=config.weights.steps(config.max_steps))
+    configs = component_configs(config)
+    keys = {KEY_VARIABLE: config.inference.api_key} if config.inference and config.inference.api_key else {}
+    if config.inference is None:
+        asyncio.run(require_servers(configs["orchestrator"]))
+    run.logs.mkdir(parents=True, exist_ok=True)
+    run.write_config(to_toml(config.model_copy(update={"inference": without_key(config.inference)})))
+    gpus = {"inference": config.inference_gpu_ids, "trainer": config.trainer_gpu_ids}
+    children: list[Child] = []
+
+    def interrupt(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        for name, component in configs.items():
+            file = run.write_config(to_toml(without_key(component)), name)
+            environment = keys | threads(config) | visible_gpus(gpus.get(name), config)
+            children.append(Child(name, file, environment, run.logs))
+        log.info("Started %s; logs in %s", ", ".join(f"{c.name} ({c.process.pid})" for c in children), run.logs)
+        watch(children)
+    finally:
+        end(children)
+
+
+def component_configs(config: RLConfig) -> dict[str, Any]:
+    """The configuration of each process, from that of the run."""
+    common = config.model_dump(
+        include={"model", "output_dir", "seed", "log_level", "log_interval", "max_steps", "max_async_level"}
+    )
+    own = config.model_dump(include={"clean", "resume", "ckpt", "weights"})
+    configs: dict[str, Any] = {}
+    orchestrator = config.orchestrator.model_dump() | common | {"seq_len": config.seq_len}
+    orchestrator["wandb"] = config.wandb and config.wandb.model_dump()
+    if config.inference is not None:
+        server = config.inference.server
+        port = server.port or free_port()
+        limit = min(config.seq_len, config.inference.max_model_len or config.seq_len)
+        configs["inference"] = InferenceConfig.model_validate(
+            config.inference.model_dump()
+            | {"server": {"host": server.host, "port": port}, "max_model_len": limit}
+            | {key: common[key] for key in ("model", "seed", "log_level")}
+        )
+        orchestrator["client"]["base_url"] = [f"http://localhost:{port}/v1"]
+        if config.inference.api_key:
+            orchestrator["client"]["api_key_var"] = KEY_VARIABLE
+    configs["orchestrator"] = OrchestratorRunConfig.model_validate(orchestrator)
+    configs["trainer"] = TrainerRunConfig.model_validate(config.trainer.model_dump() | common | own)
+    return configs
+
+
+def without_key(config: Any) -> Any:
+    """The same without the API key, which travels in the environment and is not written down."""
+    return config.model_copy(update={"api_key": None}) if getattr(config, "api_key", None) else config
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def threads(config: RLConfig) -> dict[str, str]:
+    """Where sampling and training share the cores of a CPU, a thread that waits sleeps instead of spinning."""
+    shares = config.max_async_level > 0 and "OMP_WAIT_POLICY" not in os.environ
+    return {"OMP_WAIT_POLICY": "passive"} if shares else {}
+
+
+def visible_gpus(ids: list[int] | None, config: RLConfig) -> dict[str, str]:
+    """The environment that shows a component its GPUs: those of the configuration, out of those that are visible."""
+    if ids is None or config.model.device == "cpu":
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+        visible = ",".join(str(i) for i in range(count))
+    devices = [device for device in visible.split(",") if device]
+    if not devices:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[i % len(devices)] for i in ids)}
+
+
+async def require_servers(config: OrchestratorRunConfig) -> None:
+    """Raises ConnectionError, with what to do, unless every server that is to be used answers."""
+    for url in config.client.base_url:
+        async with HttpClient(url, config.model.name) as client:
+            if not await client.is_up():
+                raise ConnectionError(
+                    f"no server answers at {url}; start one with: inference --model.name {config.model.name}, "
+                    "or let rl start it: --inference @ FILE"
+                )
+
+
+class Child:
+    """A component's process, and what it last said."""
+
+    def __init__(self, name: str, config: Path, environment: dict[str, str], logs: Path) -> None:
+        self.name, self.said = name, deque[str](maxlen=50)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hone", name, "@", str(config)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C reaches the launcher, which ends its children in order
+            env=os.environ | environment | {"HONE_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+        )
+        # Trainer and orchestrator keep their own logs and speak on the console; inference is heard from its log alone.
+        self.log = (logs / f"{name}.log").open("w") if name == "inference" else None
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(line.rstrip())
+            print(line, end="", flush=True, file=self.log or sys.stdout)
+
+    def cause(self) -> str:
+        """Why it ended, in one line."""
+        self.reader.join(2.0)
+        code = self.process.returncode
+        how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+        errors = [line for line in self.said if "error:" in line.lower()] or [line for line in self.said if line]
+        return f"{self.name} {how}" + (f": {errors[-1]}" if code > 0 and errors else "")
+
+
+def watch(children: list[Child]) -> None:
+    """Returns when orchestrator and trainer have ended well. Raises ValueError with the cause when any ends badly."""
+    while True:
+        for child in children:
+            code = child.process.poll()
+            if code is not None and (code != 0 or child.name == "inference"):
+                raise ValueError(child.cause())
+        if all(child.process.poll() == 0 for child in children if child.name != "inference"):
+            return
+        time.sleep(0.1)
+
+
+def end(children: list[Child]) -> None:
+    """Ends what still runs: SIGTERM, some seconds, SIGKILL."""
+    running = [child.process for child in children if child.process.poll() is None]
+    for process in running:
+        process.terminate()
+    deadline = time.monotonic() + GRACE
+    for process in running:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    for child in children:
+        child.reader.join(2.0)
+        if child.log:
+            child.log.close()

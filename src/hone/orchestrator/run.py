@@ -1,0 +1,196 @@
+"""The orchestrator as a process: versions of the weights in, batches for the trainer out.
+
+    broadcasts/step_V ─ adopt: update every server, compare checksum and canary ─┐
+                                                                                 ▼
+    rollouts/step_N ◄─ collect step N with the newest version V >= N - 1 - max_async_level
+
+It joins the run whose trainer lives in the output directory: what an earlier run left there is not taken for it. A row
+of metrics.jsonl is written when the trainer's numbers of that step have come with its weights.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from functools import partial
+
+from hone.config.help import to_toml
+from hone.config.rl import OrchestratorRunConfig
+from hone.environments import load_environments
+from hone.inference.client import Fleet, HttpClient
+from hone.monitors.lines import orchestrator_line
+from hone.monitors.log import SUCCESS, component_log
+from hone.monitors.metrics import Metrics, check_wandb
+from hone.orchestrator.orchestrator import Collected, Orchestrator, write_rollouts
+from hone.run_directory import RunDirectory
+from hone.transport.files import Delivery, published, read_delivery, write_batch
+from hone.transport.waiting import POLL, PulseOf, Wait
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, where none is configured
+
+
+def main(config: OrchestratorRunConfig) -> None:
+    check_wandb(config.wandb)
+    environments = load_environments(config.env)
+    run = RunDirectory(config.output_dir, "rl")
+    asyncio.run(orchestrate(config, run, environments))
+
+
+async def orchestrate(config: OrchestratorRunConfig, run: RunDirectory, environments) -> None:  # type: ignore[no-untyped-def]
+    log = logging.getLogger("hone.orchestrator")
+    clients = connect(config)
+    fleet = Fleet(clients)
+    orchestrator = Orchestrator(config, environments, fleet, config.seed)
+    await wait_for_servers(config, clients, log)
+    weights = Weights(run, config, clients, log)
+    first = await weights.join() + 1
+    log = weights.log = component_log("orchestrator", run.logs)
+    run.write_config(to_toml(config), "orchestrator")
+    log.info(
+        "Orchestrating steps %d to %d on %d examples of %s, sampled by %s",
+        first, config.max_steps, len(orchestrator.examples), ", ".join(environments), ", ".join(config.client.base_url),
+    )  # fmt: skip
+    with Metrics(run.metrics, config.wandb, config.model_dump(mode="json")) as metrics:
+        rows = Rows(metrics, config, log)
+        for step in range(first, config.max_steps + 1):
+            start = time.perf_counter()
+            await weights.at_least(step - 1 - config.max_async_level, first - 1, rows)
+            waited = time.perf_counter() - start
+            collected = await orchestrator.collect(step, weights.version)
+            await asyncio.to_thread(publish, collected, run)
+            seconds = time.perf_counter() - start
+            rows.sampled(step, collected, {"time/wait_for_weights": waited, "time/step": seconds})
+            weights.look(rows)
+        await weights.at_least(config.max_steps, first - 1, rows)
+    for client in clients:
+        await client.__aexit__()
+
+
+def connect(config: OrchestratorRunConfig) -> list[HttpClient]:
+    key = None
+    if config.client.api_key_var:
+        key = os.environ.get(config.client.api_key_var)
+        if not key:
+            raise ValueError(f"client.api-key-var: the environment variable {config.client.api_key_var} is not set")
+    urls = [url if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1" for url in config.client.base_url]
+    limit, timeout = {"max_total_tokens": config.seq_len}, config.rollout_timeout
+    return [HttpClient(url, config.model.name, key, extra_body=limit, timeout=timeout) for url in urls]
+
+
+async def wait_for_servers(config: OrchestratorRunConfig, clients: list[HttpClient], log: logging.Logger) -> None:
+    for client in clients:
+        hint = f"start one with: inference --model.name {config.model.name}"
+        wait = Wait(f"a server at {client.base_url}", config.client.ready_timeout, log, hint)
+        while not await client.is_up():
+            wait.check()
+            await asyncio.sleep(0.1)
+
+
+def publish(collected: Collected, run: RunDirectory) -> None:
+    """Rollouts and batch of a step, in one directory that appears whole."""
+    directory = run.rollouts / f"step_{collected.batch.step}"
+    write_rollouts(collected.groups, directory, partial(write_batch, collected.batch, run.id))
+
+
+class Weights:
+    """The versions that the trainer publishes, and the newest that every server has taken and proven."""
+
+    def __init__(
+        self, run: RunDirectory, config: OrchestratorRunConfig, clients: list[HttpClient], log: logging.Logger
+    ) -> None:
+        self.run, self.config, self.clients, self.log = run, config, clients, log
+        self.trainer = PulseOf(run.pulse("trainer"))
+        self.version, self.seen = -1, -1
+
+    async def join(self) -> int:
+        """The version that the run of the living trainer starts from; every server has it then."""
+        hint = f"is there a trainer over it? (trainer @ FILE --output-dir {self.run.path})"
+        wait = Wait(f"the trainer of a run in {self.run.path}", self.config.weights_timeout, self.log, hint)
+        while True:
+            versions = published(self.run.broadcasts) if self.trainer.is_beating() else []
+            delivery = read_delivery(self.run.broadcasts / f"step_{versions[-1]}") if versions else None
+            if delivery is not None and delivery.run == self.run.id:
+                self.seen = delivery.version
+                await self._adopt(delivery)
+                return delivery.version
+            wait.check()
+            await asyncio.sleep(0.05)
+
+    async def at_least(self, version: int, start: int, rows: "Rows") -> None:
+        """Waits until that version (or the one the run started from) is there, and gives the servers the newest."""
+        version = max(version, start)
+        what = f"version {version} of the weights in {self.run.broadcasts}"
+        wait = Wait(what, self.config.weights_timeout, self.log, "is the trainer still at work?")
+        while True:
+            newest = self.look(rows)
+            if self.seen >= version:
+                break
+            if self.trainer.is_silent():
+                raise ConnectionError(f"waiting for {what}: the trainer of this run has gone silent")
+            wait.check()
+            await asyncio.sleep(POLL)
+        if self.seen > self.version:
+            delivery = newest or read_delivery(self.run.broadcasts / f"step_{self.seen}")
+            if delivery is not None:
+                await self._adopt(delivery)
+
+    def look(self, rows: "Rows") -> Delivery | None:
+        """Takes note of what has been published since; returns the newest of it."""
+        delivery = None
+        for version in published(self.run.broadcasts):
+            if version > self.seen:
+                found = read_delivery(self.run.broadcasts / f"step_{version}")
+                if found is not None and found.run == self.run.id:
+                    delivery, self.seen = found, version
+                    rows.trained(version, found.metrics)
+        return delivery
+
+    async def _adopt(self, delivery: Delivery) -> None:
+        """Gives every server the version and has each prove that it serves it."""
+        start = time.perf_counter()
+        await asyncio.gather(*(self._update(client, delivery) for client in self.clients))
+        self.version = delivery.version
+        self.log.debug("Version %d adopted in %.3f s", delivery.version, time.perf_counter() - start)
+
+    async def _update(self, client: HttpClient, delivery: Delivery) -> None:
+        directory = (self.run.broadcasts / f"step_{delivery.version}").resolve()
+        body = {"weight_dir": str(directory), "version": delivery.version, "model_name": self.config.model.name}
+        try:
+            state = await client.control("update_weights", body)
+            scored = (await client.control("score", {"ids": delivery.canary.ids}))["logprobs"]
+        except RuntimeError as error:  # an answer that refuses: nothing that this run can go on with
+            raise ConnectionError(f"version {delivery.version} was not taken: {error}") from None
+        if state["dtype"] == delivery.dtype and state["checksum"] != delivery.checksum:
+            raise ConnectionError(
+                f"{client.base_url} serves other weights than version {delivery.version}: checksum "
+                f"{state['checksum']}, the trainer's is {delivery.checksum}"
+            )
+        worst = max(abs(a - b) for a, b in zip(scored, delivery.canary.logprobs, strict=True))
+        tolerance = self.config.canary_tolerance or max(TOLERANCE[delivery.dtype], TOLERANCE[state["dtype"]])
+        if not worst <= tolerance:
+            raise ConnectionError(
+                f"{client.base_url} and the trainer disagree on the canary of version {delivery.version}: logprobs "
+                f"differ by up to {worst:.2g}, allowed are {tolerance:g} (canary-tolerance)"
+            )
+
+
+class Rows:
+    """Rows of metrics.jsonl: what sampling a step gave, joined by what training on it gave."""
+
+    def __init__(self, metrics: Metrics, config: OrchestratorRunConfig, log: logging.Logger) -> None:
+        self.metrics, self.config, self.log = metrics, config, log
+        self._sampled: dict[int, dict[str, float]] = {}
+
+    def sampled(self, step: int, collected: Collected, times: dict[str, float]) -> None:
+        values = {**collected.metrics, **times}
+        values["perf/throughput"] = values["progress/tokens"] / values["time/step"]
+        self._sampled[step] = values
+        if not collected.batch.samples:
+            self.log.warning("Step %d: no group had rollouts of different reward, nothing to learn from", step)
+        is_last = step == self.config.max_steps
+        console = {"console": is_last or step % self.config.log_interval == 0}
+        self.log.log(SUCCESS, orchestrator_line(step, values), extra=console)
+
+    def trained(self, step: int, values: dict[str, float]) -> None:
+        if step in self._sampled:
+            self.metrics.log(step, {**self._sampled.pop(step), **values})

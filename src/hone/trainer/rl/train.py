@@ -1,0 +1,102 @@
+"""The RL trainer as a process: batches from the orchestrator in, versions of the weights out.
+
+    broadcasts/step_N ◄─ publish version N ◄─ step ◄─ rollouts/step_N/batch.safetensors
+                              └─► weights/step_N, checkpoints/step_N when due
+
+It owns the run directory: it claims it, gives the run its id and publishes the version that the run starts from, which
+is what an orchestrator waits for. Also run as a file under torchrun.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from hone.config.help import to_toml
+from hone.config.rl import TrainerRunConfig
+from hone.models.hf import save_model, write_model
+from hone.models.loading import Loaded, load
+from hone.models.proof import canary_ids, checksum, score
+from hone.monitors.lines import trainer_line
+from hone.monitors.log import SUCCESS, component_log
+from hone.records import Batch
+from hone.run_directory import RunDirectory
+from hone.trainer.performance import keep_freed_memory
+from hone.trainer.rl.checkpoint import forget_after, resume, save_checkpoint
+from hone.trainer.rl.trainer import RLTrainer
+from hone.transport.files import BATCH, Canary, Delivery, publish_delivery, published, read_batch, remove_before
+from hone.transport.waiting import Pulse, Wait, wait_for
+
+
+def main(config: TrainerRunConfig) -> None:
+    keep_freed_memory()
+    run = RunDirectory(config.output_dir, "rl")
+    weight_steps = config.weights.steps(config.max_steps)
+    run.check(clean=config.clean, resume=config.resume, weight_steps=weight_steps)  # before seconds of loading
+    loaded = load(config.model, seed=config.seed)
+    trainer = RLTrainer(loaded.model, config, config.max_steps)
+    state = config.model_dump(mode="json")
+    first = 1 + (resume(run, trainer.optimizer, state) if config.resume else 0)
+    run.claim(clean=config.clean, resume=config.resume, weight_steps=weight_steps)
+    if config.resume:
+        forget_after(first - 1, run.metrics, run.rollouts)
+    run.write_config(to_toml(config), "trainer")
+    log = component_log("trainer", run.logs)
+    log.info(
+        "Training %s (%.2fM parameters, %s on %s), steps %d to %d, with an orchestrator over %s",
+        config.model.name, sum(p.numel() for p in loaded.model.parameters()) / 1e6,
+        str(loaded.model.embed.weight.dtype)[6:], trainer.device, first, config.max_steps, run.path,
+    )  # fmt: skip
+    publish = Publisher(loaded, run, config.max_async_level)
+    with Pulse(run.pulse("trainer")):
+        publish(first - 1, {})
+        for step in range(first, config.max_steps + 1):
+            start = time.perf_counter()
+            batch = receive(run, step, config.batch_timeout, log)
+            waited = time.perf_counter() - start
+            values = trainer.step(batch) | {"time/wait_for_batch": waited}
+            start = time.perf_counter()
+            is_last = step == config.max_steps
+            if step in weight_steps:
+                save_model(loaded.model, loaded.directory, run.weights_for(step))
+            if config.ckpt and (is_last or step % config.ckpt.interval == 0):
+                save_checkpoint(run.checkpoints / f"step_{step}", trainer.optimizer, step, state, config.ckpt.keep)
+            publish(step, values | {"time/save": time.perf_counter() - start})
+            console = {"console": is_last or step % config.log_interval == 0}
+            log.log(SUCCESS, trainer_line(step, values), extra=console)
+            (run.rollouts / f"step_{step}" / BATCH).unlink(missing_ok=True)  # the rollouts beside it stay
+        log.info("Weights of step %d in %s", config.max_steps, run.weights / f"step_{config.max_steps}")
+
+
+def receive(run: RunDirectory, step: int, timeout: float, log) -> Batch:  # type: ignore[no-untyped-def]
+    """The batch of a step, once the orchestrator of this run has published it."""
+
+    def ready() -> Batch | None:
+        return read_batch(run.rollouts / f"step_{step}", run.id) if step in published(run.rollouts) else None
+
+    hint = f"is there an orchestrator over {run.path}? (orchestrator @ FILE --output-dir {run.path})"
+    return wait_for(Wait(f"the rollouts of step {step} in {run.rollouts}", timeout, log, hint), ready)
+
+
+class Publisher:
+    """Publishes the weights as version N; the first time with the tokenizer, so that any server can take them."""
+
+    def __init__(self, loaded: Loaded, run: RunDirectory, max_async_level: int) -> None:
+        self.loaded, self.run, self.keep = loaded, run, max_async_level + 2
+        self.is_first = True
+
+    def __call__(self, version: int, metrics: dict[str, float]) -> None:
+        model, broadcasts = self.loaded.model, self.run.broadcasts
+        partial = write_model(model, self.loaded.directory, broadcasts / f"step_{version}.partial", self.is_first)
+        ids = canary_ids(model.spec.vocab_size)
+        dtype = str(model.embed.weight.dtype).removeprefix("torch.")
+        delivery = Delivery(self.run.id, version, checksum(model), dtype, Canary(ids, score(model, ids)), metrics)
+        publish_delivery(partial, delivery)
+        remove_before(broadcasts, version - self.keep)
+        self.is_first = False
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[3]))  # src/, where torchrun gave a file and not the package
+    from hone.cli import run_as_file
+
+    run_as_file("trainer")
