@@ -46,7 +46,7 @@ def main(directory: Path) -> None:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": "<|end|>",
             "pad_token": "<|end|>",
-            "model_max_length": 512,
+            "model_max_length": 2048,
         },
     )
     write_json(directory / "generation_config.json", {"eos_token_id": [end, close], "pad_token_id": end})
@@ -63,7 +63,7 @@ def main(directory: Path) -> None:
             "num_key_value_heads": 4,
             "head_dim": 32,
             "hidden_act": "silu",
-            "max_position_embeddings": 512,
+            "max_position_embeddings": 2048,
             "initializer_range": 0.06,
             "rms_norm_eps": 1e-06,
             "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},

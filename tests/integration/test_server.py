@@ -86,8 +86,8 @@ def test_curl(server, trained):
     ("fields", "status", "words"),
     [
         ({"model": "other"}, 404, "'other' is not served here"),
-        ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "maximum context length is 512"),
-        ({"max_tokens": 510}, 400, "maximum context length is 512"),
+        ({"messages": [{"role": "user", "content": "x" * 2100}]}, 400, "maximum context length is 2048"),
+        ({"max_tokens": 2046}, 400, "maximum context length is 2048"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"messages": []}, 400, "messages"),
         ({"messages": "hi"}, 400, "messages"),

@@ -29,10 +29,18 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
+    def public(self) -> dict[str, Any]:
+        """The values as plain data, without secrets: what may be written down."""
+        return _without_secrets(self.model_dump(mode="json"))
+
     @classmethod
     def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
         """What was read, before it is validated; `files_for` names the keys that were given files of their own."""
         return values
+
+
+def _without_secrets(value: Any) -> Any:
+    return {k: _without_secrets(v) for k, v in value.items() if k != "api_key"} if isinstance(value, dict) else value
 
 
 def load_config(cls: type[C], argv: list[str]) -> C:

@@ -47,9 +47,8 @@ def reference_table(cls: type[Config]) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """A configuration as TOML that gives the same configuration back; None is written as "None"."""
-    values: dict[str, Any] = config.model_dump(mode="json")
-    return "\n".join(_toml_table(values, "")).strip() + "\n"
+    """A configuration as TOML that gives the same one back, secrets left out; None is written as "None"."""
+    return "\n".join(_toml_table(config.public(), "")).strip() + "\n"
 
 
 def _toml_table(values: dict[str, Any], name: str) -> list[str]:

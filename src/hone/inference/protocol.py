@@ -54,6 +54,7 @@ class ChatRequest(BaseModel):
     seed: int | None = None
     logprobs: bool | None = None
     return_token_ids: bool | None = None
+    return_token_logprobs: bool | None = None  # plain numbers, beside or instead of the entries of `logprobs`
     return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     tools: list[dict[str, Any]] | None = None
@@ -93,6 +94,8 @@ def chat_response(
         if request.logprobs:
             by_id = bool(request.return_tokens_as_token_ids)
             choice["logprobs"] = {"content": _logprob_entries(completion, tokenizer, by_id)}
+        if request.return_token_logprobs:
+            choice["token_logprobs"] = completion.logprobs
         if request.return_token_ids:
             choice["token_ids"] = completion.ids
             choice["policy_versions"] = completion.versions

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from hone.kernels import cpu
 
-# Few tokens are not worth packing large weights for. Small weights (4 MB) are always multiplied by the compiled product:
-# a row of it does not depend on the rows beside it, so a token's numbers are the same to the bit in any batch.
+# Few tokens are not worth packing large weights for. Small ones (4 MB) are always multiplied by the compiled product: a
+# row of it does not depend on its neighbours, so a token's numbers are the same to the bit in any batch.
 # Without AVX-512 the tiles do not fit the registers.
 FEW_TOKENS, LARGE_WEIGHT = 32, 2**20
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"

@@ -43,12 +43,12 @@ def main(config: RLConfig) -> None:
     )
     run = RunDirectory(config.output_dir, "rl")
     weight_steps = config.weights.steps(config.max_steps)
-    first = 1 + (resume(run, trainer.optimizer, config.model_dump(mode="json")) if config.resume else 0)
+    first = 1 + (resume(run, trainer.optimizer, config.public()) if config.resume else 0)
     run.claim(clean=config.clean, resume=config.resume, weight_steps=weight_steps)
     if config.resume:
         forget_after(first - 1, run.metrics, run.rollouts)
     run.write_config(to_toml(config))
-    with Metrics(run.metrics, config.wandb, config.model_dump(mode="json")) as metrics:
+    with Metrics(run.metrics, config.wandb, config) as metrics:
         service = EngineService(engine, lockstep=True)
         service.run_beside(train(config, loaded, environments, service, trainer, run, metrics, first, weight_steps))
 
@@ -90,7 +90,7 @@ async def train(
             await service.run(partial(save_model, loaded.model, loaded.directory, run.weights_for(step)))
         if config.ckpt and (is_last or step % config.ckpt.interval == 0):
             directory = run.checkpoints / f"step_{step}"
-            state = (trainer.optimizer, step, config.model_dump(mode="json"), config.ckpt.keep)
+            state = (trainer.optimizer, step, config.public(), config.ckpt.keep)
             await service.run(partial(save_checkpoint, directory, *state))
         metrics.log(step, values)
         console = {"console": is_last or step % config.log_interval == 0}

@@ -39,11 +39,12 @@ def launch(config: RLConfig) -> None:
     run = RunDirectory(config.output_dir, "rl")
     run.check(clean=config.clean, resume=config.resume, weight_steps=config.weights.steps(config.max_steps))
     configs = component_configs(config)
+    # The key travels in the environment: what is written down has no secrets.
     keys = {KEY_VARIABLE: config.inference.api_key} if config.inference and config.inference.api_key else {}
     if config.inference is None:
         asyncio.run(require_servers(configs["orchestrator"]))
     run.logs.mkdir(parents=True, exist_ok=True)
-    run.write_config(to_toml(config.model_copy(update={"inference": without_key(config.inference)})))
+    run.write_config(to_toml(config))
     gpus = {"inference": config.inference_gpu_ids, "trainer": config.trainer_gpu_ids}
     children: list[Child] = []
 
@@ -53,7 +54,7 @@ def launch(config: RLConfig) -> None:
     signal.signal(signal.SIGTERM, interrupt)
     try:
         for name, component in configs.items():
-            file = run.write_config(to_toml(without_key(component)), name)
+            file = run.write_config(to_toml(component), name)
             environment = keys | threads(config) | visible_gpus(gpus.get(name), config)
             children.append(Child(name, file, environment, run.logs))
         log.info("Started %s; logs in %s", ", ".join(f"{c.name} ({c.process.pid})" for c in children), run.logs)
@@ -86,11 +87,6 @@ def component_configs(config: RLConfig) -> dict[str, Any]:
     configs["orchestrator"] = OrchestratorRunConfig.model_validate(orchestrator)
     configs["trainer"] = TrainerRunConfig.model_validate(config.trainer.model_dump() | common | own)
     return configs
-
-
-def without_key(config: Any) -> Any:
-    """The same without the API key, which travels in the environment and is not written down."""
-    return config.model_copy(update={"api_key": None}) if getattr(config, "api_key", None) else config
 
 
 def free_port() -> int:

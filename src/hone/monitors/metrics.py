@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hone.config.base import Config
 from hone.config.sections import WandbConfig
 
 
@@ -17,20 +18,20 @@ def check_wandb(config: WandbConfig | None) -> None:
 class Metrics:
     """Use as a context manager; `log(step, values)` appends a line."""
 
-    def __init__(self, path: Path, wandb: WandbConfig | None, run_config: dict[str, Any]) -> None:
+    def __init__(self, path: Path, wandb: WandbConfig | None, run_config: Config) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("a")
         self.run = None
         if wandb is not None:
             import wandb as library
 
-            self.run = library.init(
-                project=wandb.project,
-                name=wandb.name,
-                config=run_config,
-                dir=str(path.parent),
-                mode="offline" if wandb.offline else "online",
-            )
+            mode: Any = "offline" if wandb.offline else None  # None: what WANDB_MODE says, or online
+            try:
+                self.run = library.init(
+                    project=wandb.project, name=wandb.name, config=run_config.public(), dir=str(path.parent), mode=mode
+                )
+            except library.errors.UsageError as error:  # no API key, for one
+                raise ValueError(f"wandb: {error}; or write to disk only: --wandb.offline") from None
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self.file.write(json.dumps({"step": step, **values}) + "\n")

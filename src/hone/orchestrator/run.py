@@ -50,7 +50,7 @@ async def orchestrate(config: OrchestratorRunConfig, run: RunDirectory, environm
         "Orchestrating steps %d to %d on %d examples of %s, sampled by %s",
         first, config.max_steps, len(orchestrator.examples), ", ".join(environments), ", ".join(config.client.base_url),
     )  # fmt: skip
-    with Metrics(run.metrics, config.wandb, config.model_dump(mode="json")) as metrics:
+    with Metrics(run.metrics, config.wandb, config) as metrics:
         rows = Rows(metrics, config, log)
         for step in range(first, config.max_steps + 1):
             start = time.perf_counter()
@@ -74,7 +74,7 @@ def connect(config: OrchestratorRunConfig) -> list[HttpClient]:
             raise ValueError(f"client.api-key-var: the environment variable {config.client.api_key_var} is not set")
     urls = [url if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1" for url in config.client.base_url]
     limit, timeout = {"max_total_tokens": config.seq_len}, config.rollout_timeout
-    return [HttpClient(url, config.model.name, key, extra_body=limit, timeout=timeout) for url in urls]
+    return [HttpClient(url, config.model.name, key, extra_body=limit, timeout=timeout, is_hone=True) for url in urls]
 
 
 async def wait_for_servers(config: OrchestratorRunConfig, clients: list[HttpClient], log: logging.Logger) -> None:

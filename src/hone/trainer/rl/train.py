@@ -34,7 +34,7 @@ def main(config: TrainerRunConfig) -> None:
     run.check(clean=config.clean, resume=config.resume, weight_steps=weight_steps)  # before seconds of loading
     loaded = load(config.model, seed=config.seed)
     trainer = RLTrainer(loaded.model, config, config.max_steps)
-    state = config.model_dump(mode="json")
+    state = config.public()
     first = 1 + (resume(run, trainer.optimizer, state) if config.resume else 0)
     run.claim(clean=config.clean, resume=config.resume, weight_steps=weight_steps)
     if config.resume:

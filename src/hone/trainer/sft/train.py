@@ -37,7 +37,7 @@ def main(config: SFTConfig) -> None:
     run.claim(clean=config.clean, weight_steps=config.weights.steps(config.max_steps) if config.max_steps else [])
     run.write_config(to_toml(config))
     log = component_log("sft", run.logs)
-    with Metrics(run.metrics, config.wandb, config.model_dump(mode="json")) as metrics:
+    with Metrics(run.metrics, config.wandb, config) as metrics:
         Trainer(config, loaded, run, metrics, log).train(rows, val_rows)
 
 

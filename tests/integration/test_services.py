@@ -1,0 +1,215 @@
+"""Inference, orchestrator and trainer as processes: the seeds' commands, the same numbers, life and death."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hone.kernels import cpu
+from hone.kernels.linear import HAS_AVX512
+from hone.models.hf import load_model, save_model
+from hone.models.proof import checksum
+
+from .conftest import BIN, ROOT, TINY, Server, command
+
+TINY_RL = ("--trainer", "@", f"{TINY}/rl/train.toml", "--orchestrator", "@", f"{TINY}/rl/orch.toml")
+SMALL = (
+    "--seq-len", 64, "--orchestrator.batch-size", 32, "--orchestrator.rollouts-per-example", 8,
+    "--orchestrator.sampling.max-tokens", 16,
+)  # fmt: skip
+PORT = ("--inference.server.port", 0)
+
+
+def metrics(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").open()]
+
+
+def descendants_of_run(out):
+    """Processes whose command line names the run directory, wherever they hang."""
+    found = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                words = Path(f"/proc/{entry.name}/cmdline").read_text().split("\0")
+            except OSError:
+                continue
+            if any(str(out) in word for word in words):
+                found[int(entry.name)] = words
+    return found
+
+
+def gone(out, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while descendants_of_run(out):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def processes(out, model, *options, **kwargs):
+    return command(
+        "rl", *TINY_RL, "--inference", "@", f"{TINY}/rl/infer.toml", "--model.name", model, "--output-dir", out,
+        *SMALL, *PORT, *options, **kwargs,
+    )  # fmt: skip
+
+
+class Started:
+    """An `rl` of processes in the background, at work."""
+
+    def __init__(self, out, model, *options):
+        self.out, self.log = out, out.with_suffix(".log")
+        words = [
+            BIN / "rl", *TINY_RL, "--inference", "@", f"{TINY}/rl/infer.toml", "--model.name", model,
+            "--output-dir", out, *SMALL, *PORT, "--log-interval", 1, *options,
+        ]  # fmt: skip
+        self.process = subprocess.Popen(
+            list(map(str, words)), stdout=self.log.open("w"), stderr=subprocess.STDOUT, cwd=ROOT
+        )
+        deadline = time.monotonic() + 90
+        while not any((out / "checkpoints").glob("step_[3-9]")):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+
+    def pid_of(self, name):
+        (pid,) = [pid for pid, words in descendants_of_run(self.out).items() if words[1:4] == ["-m", "hone", name]]
+        return pid
+
+
+def test_processes_give_the_same_rewards_and_weights_as_one_process(trained, tmp_path):
+    if not (cpu.IS_AVAILABLE and HAS_AVX512):
+        pytest.skip("torch's own products depend on the batch in the last bits")
+    options = ("--max-steps", 6)
+    processes(tmp_path / "several", trained, "--max-async-level", 0, *options)
+    command(
+        "rl", *TINY_RL, "--model.name", trained, "--output-dir", tmp_path / "one", *SMALL, *options,
+        "--deployment", "colocated",
+    )  # fmt: skip
+    one, several = metrics(tmp_path / "one"), metrics(tmp_path / "several")
+    for key in ("reward/mean", "loss/mean", "optim/grad_norm", "mismatch_kl/mean", "completion_len/mean"):
+        assert [row[key] for row in one] == [row[key] for row in several]
+    assert [row["batch/off_policy_level/max"] for row in several] == [0] * 6
+    paths = (tmp_path / name / "weights" / "step_6" / "model.safetensors" for name in ("one", "several"))
+    mine, theirs = (load_file(path) for path in paths)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert gone(tmp_path, 0.5)
+
+
+def test_sampling_runs_a_step_ahead_and_says_so(trained, tmp_path):
+    processes(tmp_path / "run", trained, "--max-steps", 5)
+    rows = metrics(tmp_path / "run")
+    assert len(rows) == 5 and max(row["batch/async_level"] for row in rows) == 1
+    assert rows[0]["batch/off_policy_level/max"] == 0 and max(r["batch/off_policy_level/max"] for r in rows) <= 1
+    kept = sorted(path.name for path in (tmp_path / "run" / "broadcasts").iterdir())
+    assert kept == ["step_2", "step_3", "step_4", "step_5"]
+    assert all((tmp_path / "run" / "broadcasts" / name / "STABLE").exists() for name in kept)
+    rollouts = (tmp_path / "run" / "rollouts" / "step_5" / "rollouts.jsonl").read_text().splitlines()
+    assert {json.loads(line)["turns"][0]["version"] for line in rollouts} <= {3, 4}
+
+
+def test_a_resumed_run_goes_on_from_its_checkpoint(trained, tmp_path):
+    options = ("--max-async-level", 0, "--ckpt.interval", 2, "--trainer.clean", "false")
+    processes(tmp_path / "whole", trained, "--max-steps", 4, *options)
+    schedule = ("--trainer.scheduler.type", "constant")
+    processes(tmp_path / "whole", trained, "--clean", "--max-steps", 4, *options[:4], *schedule)
+    processes(tmp_path / "parts", trained, "--max-steps", 2, *options, *schedule)
+    processes(tmp_path / "parts", trained, "--max-steps", 4, *options, *schedule, "--resume")
+    mine, theirs = ([row["reward/mean"] for row in metrics(tmp_path / name)] for name in ("whole", "parts"))
+    assert mine == theirs and len(mine) == 4
+
+
+@pytest.mark.parametrize("victim", ["inference", "orchestrator", "trainer", "launcher"])
+def test_the_death_of_any_process_ends_all(victim, trained, tmp_path):
+    run = Started(tmp_path / "run", trained, "--max-steps", 5000, "--ckpt.interval", 1)
+    os.kill(run.process.pid if victim == "launcher" else run.pid_of(victim), signal.SIGKILL)
+    assert gone(tmp_path / "run")
+    assert run.process.wait(10) != 0
+    if victim != "launcher":
+        last = run.log.read_text().splitlines()[-1]
+        assert last == f"rl: error: {victim} was killed (SIGKILL)", run.log.read_text()
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*[0-9]/trainer/*.partial"))
+    steps = sorted(int(p.name[5:]) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.suffix != ".partial")
+    assert load_file(tmp_path / "run" / "checkpoints" / f"step_{steps[-1]}" / "trainer" / "optimizer.safetensors")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_launcher_leaves_nothing_behind(number, trained, tmp_path):
+    run = Started(tmp_path / "run", trained, "--max-steps", 5000, "--ckpt.interval", 1)
+    run.process.send_signal(number)
+    assert run.process.wait(10) == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+    assert gone(tmp_path / "run", 1.0) and "Traceback" not in run.log.read_text()
+
+
+def test_a_component_that_fails_is_the_cause(trained, tmp_path):
+    done = processes(tmp_path / "run", trained, "--orchestrator.env", '{"id": "no-such"}', ok=False)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("rl: error: orchestrator ended with exit code 1: orchestrator: error: environment")
+    done = command("rl", *TINY_RL, "--model.name", trained, "--output-dir", tmp_path / "other", ok=False)
+    assert "no server answers at http://localhost:8000/v1; start one with: inference --model.name" in done.stderr
+
+
+# ------------------------------------------------------------------------------ a server kept alive
+
+
+def other_model(directory, heads):
+    """A random model of another shape, in a directory."""
+    config = json.loads((ROOT / TINY / "model" / "config.json").read_text())
+    shutil.copytree(ROOT / TINY / "model", directory)
+    config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": 2}
+    (directory / "config.json").write_text(json.dumps(config))
+    save_model(load_model(directory, random_init=True, seed=heads), directory, directory)
+    return directory
+
+
+def test_a_server_kept_alive_serves_the_model_of_each_run(trained, tmp_path):
+    server = Server("--model.name", trained, log=tmp_path / "server.log")
+    root = server.url.removesuffix("/v1")
+    try:
+        models = [trained, other_model(tmp_path / "two", 2), other_model(tmp_path / "four", 4)]
+        for number, model in enumerate(models):
+            out = tmp_path / f"run_{number}"
+            command(
+                "rl", *TINY_RL, "--model.name", model, "--output-dir", out, *SMALL, "--max-steps", 2,
+                "--orchestrator.client.base-url", server.url,
+            )  # fmt: skip
+            state = httpx.get(f"{root}/version").json()
+            assert (state["version"], state["model"]) == (2, str(model))
+            assert state["checksum"] == checksum(load_model(out / "weights" / "step_2"))
+            (served,) = httpx.get(f"{server.url}/models").json()["data"]
+            assert served["id"] == str(model)
+    finally:
+        server.stop()
+
+
+def test_control_routes(server, trained):
+    root, chat = server.url.removesuffix("/v1"), f"{server.url}/chat/completions"
+    assert httpx.post(f"{root}/pause?mode=never").status_code == 400
+    assert httpx.post(f"{root}/pause?mode=wait").json() == {"is_paused": True}
+    body = {"model": str(trained), "messages": [{"role": "user", "content": "abc"}], "max_tokens": 3}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(chat, json=body, timeout=0.5)
+    assert httpx.get(f"{root}/version").json()["is_paused"]
+    assert httpx.post(f"{root}/resume").json() == {"is_paused": False}
+    assert httpx.post(chat, json=body).status_code == 200
+    answer = httpx.post(f"{root}/update_weights", json={"weight_dir": "/nowhere", "version": 1})
+    assert answer.status_code == 400 and "is not a model directory" in answer.text
+    assert httpx.post(f"{root}/score", json={"ids": [1, 10**6]}).status_code == 400
+    assert len(httpx.post(f"{root}/score", json={"ids": [1, 2, 3]}).json()["logprobs"]) == 2
+
+
+def test_control_routes_ask_for_the_key(trained, tmp_path):
+    server = Server("--model.name", trained, "--api-key", "k", "--server.host", "127.0.0.1", log=tmp_path / "log")
+    try:
+        root = server.url.removesuffix("/v1")
+        assert httpx.post(f"{root}/pause").status_code == 401
+        assert httpx.get(f"{root}/version", headers={"Authorization": "Bearer k"}).status_code == 200
+    finally:
+        server.stop()
