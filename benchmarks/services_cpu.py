@@ -1,6 +1,6 @@
 """The tiny recipe as three processes against one process, on the CPU: the same learning, and what the processes cost.
 
-For seeds 0, 1, 2: SFT, then RL in one process, by processes at async level 0 and by processes at level 1. Final reward is
+For seeds 0, 1, 2: SFT, then RL in one process, by processes at async level 0 and by processes at level 1. Final reward:
 the mean over the last ten steps. At level 0 rewards and weights must be the same to the bit. Overhead of a step is its
 time less sampling and training, at 128 rollouts; start-up is from `rl` to the first request for rollouts.
 """
