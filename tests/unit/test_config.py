@@ -3,9 +3,11 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from hone.cli import COMMANDS, import_object
 from hone.config.base import ConfigError, load_config
 from hone.config.help import help_text, to_toml
 from hone.config.inference import InferenceConfig
@@ -139,3 +141,42 @@ def test_the_reference_page_is_current():
 
     page = Path(__file__).parents[2] / "docs" / "configuration.md"
     assert page.read_text() == reference_page(), "run `make docs`"
+
+
+def test_components_files_say_what_they_share_once_for_all(tmp_path):
+    trainer, orchestrator = tmp_path / "train.toml", tmp_path / "orch.toml"
+    trainer.write_text('max_steps = 5\nclean = true\n[model]\nname = "m"\n[optim]\nlr = 1e-3\n')
+    orchestrator.write_text('max_steps = 5\nseq_len = 64\n[model]\nname = "m"\n[[env]]\nid = "reverse-text"\n')
+    argv = ["--trainer", "@", str(trainer), "--orchestrator", "@", str(orchestrator)]
+    config = load_config(RLConfig, argv)
+    assert (config.model.name, config.max_steps, config.seq_len, config.clean) == ("m", 5, 64, True)
+    assert (config.deployment, config.inference, config.trainer.optim.lr) == ("processes", None, 1e-3)
+    assert load_config(RLConfig, [*argv, "--max-steps", "7", "--model.name", "n"]).max_steps == 7
+    orchestrator.write_text('max_steps = 6\n[[env]]\nid = "reverse-text"\n')
+    with pytest.raises(
+        ConfigError, match=r"max_steps: 5 in .*train.toml, 6 in .*orch.toml; .* give it once, --max-steps"
+    ):
+        load_config(RLConfig, argv)
+    assert load_config(RLConfig, [*argv, "--max-steps", "7"]).max_steps == 7
+
+
+def test_a_server_that_runs_is_used_where_its_address_is_given(rl_toml):
+    assert load_config(RLConfig, ["@", rl_toml]).deployment == "auto"
+    config = load_config(RLConfig, ["@", rl_toml, "--orchestrator.client.base-url", "http://there:8000/v1"])
+    assert (config.deployment, config.inference) == ("processes", None)
+    assert config.orchestrator.client.base_url == ["http://there:8000/v1"]
+
+
+def test_secrets_are_not_written_down(rl_toml):
+    config = load_config(RLConfig, ["@", rl_toml, "--inference.api-key", "hush"])
+    assert config.inference.api_key == "hush" and "hush" not in to_toml(config) + str(config.public())
+
+
+@pytest.mark.parametrize("command, file", [
+    ("trainer", "rl/train.toml"), ("orchestrator", "rl/orch.toml"), ("inference", "rl/infer.toml"),
+    ("sft", "sft/train.toml"), ("sft", "sft.toml"), ("rl", "rl.toml"),
+])  # fmt: skip
+@pytest.mark.parametrize("example", ["reverse_text", "reverse_text_tiny"])
+def test_the_examples_are_valid(command, file, example):
+    path = Path(__file__).parents[2] / "examples" / example / file
+    load_config(import_object(COMMANDS[command][0]), ["@", str(path)])

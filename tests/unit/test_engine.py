@@ -1,6 +1,7 @@
 """The engine against plain forwards of the same model."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from hone.engine.engine import Engine
 from hone.engine.sampler import sample, uniforms
+from hone.kernels import cpu
+from hone.kernels.linear import HAS_AVX512
 from hone.models.attention import PackedAttention
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
@@ -63,6 +66,18 @@ def test_same_seed_same_tokens_whatever_else_runs(model):
     alone = Engine(model).generate([request([5, 6, 7], seed=42)])[0]
     crowd = [request([5, 6, 7], seed=s, max_tokens=5 + s % 9) for s in range(40)] + [request([5, 6, 7], seed=42)]
     assert Engine(model, max_batch_size=8).generate(crowd)[-1].ids == alone.ids
+
+
+@pytest.mark.skipif(not (cpu.IS_AVAILABLE and HAS_AVX512), reason="torch's own products depend on the batch")
+def test_logprobs_are_the_same_to_the_bit_whatever_else_runs():
+    wide = Transformer(replace(SPEC, hidden_size=64, head_dim=32))
+    wide.init_weights(torch.Generator().manual_seed(0))
+    rng = np.random.default_rng(1)
+    requests = [request(rng.integers(4, 50, 1 + i % 30).tolist(), seed=i, max_tokens=5 + i % 9) for i in range(60)]
+    together = Engine(wide).generate(requests)
+    by_few = Engine(wide, max_batch_size=7).generate(requests)
+    alone = [Engine(wide).generate([one])[0] for one in requests]
+    assert together == by_few == alone
 
 
 def test_stop_token_and_length_end_a_sequence(model):

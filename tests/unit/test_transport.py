@@ -1,0 +1,89 @@
+"""What travels between processes, and the waits for it."""
+
+import logging
+import time
+
+import pytest
+import torch
+
+from hone.models.proof import canary_ids, checksum, score
+from hone.models.spec import ModelSpec
+from hone.models.transformer import Transformer
+from hone.records import Batch, Sample
+from hone.transport import waiting
+from hone.transport.files import (
+    Canary,
+    Delivery,
+    publish_delivery,
+    published,
+    read_batch,
+    read_delivery,
+    remove_before,
+    write_batch,
+)
+from hone.transport.waiting import Pulse, PulseOf, Wait, wait_for
+
+LOG = logging.getLogger("test")
+
+
+def test_a_batch_comes_back_as_it_was_for_its_run_alone(tmp_path):
+    third = 1 / 3  # no rounding on the way
+    samples = [
+        Sample([1, 2, 3], [False, True, True], [0.0, -third, -2.0], third, 0.7),
+        Sample([4, 5], [False, True], [0.0, -1e-9], -third, 1.0),
+    ]
+    write_batch(Batch(7, samples), "mine", tmp_path)
+    assert read_batch(tmp_path, "mine") == Batch(7, samples)
+    assert read_batch(tmp_path, "yours") is None
+    write_batch(Batch(8, []), "mine", tmp_path)
+    assert read_batch(tmp_path, "mine") == Batch(8, [])
+
+
+def test_deliveries_appear_whole_and_old_ones_go(tmp_path):
+    assert published(tmp_path / "nothing") == []
+    for version in (0, 1, 9, 10):
+        partial = tmp_path / f"step_{version}.partial"
+        partial.mkdir()
+        assert version not in published(tmp_path)
+        delivery = Delivery("run", version, "sum", "float32", Canary([1, 2], [-0.5]), {"loss/mean": 0.1})
+        directory = publish_delivery(partial, delivery)
+        assert (directory / "STABLE").exists() and read_delivery(directory) == delivery
+    assert published(tmp_path) == [0, 1, 9, 10]
+    remove_before(tmp_path, 9)
+    assert published(tmp_path) == [9, 10] and read_delivery(tmp_path / "step_0") is None
+
+
+def test_a_pulse_is_believed_when_it_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(waiting, "BEAT", 0.05)
+    monkeypatch.setattr(waiting, "SILENCE", 0.4)
+    (tmp_path / "alive").mkdir()
+    (tmp_path / "alive" / "trainer").write_text("3")  # of a run that was killed
+    seen = PulseOf(tmp_path / "alive" / "trainer")
+    time.sleep(0.2)
+    assert not seen.is_beating()
+    with Pulse(tmp_path / "alive" / "trainer"):
+        wait_for(Wait("a pulse", 5.0, LOG), lambda: seen.is_beating() or None)
+        assert not seen.is_silent()
+    wait_for(Wait("silence", 5.0, LOG), lambda: seen.is_silent() or None)
+
+
+def test_a_wait_ends_at_its_deadline_with_its_name():
+    with pytest.raises(ConnectionError, match="waited 0 s for the moon; look up"):
+        wait_for(Wait("the moon", 0.02, LOG, "look up"), lambda: None)
+
+
+def test_the_checksum_sees_every_byte():
+    spec = ModelSpec(
+        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=True,
+        max_position_embeddings=64, initializer_range=0.2, qkv_bias=False,
+    )  # fmt: skip
+    one, two = Transformer(spec), Transformer(spec)
+    for model in (one, two):
+        model.init_weights(torch.Generator().manual_seed(0))
+    assert checksum(one) == checksum(two) and len(checksum(one)) == 32
+    ids = canary_ids(spec.vocab_size)
+    assert score(one, ids) == score(two, ids) and len(score(one, ids)) == len(ids) - 1
+    with torch.no_grad():
+        two.blocks[1].mlp.down.weight[3, 5] *= 1 + 1e-6
+    assert checksum(one) != checksum(two)
