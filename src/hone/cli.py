@@ -128,12 +128,15 @@ def end_with_parent() -> None:
     parent = os.environ.pop("HONE_PARENT_PID", None)
     if parent is None:
         return
+    import signal
     import threading
     import time
 
     def watch() -> None:
         while os.getppid() == int(parent):
             time.sleep(0.5)
+        if os.getpgrp() == os.getpid():  # with all that was started from here
+            os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
@@ -146,12 +149,12 @@ def _dry_run(command: str, config) -> None:  # type: ignore[no-untyped-def]
     text = to_toml(config)
     print(text, end="")
     if hasattr(config, "output_dir"):
-        run = RunDirectory(config.output_dir, command)
+        run = RunDirectory(config.output_dir, "sft" if command == "sft" else "rl")
         if run.earlier_run():
-            print(f"# not written: {run.path} holds an earlier {command} run")
+            print(f"# not written: {run.path} holds an earlier {run.command} run")
         else:
-            run.path.mkdir(parents=True, exist_ok=True)
-            print(f"# written to {run.write_config(text)}")
+            run.check(clean=False)
+            print(f"# written to {run.write_config(text, command)}")
 
 
 def _guard(command: str, work: Callable[[], int | None]) -> int:

@@ -21,6 +21,7 @@ UserError = (ValueError, ConnectionError)  # what a command reports in one messa
 class RunDirectory:
     def __init__(self, path: Path, command: str) -> None:
         self.path, self.command = path, command
+        self.id = ""  # of the run that this process takes part in
         self.manifest = path / f"run_{command}.json"
         self.metrics = path / ("metrics.jsonl" if command == "rl" else f"metrics_{command}.jsonl")
         self.logs, self.configs, self.weights = path / "logs", path / "configs", path / "weights"
@@ -31,18 +32,25 @@ class RunDirectory:
             self.command == "rl" and (self.rollouts.exists() or self.checkpoints.exists())
         )
 
-    @property
-    def id(self) -> str:
+    def id_on_disk(self) -> str:
         """Of the run that claimed this directory last; empty if none did."""
         return str(self._read_manifest().get("run", ""))
+
+    def require_own(self) -> None:
+        """Raises ConnectionError when another run has claimed the directory since."""
+        if self.id_on_disk() != self.id:
+            raise ConnectionError(f"another run has taken over {self.path}")
 
     def pulse(self, component: str) -> Path:
         """The file by which a component's process shows that it lives."""
         return self.path / "alive" / component
 
     def check(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
-        """Raises ValueError when the directory holds an earlier run and nothing was chosen, and when weights of another
-        run stand where these would go. Changes nothing."""
+        """Raises ValueError when the directory holds an earlier run and nothing was chosen, when weights of another run
+        stand where these would go, when a run is at work in it, and when it cannot be written to.
+
+        Changes nothing but to make the directory.
+        """
         if clean and resume:
             raise ValueError("--clean and --resume exclude each other: start again, or continue")
         own = self._read_manifest()["weights"]
@@ -57,17 +65,8 @@ class RunDirectory:
                 f"{self.path} holds an earlier {self.command} run; choose: {choices}"
                 "or another directory (--output-dir DIR)"
             )
-
-    def claim(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
-        """Makes the directory this run's, which will write weights at `weight_steps`.
-
-        Raises ValueError like `check`, and when it cannot be written to; before anything is changed.
-        """
-        self.check(clean=clean, resume=resume, weight_steps=weight_steps)
-        if self.earlier_run() and not resume:
-            self._remove()
-        if self.command == "rl":  # the version that this run starts from is published anew
-            shutil.rmtree(self.broadcasts, ignore_errors=True)
+        if self.command == "rl" and _changes(self.pulse("trainer")):
+            raise ValueError(f"a run is at work in {self.path}: its trainer lives; end it or use another --output-dir")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if not os.access(self.path, os.W_OK):
@@ -75,10 +74,22 @@ class RunDirectory:
             self.logs.mkdir(exist_ok=True)
         except OSError as error:
             raise ValueError(f"output-dir {self.path} cannot be written to: {error.strerror}") from None
+
+    def claim(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
+        """Makes the directory this run's, which will write weights at `weight_steps`.
+
+        Raises ValueError like `check`, before anything is changed.
+        """
+        self.check(clean=clean, resume=resume, weight_steps=weight_steps)
+        if self.earlier_run() and not resume:
+            self._remove()
+        if self.command == "rl":  # the version that this run starts from is published anew
+            shutil.rmtree(self.broadcasts, ignore_errors=True)
         manifest = {"command": self.command, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "weights": []}
         if resume and self.manifest.exists():
             manifest = self._read_manifest()
-        self._write_manifest(manifest | {"run": uuid.uuid4().hex})
+        self.id = uuid.uuid4().hex
+        self._write_manifest(manifest | {"run": self.id})
 
     def write_config(self, toml: str, name: str | None = None) -> Path:
         self.configs.mkdir(parents=True, exist_ok=True)
@@ -118,3 +129,13 @@ class RunDirectory:
         partial = self.manifest.with_suffix(".partial")
         partial.write_text(json.dumps(manifest, indent=2) + "\n")
         partial.replace(self.manifest)
+
+
+def _changes(pulse: Path) -> bool:
+    """Whether a process shows in this file that it lives. Looks for a second, if the file is there at all."""
+    try:
+        first = pulse.read_text()
+        time.sleep(1.2)
+        return pulse.read_text() != first
+    except OSError:
+        return False

@@ -22,7 +22,7 @@ from .conftest import BIN, ROOT, TINY, Server, command
 
 TINY_RL = ("--trainer", "@", f"{TINY}/rl/train.toml", "--orchestrator", "@", f"{TINY}/rl/orch.toml")
 SMALL = (
-    "--seq-len", 64, "--orchestrator.batch-size", 32, "--orchestrator.rollouts-per-example", 8,
+    "--seq-len", 32, "--orchestrator.batch-size", 32, "--orchestrator.rollouts-per-example", 8,
     "--orchestrator.sampling.max-tokens", 16,
 )  # fmt: skip
 PORT = ("--inference.server.port", 0)
@@ -143,9 +143,57 @@ def test_the_death_of_any_process_ends_all(victim, trained, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_launcher_leaves_nothing_behind(number, trained, tmp_path):
     run = Started(tmp_path / "run", trained, "--max-steps", 5000, "--ckpt.interval", 1)
+    second = processes(tmp_path / "run", trained, "--clean", ok=False)
+    assert "a run is at work in" in second.stderr and run.process.poll() is None
     run.process.send_signal(number)
     assert run.process.wait(10) == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
     assert gone(tmp_path / "run", 1.0) and "Traceback" not in run.log.read_text()
+
+
+def test_a_key_of_the_environment_reaches_both_sides_and_no_file(trained, tmp_path):
+    processes(tmp_path / "run", trained, "--max-steps", 2, env={"HONE_API_KEY": "hush"})
+    files = [path for name in ("configs", "logs") for path in (tmp_path / "run" / name).iterdir()]
+    assert len(files) > 4 and not any("hush" in path.read_text() for path in files)
+
+
+def test_a_restarted_orchestrator_goes_on_and_a_taken_over_run_ends(trained, tmp_path):
+    server = Server("--model.name", trained, log=tmp_path / "server.log")
+    out = tmp_path / "run"
+    shared = ("--model.name", trained, "--output-dir", out, "--log-interval", 1)
+
+    def start(name, *options):
+        words = [BIN / name, "@", f"{TINY}/rl/{'orch' if name == 'orchestrator' else 'train'}.toml", *shared, *options]
+        log = (tmp_path / f"{name}.log").open("a")
+        return subprocess.Popen(list(map(str, words)), stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+
+    def orchestrator():
+        return start("orchestrator", "--client.base-url", server.url, "--batch-size", 32, "--max-steps", 5000)
+
+    def until_step(number):
+        deadline = time.monotonic() + 60
+        while not (out / "metrics.jsonl").exists() or len(metrics(out)) < number:
+            assert time.monotonic() < deadline, (tmp_path / "orchestrator.log").read_text()
+            time.sleep(0.05)
+
+    try:
+        trainer = start("trainer", "--max-steps", 5000)
+        first = orchestrator()
+        until_step(3)
+        first.kill()
+        first.wait()
+        second = orchestrator()
+        until_step(len(metrics(out)) + 3)
+        trainer.kill()
+        trainer.wait()
+        trainer = start("trainer", "--max-steps", 5000)  # clean, as its file says: another run
+        assert second.wait(40) == 1
+        log = (tmp_path / "orchestrator.log").read_text()
+        assert log.splitlines()[-1].startswith("orchestrator: error: ") and "another run has taken over" in log
+    finally:
+        for process in (trainer, first, second):
+            process.kill()
+            process.wait()
+        server.stop()
 
 
 def test_a_component_that_fails_is_the_cause(trained, tmp_path):

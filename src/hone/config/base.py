@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 C = TypeVar("C", bound="Config")
+COMMAND_LINE = "the command line"
 
 
 class ConfigError(ValueError):
@@ -83,7 +84,7 @@ def parse_argv(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
                 _assign(overrides, path, False, word)
             else:
                 _assign(overrides, path, True, word)
-            origins[".".join(path)] = "the command line"
+            origins[".".join(path)] = COMMAND_LINE
         else:
             raise ConfigError(f"{word!r} is not understood here; write `@ file.toml` or `--key value` (see --help)")
     return merge(files, overrides), origins
@@ -135,6 +136,8 @@ def _clear_none(value: Any) -> Any:
     """TOML has no null: the string "None" clears a value."""
     if isinstance(value, dict):
         return {k: _clear_none(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_clear_none(v) for v in value]
     return None if value == "None" else value
 
 

@@ -1,6 +1,7 @@
 """The words about a configuration: `--help` in the terminal, the reference page, the resolved TOML file."""
 
 import json
+import re
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -54,15 +55,19 @@ def to_toml(config: Config) -> str:
 def _toml_table(values: dict[str, Any], name: str) -> list[str]:
     tables = {k: v for k, v in values.items() if isinstance(v, dict)}
     arrays = {k: v for k, v in values.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
-    lines = [f"{k} = {_toml_value(v)}" for k, v in values.items() if k not in tables and k not in arrays]
+    lines = [f"{_toml_key(k)} = {_toml_value(v)}" for k, v in values.items() if k not in tables and k not in arrays]
     for key, table in tables.items():
-        full = f"{name}.{key}" if name else key
+        full = f"{name}.{_toml_key(key)}" if name else _toml_key(key)
         lines += ["", f"[{full}]", *_toml_table(table, full)]
     for key, entries in arrays.items():
-        full = f"{name}.{key}" if name else key
+        full = f"{name}.{_toml_key(key)}" if name else _toml_key(key)
         for entry in entries:
             lines += ["", f"[[{full}]]", *_toml_table(entry, full)]
     return lines
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
 
 
 def _toml_value(value: Any) -> str:

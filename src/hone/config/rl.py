@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from hone.config.base import Config, ConfigError, merge
+from hone.config.base import COMMAND_LINE, Config, ConfigError, merge
 from hone.config.sections import (
     CkptConfig,
     ClientConfig,
@@ -95,6 +95,10 @@ class TrainerRunConfig(RunConfig, TrainerConfig):
     """Checkpoints to resume from; none unless a key of it is given."""
     weights: WeightsConfig = WeightsConfig()
 
+    @classmethod
+    def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
+        return typed_resume_wins(values, origins)
+
 
 class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
     """The orchestrator as a process of its own."""
@@ -108,6 +112,13 @@ class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
     """Longest prompt plus completion: completions are asked for no longer than leaves room for their prompt."""
 
 
+def typed_resume_wins(values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
+    """`--resume` on the command line wins over `clean = true` in a file."""
+    if origins.get("resume") == COMMAND_LINE and origins.get("clean") != COMMAND_LINE:
+        return values | {"clean": False}
+    return values
+
+
 class RLConfig(RunConfig):
     max_steps: Positive = 100
     """Optimiser steps."""
@@ -118,9 +129,9 @@ class RLConfig(RunConfig):
     components, orchestrator.client.base-url, or several GPUs."""
     max_async_level: AsyncLevel = 1
     """Steps that sampling may be ahead of training, between processes; in one process it never is."""
-    inference_gpu_ids: list[int] = Field(default=[0])
+    inference_gpu_ids: Annotated[list[int], BeforeValidator(as_list)] = Field(default=[0])
     """GPUs of the inference process."""
-    trainer_gpu_ids: list[int] = Field(default=[1])
+    trainer_gpu_ids: Annotated[list[int], BeforeValidator(as_list)] = Field(default=[1])
     """GPUs of the trainer process."""
     resume: bool = False
     """Continue the run in output_dir from its last checkpoint."""
@@ -158,7 +169,7 @@ class RLConfig(RunConfig):
                 said_by[name] = origin
         for name, origin in said_by.items():
             origins.setdefault(name, origin)
-        return merge(shared, values)
+        return typed_resume_wins(merge(shared, values), origins)
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from hone.config.base import Config
 
@@ -102,8 +103,23 @@ class ServeConfig(EngineConfig):
     """Key that requests must carry as a bearer token; also taken from the environment, HONE_API_KEY."""
 
 
+def as_url(value: str) -> str:
+    """http(s)://host[:port][/path], or what is wrong with it."""
+    try:
+        parts = urlsplit(value)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise ValueError(f"{value!r} is not a URL; write it as http://HOST:PORT/v1")
+    return value
+
+
+Url = Annotated[str, AfterValidator(as_url)]
+
+
 class ClientConfig(Config):
-    base_url: Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)] = Field(
+    base_url: Annotated[list[Url], BeforeValidator(as_list), Field(min_length=1)] = Field(
         default=["http://localhost:8000/v1"]
     )
     """Where inference servers are; groups of rollouts are spread over them."""

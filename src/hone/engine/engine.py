@@ -52,7 +52,7 @@ class Engine:
         limit = model.spec.max_position_embeddings
         if max_model_len and max_model_len > limit:
             raise ValueError(f"max_model_len {max_model_len} is over the model's max_position_embeddings {limit}")
-        self.model, self.device = model, weight.device
+        self.model, self.device, self.configured_len = model, weight.device, max_model_len
         self.max_batch_size, self.max_model_len = max_batch_size, max_model_len or limit
         self.cache = KVCache(model.spec, weight.dtype, self.device, int(kv_cache_gib * 2**30))
         self.version = version
@@ -62,7 +62,8 @@ class Engine:
 
     def with_model(self, model: Transformer, version: int) -> "Engine":
         """An engine like this one, without requests, over another model."""
-        limit = min(self.max_model_len, model.spec.max_position_embeddings)
+        own = model.spec.max_position_embeddings
+        limit = None if self.configured_len is None else min(self.configured_len, own)
         kv_cache_gib = self.cache.budget_bytes / 2**30
         return Engine(
             model, max_batch_size=self.max_batch_size, max_model_len=limit, kv_cache_gib=kv_cache_gib, version=version

@@ -81,15 +81,15 @@ class HttpClient:
         prompt_ids = answer.get("prompt_token_ids") or []
         return [_turn(prompt_ids, choice) for choice in answer["choices"]]
 
-    async def control(self, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def control(self, route: str, body: dict[str, Any] | None = None, timeout: float = 600.0) -> dict[str, Any]:
         """Calls a control route of a Hone server: GET without a body, POST with one."""
         url = f"{self.base_url.removesuffix('/v1')}/{route}"
         if body is not None:
-            return await self._post(url, body)
+            return await self._post(url, body, timeout)
         try:
-            answer = await self.pools[0].get(url)
+            answer = await self.pools[0].get(url, timeout=timeout)
         except httpx.HTTPError as error:
-            raise ConnectionError(f"{url}: {type(error).__name__}: {error}") from None
+            raise ConnectionError(f"{url}: {_words(error)}") from None
         if answer.status_code != 200:
             raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:500]}")
         result: dict[str, Any] = answer.json()
@@ -103,15 +103,16 @@ class HttpClient:
             return False
         return answer.status_code == 200
 
-    async def _post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _post(self, url: str, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+        timeout = timeout or self.timeout
         for attempt in range(self.retries + 1):
             try:
-                answer = await next(self.turn).post(url, json=body)
+                answer = await next(self.turn).post(url, json=body, timeout=timeout)
             except httpx.TimeoutException:
-                raise ConnectionError(f"{url} did not answer within {self.timeout} s") from None
+                raise ConnectionError(f"{url} did not answer within {timeout} s") from None
             except httpx.HTTPError as error:
                 if attempt == self.retries:
-                    raise ConnectionError(f"{url}: {type(error).__name__}: {error}") from None
+                    raise ConnectionError(f"{url}: {_words(error)}") from None
             else:
                 if answer.status_code == 200:
                     result: dict[str, Any] = answer.json()
@@ -121,6 +122,12 @@ class HttpClient:
                     raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:500]}")
             await asyncio.sleep(0.5 * 2**attempt)
         raise AssertionError("unreachable")
+
+
+def _words(error: httpx.HTTPError) -> str:
+    """What went wrong; of a request that could not be sent only the kind, since its words show headers and the key."""
+    name = type(error).__name__
+    return name if isinstance(error, httpx.LocalProtocolError) else f"{name}: {error}"
 
 
 def _turn(prompt_ids: list[int], choice: dict[str, Any]) -> Turn:

@@ -86,7 +86,8 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
     service = served.service
 
     def from_here(request: Request) -> None:
-        if not is_guarded and (request.client is None or request.client.host not in LOOPBACK):
+        is_relayed = bool({"origin", "forwarded", "x-forwarded-for"} & set(request.headers))  # a browser, a proxy
+        if not is_guarded and (request.client is None or request.client.host not in LOOPBACK or is_relayed):
             raise HTTPException(403, "control routes answer to this machine alone, unless the server has an API key")
 
     guard = [Depends(from_here)]
@@ -115,6 +116,7 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
     @app.post("/score", dependencies=guard)
     async def scores(body: Ids) -> dict[str, Any]:
         vocab_size = served.engine.model.spec.vocab_size
-        if max(body.ids) >= vocab_size or len(body.ids) > served.engine.max_model_len:
-            raise HTTPException(400, f"ids: at most {served.engine.max_model_len}, each below {vocab_size}")
+        longest = served.engine.model.spec.max_position_embeddings
+        if max(body.ids) >= vocab_size or len(body.ids) > longest:
+            raise HTTPException(400, f"ids: at most {longest}, each below {vocab_size}")
         return {"logprobs": await service.run(lambda: score(served.engine.model, body.ids))}

@@ -166,9 +166,14 @@ def serve(config: InferenceConfig) -> None:
     app = build_app(Served(service, loaded.tokenizer, config.model.name), api_key)
     url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
     log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - STARTED)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    # No proxy headers: who may control the server is told by the connection. Open requests get some seconds to end.
+    settings = uvicorn.Config(
+        app, log_level="warning", access_log=False, proxy_headers=False, timeout_graceful_shutdown=3
+    )
+    server = uvicorn.Server(settings)
 
     def stop(*_: object) -> None:
+        server.force_exit = server.should_exit  # the second time at once
         server.should_exit = True
 
     signal.signal(signal.SIGTERM, stop)  # uvicorn sets its handlers on the main thread only, and that computes

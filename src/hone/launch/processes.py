@@ -8,6 +8,7 @@ Each gets its configuration as configs/NAME.toml. A child ends by itself when it
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -29,6 +30,7 @@ from hone.run_directory import RunDirectory
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 KEY_VARIABLE = "HONE_API_KEY"
+EVERYWHERE, LOOPBACK = (None, "0.0.0.0", "::"), ("127.0.0.1", "localhost", "::1")
 
 log = logging.getLogger("hone.rl")
 
@@ -38,9 +40,10 @@ def launch(config: RLConfig) -> None:
     check_wandb(config.wandb)
     run = RunDirectory(config.output_dir, "rl")
     run.check(clean=config.clean, resume=config.resume, weight_steps=config.weights.steps(config.max_steps))
-    configs = component_configs(config)
+    configs = component_configs(config, bool(config.inference and os.environ.get(KEY_VARIABLE)))
     # The key travels in the environment: what is written down has no secrets.
-    keys = {KEY_VARIABLE: config.inference.api_key} if config.inference and config.inference.api_key else {}
+    key = config.inference and (config.inference.api_key or os.environ.get(KEY_VARIABLE))
+    keys = {KEY_VARIABLE: key} if key else {}
     if config.inference is None:
         asyncio.run(require_servers(configs["orchestrator"]))
     run.logs.mkdir(parents=True, exist_ok=True)
@@ -63,8 +66,8 @@ def launch(config: RLConfig) -> None:
         end(children)
 
 
-def component_configs(config: RLConfig) -> dict[str, Any]:
-    """The configuration of each process, from that of the run."""
+def component_configs(config: RLConfig, has_key: bool = False) -> dict[str, Any]:
+    """The configuration of each process, from that of the run. `has_key`: the environment gives the server a key."""
     common = config.model_dump(
         include={"model", "output_dir", "seed", "log_level", "log_interval", "max_steps", "max_async_level"}
     )
@@ -73,16 +76,21 @@ def component_configs(config: RLConfig) -> dict[str, Any]:
     orchestrator = config.orchestrator.model_dump() | common | {"seq_len": config.seq_len}
     orchestrator["wandb"] = config.wandb and config.wandb.model_dump()
     if config.inference is not None:
-        server = config.inference.server
+        server, has_key = config.inference.server, has_key or config.inference.api_key is not None
         port = server.port or free_port()
-        limit = min(config.seq_len, config.inference.max_model_len or config.seq_len)
+        if server.host not in (*EVERYWHERE, *LOOPBACK) and not has_key:
+            raise ValueError(
+                f"inference.server.host {server.host}: control routes answer to loopback alone without a key; "
+                f"give one with --inference.api-key or {KEY_VARIABLE}"
+            )
         configs["inference"] = InferenceConfig.model_validate(
             config.inference.model_dump()
-            | {"server": {"host": server.host, "port": port}, "max_model_len": limit}
+            | {"server": {"host": server.host, "port": port}}
             | {key: common[key] for key in ("model", "seed", "log_level")}
         )
-        orchestrator["client"]["base_url"] = [f"http://localhost:{port}/v1"]
-        if config.inference.api_key:
+        host = "localhost" if server.host in (*EVERYWHERE, *LOOPBACK) else server.host
+        orchestrator["client"]["base_url"] = [f"http://{host}:{port}/v1"]
+        if has_key:
             orchestrator["client"]["api_key_var"] = KEY_VARIABLE
     configs["orchestrator"] = OrchestratorRunConfig.model_validate(orchestrator)
     configs["trainer"] = TrainerRunConfig.model_validate(config.trainer.model_dump() | common | own)
@@ -150,7 +158,8 @@ class Child:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.said.append(line.rstrip())
-            print(line, end="", flush=True, file=self.log or sys.stdout)
+            with contextlib.suppress(OSError, ValueError):  # nobody reads (`rl | head`), a full disk: go on draining
+                print(line, end="", flush=True, file=self.log or sys.stdout)
 
     def cause(self) -> str:
         """Why it ended, in one line."""
@@ -185,6 +194,9 @@ def end(children: list[Child]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    for child in children:  # each leads a group: what an environment started of its own would outlive it
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.process.pid, signal.SIGKILL)
     for child in children:
         child.reader.join(2.0)
         if child.log:

@@ -116,31 +116,36 @@ def load_weights(model: Transformer, directory: Path) -> None:
             f"{directory} has no *.safetensors weights; give a directory with weights, "
             "or --model.random-init to start from random ones"
         )
-    where = {key: file for file in files for key in _keys(file)}
+    shapes = {file: _shapes(file) for file in files}
+    where = {key: file for file in files for key in shapes[file]}
+    where_shapes = {key: shapes[file][key] for key, file in where.items()}
     parameters = dict(model.named_parameters())
     used: set[str] = set()
+    copies: list[tuple[Tensor, Path, str]] = []  # made when all has been checked: a refused directory changes nothing
     for ours, theirs in hf_names(model.spec).items():
         for name, part in zip(theirs, split_rows(model.spec, ours, parameters[ours]), strict=True):
             if name not in where:
                 raise ValueError(f"{directory}: tensor {name} is missing from {', '.join(f.name for f in files)}")
-            with safe_open(where[name], framework="pt") as reader:
-                tensor = reader.get_tensor(name)
-            if tensor.shape != part.shape:
-                raise ValueError(
-                    f"{where[name]}: {name} has shape {tuple(tensor.shape)}, config.json says {tuple(part.shape)}"
-                )
-            part.copy_(tensor)
+            shape = where_shapes[name]
+            if shape != tuple(part.shape):
+                raise ValueError(f"{where[name]}: {name} has shape {shape}, config.json says {tuple(part.shape)}")
+            copies.append((part, where[name], name))
             used.add(name)
     # A tied checkpoint may store the head once more, older ones the rotary frequencies: both are derived.
     surplus = {n for n in where if n not in used and n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq")}
     if surplus:
         raise ValueError(f"{directory}: tensors that the model does not have: {', '.join(sorted(surplus)[:5])}")
+    for file in files:
+        with safe_open(file, framework="pt") as reader:
+            for part, source, name in copies:
+                if source == file:
+                    part.copy_(reader.get_tensor(name))
 
 
-def _keys(file: Path) -> list[str]:
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(file, framework="pt") as reader:
-            return list(reader.keys())
+            return {key: tuple(reader.get_slice(key).get_shape()) for key in reader.keys()}  # noqa: SIM118
     except Exception as error:  # safetensors raises its own class for a damaged file
         raise ValueError(f"{file} is not a readable safetensors file: {error}") from None
 

@@ -43,7 +43,8 @@ async def orchestrate(config: OrchestratorRunConfig, run: RunDirectory, environm
     orchestrator = Orchestrator(config, environments, fleet, config.seed)
     await wait_for_servers(config, clients, log)
     weights = Weights(run, config, clients, log)
-    first = await weights.join() + 1
+    # What an orchestrator before this one has published of the run is not sampled again.
+    first = max([await weights.join(), *published(run.rollouts)]) + 1
     log = weights.log = component_log("orchestrator", run.logs)
     run.write_config(to_toml(config), "orchestrator")
     log.info(
@@ -69,7 +70,7 @@ async def orchestrate(config: OrchestratorRunConfig, run: RunDirectory, environm
 def connect(config: OrchestratorRunConfig) -> list[HttpClient]:
     key = None
     if config.client.api_key_var:
-        key = os.environ.get(config.client.api_key_var)
+        key = os.environ.get(config.client.api_key_var, "").strip()
         if not key:
             raise ValueError(f"client.api-key-var: the environment variable {config.client.api_key_var} is not set")
     urls = [url if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1" for url in config.client.base_url]
@@ -109,7 +110,8 @@ class Weights:
         while True:
             versions = published(self.run.broadcasts) if self.trainer.is_beating() else []
             delivery = read_delivery(self.run.broadcasts / f"step_{versions[-1]}") if versions else None
-            if delivery is not None and delivery.run == self.run.id:
+            if delivery is not None and delivery.run == self.run.id_on_disk():
+                self.run.id = delivery.run
                 self.seen = delivery.version
                 await self._adopt(delivery)
                 return delivery.version
@@ -127,7 +129,8 @@ class Weights:
                 break
             if self.trainer.is_silent():
                 raise ConnectionError(f"waiting for {what}: the trainer of this run has gone silent")
-            wait.check()
+            if wait.check():
+                self.run.require_own()
             await asyncio.sleep(POLL)
         if self.seen > self.version:
             delivery = newest or read_delivery(self.run.broadcasts / f"step_{self.seen}")
@@ -157,6 +160,8 @@ class Weights:
         body = {"weight_dir": str(directory), "version": delivery.version, "model_name": self.config.model.name}
         try:
             state = await client.control("update_weights", body)
+            if state["is_paused"]:  # by whoever used the server before
+                await client.control("resume", {})
             scored = (await client.control("score", {"ids": delivery.canary.ids}))["logprobs"]
         except RuntimeError as error:  # an answer that refuses: nothing that this run can go on with
             raise ConnectionError(f"version {delivery.version} was not taken: {error}") from None

@@ -52,6 +52,14 @@ def published(parent: Path) -> list[int]:
     return sorted(int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdigit())
 
 
+def is_published(directory: Path) -> bool:
+    """Whether one of them stands there, whole."""
+    try:
+        return directory.name in os.listdir(directory.parent)
+    except FileNotFoundError:
+        return False
+
+
 # ---------------------------------------------------------------------------------------------- weights
 
 

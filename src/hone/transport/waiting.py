@@ -1,6 +1,8 @@
 """Waits between processes: each has a name and a deadline, says now and then that it waits, and sees its peer die."""
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -34,8 +36,9 @@ class Pulse:
         while True:
             count += 1
             partial = self.path.with_suffix(".partial")
-            partial.write_text(str(count))
-            partial.replace(self.path)
+            with contextlib.suppress(OSError):  # a network file system may fail once
+                partial.write_text(f"{os.getpid()} {count}")
+                partial.replace(self.path)
             if self._stop.wait(BEAT):
                 return
 
@@ -70,26 +73,31 @@ class PulseOf:
 
 
 class Wait:
-    """One wait: `over` raises at its deadline, and says every half minute what is waited for."""
+    """One wait: `check` raises at its deadline, and says every half minute what is waited for."""
 
     def __init__(self, what: str, seconds: float, log: logging.Logger, hint: str = "") -> None:
         self.what, self.seconds, self.log, self.hint = what, seconds, log, hint
-        self.start = self.reminded = time.monotonic()
+        self.start = self.reminded = self.second = time.monotonic()
 
-    def check(self) -> None:
+    def check(self) -> bool:
+        """True about once a second: the time for checks that cost more than a look."""
         now = time.monotonic()
         if now - self.start > self.seconds:
             raise ConnectionError(f"waited {self.seconds:.0f} s for {self.what}{self.hint and '; ' + self.hint}")
         if now - self.reminded > REMIND:
             self.reminded = now
             self.log.info("Waiting for %s (%.0f s so far)", self.what, now - self.start)
+        is_due = now - self.second > 1.0
+        self.second = now if is_due else self.second
+        return is_due
 
 
-def wait_for(wait: Wait, ready: Callable[[], T | None]) -> T:
-    """What `ready` gives once it is not None."""
+def wait_for(wait: Wait, ready: Callable[[], T | None], each_second: Callable[[], None] = lambda: None) -> T:
+    """What `ready` gives once it is not None. `each_second` may raise for what makes waiting vain."""
     while True:
         value = ready()
         if value is not None:
             return value
-        wait.check()
+        if wait.check():
+            each_second()
         time.sleep(POLL)

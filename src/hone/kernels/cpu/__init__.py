@@ -38,7 +38,7 @@ def _numba() -> tuple[Any, bool]:
     log, keeps = logging.getLogger("hone"), True
     try:
         if not directory.exists():
-            directory.mkdir(parents=True)
+            directory.mkdir(parents=True, exist_ok=True)
             log.info("Compiling the CPU kernels into %s: half a minute, once", directory)
     except OSError as error:
         log.warning("The CPU kernels are compiled for this run alone, which takes half a minute: %s", error)

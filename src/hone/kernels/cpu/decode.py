@@ -78,7 +78,7 @@ def sample(B, V, logits, temperature, uniform, tokens, logprobs):
         token = V - 1
         if greedy:
             token = 0
-            while logits[b, token] != top:
+            while token < V - 1 and logits[b, token] != top:
                 token += 1
         else:
             target, seen = uniform[b] * whole, 0.0

@@ -7,6 +7,7 @@ It owns the run directory: it claims it, gives the run its id and publishes the 
 is what an orchestrator waits for. Also run as a file under torchrun.
 """
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ from hone.run_directory import RunDirectory
 from hone.trainer.performance import keep_freed_memory
 from hone.trainer.rl.checkpoint import forget_after, resume, save_checkpoint
 from hone.trainer.rl.trainer import RLTrainer
-from hone.transport.files import BATCH, Canary, Delivery, publish_delivery, published, read_batch, remove_before
+from hone.transport.files import BATCH, Canary, Delivery, is_published, publish_delivery, read_batch, remove_before
 from hone.transport.waiting import Pulse, Wait, wait_for
 
 
@@ -71,10 +72,11 @@ def receive(run: RunDirectory, step: int, timeout: float, log) -> Batch:  # type
     """The batch of a step, once the orchestrator of this run has published it."""
 
     def ready() -> Batch | None:
-        return read_batch(run.rollouts / f"step_{step}", run.id) if step in published(run.rollouts) else None
+        directory = run.rollouts / f"step_{step}"
+        return read_batch(directory, run.id) if is_published(directory) else None
 
     hint = f"is there an orchestrator over {run.path}? (orchestrator @ FILE --output-dir {run.path})"
-    return wait_for(Wait(f"the rollouts of step {step} in {run.rollouts}", timeout, log, hint), ready)
+    return wait_for(Wait(f"the rollouts of step {step} in {run.rollouts}", timeout, log, hint), ready, run.require_own)
 
 
 class Publisher:
@@ -89,7 +91,10 @@ class Publisher:
         partial = write_model(model, self.loaded.directory, broadcasts / f"step_{version}.partial", self.is_first)
         ids = canary_ids(model.spec.vocab_size)
         dtype = str(model.embed.weight.dtype).removeprefix("torch.")
-        delivery = Delivery(self.run.id, version, checksum(model), dtype, Canary(ids, score(model, ids)), metrics)
+        canary = Canary(ids, score(model, ids))
+        if not all(map(math.isfinite, canary.logprobs)):
+            raise ValueError(f"step {version}: training has diverged, the model's logprobs are not finite; a lower lr?")
+        delivery = Delivery(self.run.id, version, checksum(model), dtype, canary, metrics)
         publish_delivery(partial, delivery)
         remove_before(broadcasts, version - self.keep)
         self.is_first = False
