@@ -86,8 +86,8 @@ def hone() -> None:
     elif command in ("--help", "-h"):
         print("usage: hone COMMAND …\n")
         for name in COMMANDS:
-            print(f"  {name:<10} {COMMANDS[name][2]}")
-        print("  vf-eval    Evaluate a served model on an environment.\n\n`hone COMMAND --help` lists its keys.")
+            print(f"  {name:<12} {COMMANDS[name][2]}")
+        print("  vf-eval      Evaluate a served model on an environment.\n\n`hone COMMAND --help` lists its keys.")
     else:
         import difflib
 
@@ -166,6 +166,9 @@ def _guard(command: str, work: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print(f"{command}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `… | head`: nobody reads any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except UserError as error:
         print(f"{command}: error: {error}", file=sys.stderr)
         return 1
