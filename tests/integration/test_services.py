@@ -237,6 +237,23 @@ def test_a_server_kept_alive_serves_the_model_of_each_run(trained, tmp_path):
         server.stop()
 
 
+def test_several_servers_share_the_groups(trained, tmp_path):
+    servers = [Server("--model.name", trained, log=tmp_path / f"server_{i}.log") for i in range(2)]
+    try:
+        urls = json.dumps([server.url for server in servers])
+        command(
+            "rl", *TINY_RL, "--model.name", trained, "--output-dir", tmp_path / "run", *SMALL, "--max-steps", 2,
+            "--orchestrator.client.base-url", urls,
+        )  # fmt: skip
+        states = [httpx.get(f"{server.url.removesuffix('/v1')}/version").json() for server in servers]
+        assert [state["version"] for state in states] == [2, 2] and states[0]["checksum"] == states[1]["checksum"]
+        served = [httpx.get(f"{server.url.removesuffix('/v1')}/version").json()["completions"] for server in servers]
+        assert sum(served) == 64 and min(served) >= 16
+    finally:
+        for server in servers:
+            server.stop()
+
+
 def test_control_routes(server, trained):
     root, chat = server.url.removesuffix("/v1"), f"{server.url}/chat/completions"
     assert httpx.post(f"{root}/pause?mode=never").status_code == 400

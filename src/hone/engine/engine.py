@@ -55,7 +55,7 @@ class Engine:
         self.model, self.device, self.configured_len = model, weight.device, max_model_len
         self.max_batch_size, self.max_model_len = max_batch_size, max_model_len or limit
         self.cache = KVCache(model.spec, weight.dtype, self.device, int(kv_cache_gib * 2**30))
-        self.version = version
+        self.version, self.completions = version, 0  # completions: handed over so far
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._rows = _Rows(0, 0, 1, self.device)
@@ -200,6 +200,7 @@ class Engine:
         width = max(max(counts), 1)
         tokens, logprobs = rows.tokens[index, :width].tolist(), rows.logprobs[index, :width].tolist()
         leaving = [self.running[i] for i in finished]
+        self.completions += len(leaving)
         gone = set(finished)
         left = len(self.running) - len(finished)
         holes = [i for i in finished if i < left]

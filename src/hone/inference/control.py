@@ -4,7 +4,7 @@ machine alone.
     POST /pause?mode=keep|wait|abort     stop computing: keep what runs, finish it, or end it
     POST /update_weights                 {"weight_dir": DIR, "version": N, "model_name": NAME?}, between two steps
     POST /resume                         go on
-    GET  /version                        version, checksum, dtype, model, is_paused
+    GET  /version                        version, checksum, dtype, model, completions so far, is_paused
     POST /score                          {"ids": […]}: logprobs of every token after the first
 
 A directory of another shape of model, or with a tokenizer of its own, replaces model and tokenizer; what runs is ended
@@ -67,6 +67,7 @@ class Served:
             "checksum": checksum(model),
             "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
             "model": self.name,
+            "completions": self.engine.completions,
             "is_paused": self.service.is_paused,
         }
 

@@ -26,6 +26,7 @@ from hone.run_directory import RunDirectory
 from hone.trainer.performance import keep_freed_memory
 from hone.trainer.rl.checkpoint import forget_after, resume, save_checkpoint
 from hone.trainer.rl.trainer import RLTrainer
+from hone.transport.waiting import Pulse
 
 
 def main(config: RLConfig) -> None:
@@ -48,7 +49,7 @@ def main(config: RLConfig) -> None:
     if config.resume:
         forget_after(first - 1, run.metrics, run.rollouts)
     run.write_config(to_toml(config))
-    with Metrics(run.metrics, config.wandb, config) as metrics:
+    with Pulse(run.pulse("trainer")), Metrics(run.metrics, config.wandb, config) as metrics:
         service = EngineService(engine, lockstep=True)
         service.run_beside(train(config, loaded, environments, service, trainer, run, metrics, first, weight_steps))
 

@@ -40,13 +40,12 @@ def launch(config: RLConfig) -> None:
     check_wandb(config.wandb)
     run = RunDirectory(config.output_dir, "rl")
     run.check(clean=config.clean, resume=config.resume, weight_steps=config.weights.steps(config.max_steps))
-    configs = component_configs(config, bool(config.inference and os.environ.get(KEY_VARIABLE)))
     # The key travels in the environment: what is written down has no secrets.
     key = config.inference and (config.inference.api_key or os.environ.get(KEY_VARIABLE))
     keys = {KEY_VARIABLE: key} if key else {}
+    configs = component_configs(config, has_key=bool(key))
     if config.inference is None:
         asyncio.run(require_servers(configs["orchestrator"]))
-    run.logs.mkdir(parents=True, exist_ok=True)
     run.write_config(to_toml(config))
     gpus = {"inference": config.inference_gpu_ids, "trainer": config.trainer_gpu_ids}
     children: list[Child] = []
@@ -66,8 +65,8 @@ def launch(config: RLConfig) -> None:
         end(children)
 
 
-def component_configs(config: RLConfig, has_key: bool = False) -> dict[str, Any]:
-    """The configuration of each process, from that of the run. `has_key`: the environment gives the server a key."""
+def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
+    """The configuration of each process, from that of the run. `has_key`: the server asks for one."""
     common = config.model_dump(
         include={"model", "output_dir", "seed", "log_level", "log_interval", "max_steps", "max_async_level"}
     )
@@ -76,7 +75,7 @@ def component_configs(config: RLConfig, has_key: bool = False) -> dict[str, Any]
     orchestrator = config.orchestrator.model_dump() | common | {"seq_len": config.seq_len}
     orchestrator["wandb"] = config.wandb and config.wandb.model_dump()
     if config.inference is not None:
-        server, has_key = config.inference.server, has_key or config.inference.api_key is not None
+        server = config.inference.server
         port = server.port or free_port()
         if server.host not in (*EVERYWHERE, *LOOPBACK) and not has_key:
             raise ValueError(
