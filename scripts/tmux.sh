@@ -21,7 +21,7 @@ command -v tmux >/dev/null || { echo "tmux.sh: tmux is not installed" >&2; exit 
 
 if ! tmux has-session -t "=$session" 2>/dev/null; then
   # tail -F waits for files that are not there yet and follows those of the next run.
-  follow() { printf 'clear; tail -n 50 -F %q 2>/dev/null &' "$output/logs/$1.log"; }
+  follow() { printf 'clear; tail -n 0 -F %q 2>/dev/null &' "$output/logs/$1.log"; }
   here=$(pwd)
   trainer=$(tmux new-session -d -P -F '#{pane_id}' -s "$session" -n RL -c "$here" -x 200 -y 50)
   orchestrator=$(tmux split-window -v -P -F '#{pane_id}' -t "$trainer" -c "$here")

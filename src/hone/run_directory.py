@@ -7,6 +7,7 @@
 """
 
 import json
+import logging
 import os
 import shutil
 import time
@@ -82,6 +83,7 @@ class RunDirectory:
         """
         self.check(clean=clean, resume=resume, weight_steps=weight_steps)
         if self.earlier_run() and not resume:
+            logging.getLogger("hone").info("Removing the earlier %s run in %s (clean)", self.command, self.path)
             self._remove()
         if self.command == "rl":  # the version that this run starts from is published anew
             shutil.rmtree(self.broadcasts, ignore_errors=True)
@@ -105,9 +107,14 @@ class RunDirectory:
             self._write_manifest(manifest | {"weights": [*manifest["weights"], directory.name]})
         return directory
 
-    def last_checkpoint(self) -> Path | None:
+    def last_checkpoint(self) -> Path:
+        """Raises ValueError when there is none."""
         steps = [p for p in self.checkpoints.glob("step_*") if p.name[5:].isdigit()]
-        return max(steps, key=lambda p: int(p.name[5:]), default=None)
+        if not steps:
+            raise ValueError(
+                f"--resume: {self.path} has no checkpoint (--ckpt.interval N writes them); start again with --clean"
+            )
+        return max(steps, key=lambda p: int(p.name[5:]))
 
     def _remove(self) -> None:
         for name in self._read_manifest()["weights"]:

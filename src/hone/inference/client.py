@@ -3,10 +3,12 @@
 import asyncio
 import itertools
 import json
+import os
 from typing import Any
 
 import httpx
 
+from hone.config.sections import ClientConfig
 from hone.records import Completion, Message, Sampling, Turn
 
 
@@ -42,6 +44,18 @@ class HttpClient:
     async def __aexit__(self, *_: object) -> None:
         for pool in self.pools:
             await pool.aclose()
+
+    async def check_key(self) -> None:
+        """Raises ValueError, with what to do, if the server refuses the key or wants one."""
+        try:
+            await self.control("version")
+        except RuntimeError as error:
+            if " answered 401" not in str(error):
+                raise ConnectionError(str(error)) from None
+            raise ValueError(
+                f"{self.base_url} refuses the API key (401); name the environment variable that holds it: "
+                "--orchestrator.client.api-key-var NAME"
+            ) from None
 
     async def check(self) -> None:
         """Raises ConnectionError or ValueError, in words, unless the server answers and has the model."""
@@ -122,6 +136,17 @@ class HttpClient:
                     raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:500]}")
             await asyncio.sleep(0.5 * 2**attempt)
         raise AssertionError("unreachable")
+
+
+def connect(config: ClientConfig, model: str, **options: Any) -> list[HttpClient]:
+    """A client for every server of a configuration. Raises ValueError when the variable of the key is not set."""
+    key = None
+    if config.api_key_var:
+        key = os.environ.get(config.api_key_var, "").strip()
+        if not key:
+            raise ValueError(f"client.api-key-var: the environment variable {config.api_key_var} is not set")
+    urls = [url if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1" for url in config.base_url]
+    return [HttpClient(url, model, key, is_hone=True, **options) for url in urls]
 
 
 def _words(error: httpx.HTTPError) -> str:

@@ -11,6 +11,7 @@ A directory of another shape of model, or with a tokenizer of its own, replaces 
 first where the shape differs.
 """
 
+import logging
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,8 @@ from hone.models.hf import load_model, load_weights
 from hone.models.proof import checksum, score
 from hone.models.spec import parse_model_config, read_model_config
 from hone.text.tokenizer import Tokenizer
+
+log = logging.getLogger("hone.inference")
 
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
@@ -58,6 +61,7 @@ class Served:
         if tokenizer is not None:
             self.set_tokenizer(tokenizer)
         self.name = name or self.name
+        log.info("Took version %d of %s from %s", version, self.name, directory)
         return self.state()
 
     def state(self) -> dict[str, Any]:

@@ -43,7 +43,9 @@ def build_app(served: Served, api_key: str | None = None) -> FastAPI:
         app.add_middleware(KeyGuard, api_key=api_key)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        if "json" not in request.headers.get("content-type", "json"):
+            return _refuse(400, "the body is JSON: send the header Content-Type: application/json")
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")
         message = first["msg"].removeprefix("Value error, ")

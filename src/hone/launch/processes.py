@@ -24,7 +24,7 @@ from typing import Any
 from hone.config.help import to_toml
 from hone.config.inference import InferenceConfig
 from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
-from hone.inference.client import HttpClient
+from hone.inference.client import connect
 from hone.monitors.metrics import check_wandb
 from hone.run_directory import RunDirectory
 
@@ -39,18 +39,21 @@ def launch(config: RLConfig) -> None:
     """Runs the components to their end. Raises ValueError with the cause when one of them fails."""
     check_wandb(config.wandb)
     run = RunDirectory(config.output_dir, "rl")
+    if config.resume:
+        run.last_checkpoint()
+    if config.inference is None:
+        asyncio.run(require_servers(config))
     run.check(clean=config.clean, resume=config.resume, weight_steps=config.weights.steps(config.max_steps))
     # The key travels in the environment: what is written down has no secrets.
     key = config.inference and (config.inference.api_key or os.environ.get(KEY_VARIABLE))
     keys = {KEY_VARIABLE: key} if key else {}
     configs = component_configs(config, has_key=bool(key))
-    if config.inference is None:
-        asyncio.run(require_servers(configs["orchestrator"]))
     run.write_config(to_toml(config))
     gpus = {"inference": config.inference_gpu_ids, "trainer": config.trainer_gpu_ids}
     children: list[Child] = []
 
     def interrupt(number: int, _: object) -> None:
+        log.warning("%s: ending", signal.Signals(number).name)
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, interrupt)
@@ -122,15 +125,16 @@ def visible_gpus(ids: list[int] | None, config: RLConfig) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices[i % len(devices)] for i in ids)}
 
 
-async def require_servers(config: OrchestratorRunConfig) -> None:
-    """Raises ConnectionError, with what to do, unless every server that is to be used answers."""
-    for url in config.client.base_url:
-        async with HttpClient(url, config.model.name) as client:
+async def require_servers(config: RLConfig) -> None:
+    """Raises ConnectionError, with what to do, unless every server that is to be used answers, to our key."""
+    for client in connect(config.orchestrator.client, config.model.name):
+        async with client:
             if not await client.is_up():
                 raise ConnectionError(
-                    f"no server answers at {url}; start one with: inference --model.name {config.model.name}, "
-                    "or let rl start it: --inference @ FILE"
+                    f"no server answers at {client.base_url}; start one with: inference --model.name "
+                    f"{config.model.name}, or let rl start it: --inference @ FILE"
                 )
+            await client.check_key()
 
 
 class Child:

@@ -10,14 +10,13 @@ of metrics.jsonl is written when the trainer's numbers of that step have come wi
 
 import asyncio
 import logging
-import os
 import time
 from functools import partial
 
 from hone.config.help import to_toml
 from hone.config.rl import OrchestratorRunConfig
 from hone.environments import load_environments
-from hone.inference.client import Fleet, HttpClient
+from hone.inference.client import Fleet, HttpClient, connect
 from hone.monitors.lines import orchestrator_line
 from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
@@ -38,7 +37,8 @@ def main(config: OrchestratorRunConfig) -> None:
 
 async def orchestrate(config: OrchestratorRunConfig, run: RunDirectory, environments) -> None:  # type: ignore[no-untyped-def]
     log = logging.getLogger("hone.orchestrator")
-    clients = connect(config)
+    limit = {"max_total_tokens": config.seq_len}
+    clients = connect(config.client, config.model.name, extra_body=limit, timeout=config.rollout_timeout)
     fleet = Fleet(clients)
     orchestrator = Orchestrator(config, environments, fleet, config.seed)
     await wait_for_servers(config, clients, log)
@@ -67,17 +67,6 @@ async def orchestrate(config: OrchestratorRunConfig, run: RunDirectory, environm
         await client.__aexit__()
 
 
-def connect(config: OrchestratorRunConfig) -> list[HttpClient]:
-    key = None
-    if config.client.api_key_var:
-        key = os.environ.get(config.client.api_key_var, "").strip()
-        if not key:
-            raise ValueError(f"client.api-key-var: the environment variable {config.client.api_key_var} is not set")
-    urls = [url if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1" for url in config.client.base_url]
-    limit, timeout = {"max_total_tokens": config.seq_len}, config.rollout_timeout
-    return [HttpClient(url, config.model.name, key, extra_body=limit, timeout=timeout, is_hone=True) for url in urls]
-
-
 async def wait_for_servers(config: OrchestratorRunConfig, clients: list[HttpClient], log: logging.Logger) -> None:
     for client in clients:
         hint = f"start one with: inference --model.name {config.model.name}"
@@ -85,6 +74,7 @@ async def wait_for_servers(config: OrchestratorRunConfig, clients: list[HttpClie
         while not await client.is_up():
             wait.check()
             await asyncio.sleep(0.1)
+        await client.check_key()
 
 
 def publish(collected: Collected, run: RunDirectory) -> None:

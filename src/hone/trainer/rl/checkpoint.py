@@ -57,12 +57,7 @@ def load_checkpoint(directory: Path, optimizer: Optimizer, config: dict[str, Any
 
 def resume(run: RunDirectory, optimizer: Optimizer, config: dict[str, Any]) -> int:
     """Puts the last checkpoint of a run directory back; returns its step."""
-    checkpoint = run.last_checkpoint()
-    if checkpoint is None:
-        raise ValueError(
-            f"--resume: {run.path} has no checkpoint (--ckpt.interval N writes them); start again with --clean"
-        )
-    return load_checkpoint(checkpoint, optimizer, config)
+    return load_checkpoint(run.last_checkpoint(), optimizer, config)
 
 
 def forget_after(step: int, metrics: Path, rollouts: Path) -> None:
