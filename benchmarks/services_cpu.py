@@ -67,7 +67,7 @@ def main() -> None:
                 run("rl", *options, *shared, "--output-dir", outs[name])
                 seconds[name] = time.perf_counter() - start
             reward = {name: final_reward(out) for name, out in outs.items()}
-            weights = [outs[name] / "weights" / "step_200" / "model.safetensors" for name in ("one", "level 0")]
+            weights = [outs[name] / "weights" / "step_120" / "model.safetensors" for name in ("one", "level 0")]
             rewards = [[row["reward/mean"] for row in rows(outs[name])] for name in ("one", "level 0")]
             same.append(rewards[0] == rewards[1] and filecmp.cmp(*weights, shallow=False))
             gaps.append(abs(reward["level 1"] - reward["one"]))
