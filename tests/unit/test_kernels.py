@@ -143,7 +143,7 @@ def test_attention_to_the_cache_is_the_same_compiled_and_plain(monkeypatch):
         cache = KVCache(spec, torch.float32, torch.device("cpu"), 2**30)
         cache.reserve(4, 64, keep=0)
         cache.store.copy_(before)
-        outs.append(DecodeAttention(cache, lengths, 64)(1, q, k, v))
+        outs.append(DecodeAttention(cache, lengths)(1, q, k, v))
         stores.append(cache.store)
     torch.testing.assert_close(*outs)
     assert torch.equal(*stores)

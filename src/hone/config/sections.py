@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from hone.config.base import Config
 
 Positive = Annotated[int, Field(gt=0)]
+API_KEY_VARIABLE = "HONE_API_KEY"  # gives a server its key without showing it in the list of processes
 
 
 def as_list(value: Any) -> Any:

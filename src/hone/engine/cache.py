@@ -72,11 +72,16 @@ class PrefillAttention:
 class DecodeAttention:
     """Attention of one new token a row to everything before it in the row, itself included.
 
-    `lengths_B` counts the tokens already stored; `longest` is its largest value plus one.
+    `lengths_B` counts the tokens already stored.
     """
 
-    def __init__(self, cache: KVCache, lengths_B: Tensor, longest: int) -> None:
-        self.cache, self.lengths_B, self.longest = cache, lengths_B, longest
+    def __init__(self, cache: KVCache, lengths_B: Tensor) -> None:
+        self.cache, self.lengths_B = cache, lengths_B
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest row, the new one included."""
+        return 1 + int(self.lengths_B.max())
 
     @cached_property
     def cell_B(self) -> Tensor:

@@ -154,7 +154,7 @@ class Engine:
 
         which = [prompts[tuple(s.request.prompt_ids)] for s in admitted]
         packed = PackedAttention([len(p) for p in prompts], self.device)
-        starts = np.concatenate([[0], np.cumsum(packed.lengths)])
+        starts = packed.starts
         spans = [np.arange(starts[w], starts[w + 1]) for w in which]
         cells = [(first + i) * self.cache.positions + np.arange(len(span)) for i, span in enumerate(spans)]
         source, target = (torch.from_numpy(np.concatenate(x)).to(self.device) for x in (spans, cells))
@@ -170,7 +170,7 @@ class Engine:
     def _decode(self) -> None:
         B = len(self.running)
         rows = self._rows
-        attention = DecodeAttention(self.cache, rows.length[:B], 1 + int(rows.length[:B].max()))
+        attention = DecodeAttention(self.cache, rows.length[:B])
         hidden_BD = self.model(rows.last_token[:B], rows.length[:B], attention)
         rows.length[:B] += 1
         self._take(self.model.logits(hidden_BD), 0)

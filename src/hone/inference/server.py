@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hone import STARTED
 from hone.config.inference import InferenceConfig
+from hone.config.sections import API_KEY_VARIABLE
 from hone.engine.engine import Engine
 from hone.inference.control import Served, add_control
 from hone.inference.protocol import ChatRequest, chat_response, error_body
@@ -149,7 +150,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(config: InferenceConfig) -> None:
     """Loads the model and serves it until interrupted."""
-    api_key = config.api_key or os.environ.get("HONE_API_KEY")
+    api_key = config.api_key or os.environ.get(API_KEY_VARIABLE)
     host = config.server.host or ("127.0.0.1" if api_key is None else "0.0.0.0")
     if api_key is None and host not in ("127.0.0.1", "::1", "localhost"):
         log.warning("serving on %s without an API key: whoever reaches this address can use the model", host)

@@ -24,12 +24,12 @@ from typing import Any
 from hone.config.help import to_toml
 from hone.config.inference import InferenceConfig
 from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
+from hone.config.sections import API_KEY_VARIABLE
 from hone.inference.client import connect
 from hone.monitors.metrics import check_wandb
 from hone.run_directory import RunDirectory
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
-KEY_VARIABLE = "HONE_API_KEY"
 EVERYWHERE, LOOPBACK = (None, "0.0.0.0", "::"), ("127.0.0.1", "localhost", "::1")
 
 log = logging.getLogger("hone.rl")
@@ -45,8 +45,8 @@ def launch(config: RLConfig) -> None:
         asyncio.run(require_servers(config))
     run.check(clean=config.clean, resume=config.resume, weight_steps=config.weights.steps(config.max_steps))
     # The key travels in the environment: what is written down has no secrets.
-    key = config.inference and (config.inference.api_key or os.environ.get(KEY_VARIABLE))
-    keys = {KEY_VARIABLE: key} if key else {}
+    key = config.inference and (config.inference.api_key or os.environ.get(API_KEY_VARIABLE))
+    keys = {API_KEY_VARIABLE: key} if key else {}
     configs = component_configs(config, has_key=bool(key))
     run.write_config(to_toml(config))
     gpus = {"inference": config.inference_gpu_ids, "trainer": config.trainer_gpu_ids}
@@ -83,7 +83,7 @@ def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
         if server.host not in (*EVERYWHERE, *LOOPBACK) and not has_key:
             raise ValueError(
                 f"inference.server.host {server.host}: control routes answer to loopback alone without a key; "
-                f"give one with --inference.api-key or {KEY_VARIABLE}"
+                f"give one with --inference.api-key or {API_KEY_VARIABLE}"
             )
         configs["inference"] = InferenceConfig.model_validate(
             config.inference.model_dump()
@@ -93,7 +93,7 @@ def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
         host = "localhost" if server.host in (*EVERYWHERE, *LOOPBACK) else server.host
         orchestrator["client"]["base_url"] = [f"http://{host}:{port}/v1"]
         if has_key:
-            orchestrator["client"]["api_key_var"] = KEY_VARIABLE
+            orchestrator["client"]["api_key_var"] = API_KEY_VARIABLE
     configs["orchestrator"] = OrchestratorRunConfig.model_validate(orchestrator)
     configs["trainer"] = TrainerRunConfig.model_validate(config.trainer.model_dump() | common | own)
     return configs

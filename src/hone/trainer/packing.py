@@ -42,15 +42,14 @@ class Packed:
 
 def pack(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu") -> Packed:
     """Packs sequences; `masks[i][j]` says that token j of sequence i is a target. A first token never is one."""
-    lengths = [len(sequence) - 1 for sequence in ids]
-    starts = np.concatenate([[0], np.cumsum(lengths)])
+    attention = PackedAttention([len(sequence) - 1 for sequence in ids], device)
     tokens = np.concatenate([np.asarray(sequence[:-1], dtype=np.int64) for sequence in ids])
     following = np.concatenate([np.asarray(sequence[1:], dtype=np.int64) for sequence in ids])
     wanted = np.concatenate([np.asarray(mask[1:], dtype=bool) for mask in masks])
     keep = np.flatnonzero(wanted)
-    sequence = np.searchsorted(starts, keep, side="right") - 1
+    sequence = np.searchsorted(attention.starts, keep, side="right") - 1
     tokens_T, keep_K, targets_N, sequence_N = _tensors(device, tokens, keep, following[keep], sequence)
-    return Packed(PackedAttention(lengths, device), tokens_T, keep_K, None, targets_N, sequence_N)
+    return Packed(attention, tokens_T, keep_K, None, targets_N, sequence_N)
 
 
 def prompt_of(ids: Ids, mask: Mask) -> tuple[int, ...]:
