@@ -5,6 +5,7 @@ Example ─ environment ─► Rollout (of Turns) ─ orchestrator ─► Sample
                          Completion ◄─ engine ◄─ GenerateRequest
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,32 +24,63 @@ class Example:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw tokens. Temperature 0 is greedy."""
+    """How to draw tokens. Temperature 0 is greedy.
+
+    What the filters and penalties leave is drawn from; logprobs are those of the model all the same.
+    """
 
     temperature: float = 1.0
     max_tokens: int = 128
     seed: int = 0  # the draws of a request depend on its seed and nothing else
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # divides positive logits of tokens of the prompt and of the completion
+    presence_penalty: float = 0.0  # taken off the logits of tokens of the completion
+    frequency_penalty: float = 0.0  # … as often as they are in it
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0  # stop tokens are not drawn before
+    ignore_eos: bool = False  # stop tokens do not stop
+    raw_logprobs: bool = False  # logprobs at temperature 1
+    top_logprobs: int = 0  # the likeliest tokens at each place, with their logprobs
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether tokens are not drawn from softmax(logits / T), or logprobs are not those of it."""
+        cut = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return cut or self.raw_logprobs or self.min_tokens > 0 or self.is_penalised
+
+    @property
+    def is_penalised(self) -> bool:
+        penalties = (self.repetition_penalty != 1, self.presence_penalty != 0, self.frequency_penalty != 0)
+        return any(penalties) or bool(self.logit_bias)
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
+    """`ends(ids)` is asked of the tokens so far: how many of them to keep and stop, or None to go on."""
+
     prompt_ids: list[int]
     sampling: Sampling
     stop_ids: frozenset[int]
+    ends: Callable[[list[int]], int | None] | None = None
+    timeout: float | None = None  # seconds from being taken until it ends with what it has
 
 
 @dataclass
 class Completion:
     """What the engine made of one request.
 
-    `logprobs[i]` is log-softmax(logits / T) at `ids[i]`, fp32 (T = 1 when greedy); `versions[i]` is the policy
-    version that drew it. `finish_reason`: "stop" (a stop token, kept as the last id), "length" or "abort".
+    `logprobs[i]` is log-softmax(logits / T) at `ids[i]`, fp32 (T = 1 when greedy or raw); `versions[i]` is the policy
+    version that drew it. `finish_reason`: "stop" (a stop token, kept as the last id, or `ends`), "length", "timeout"
+    or "abort". `alternatives[i]`: the likeliest tokens there and their logprobs, where they were asked for.
     """
 
     ids: list[int]
     logprobs: list[float]
     versions: list[int]
     finish_reason: str
+    alternatives: list[list[tuple[int, float]]] | None = None
 
 
 @dataclass

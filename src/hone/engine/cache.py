@@ -1,109 +1,122 @@
-"""Keys and values of the running sequences, one row a sequence, active rows first.
+"""Keys and values of running sequences, in pages: layers x (k, v) x pages x PAGE x K x E.
 
-rows      0 … B-1 run, the rest are free; a row that ends is filled by the last one, so decoding always
-          works on a dense block [:B] and a finished sequence costs nothing from then on
-layout    layers x (k, v) x rows x positions x K x E
+Pages, not a row a sequence: a group's prompt is then stored once, prompts that start alike share what they have in
+common, and a sequence takes up no more than its length. Kernels read pages as they lie (`kernels/decode.py`).
 """
 
+from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from hone.kernels.flat_attention import attend_to_cache, takes
-from hone.models.attention import PackedAttention
+from hone.engine.pages import PagePool
+from hone.engine.slots import untouched_zeros
+from hone.kernels import gpu
+from hone.kernels.decode import Rows, attend_by_pages, attend_by_pages_reference, takes_pages
+from hone.models.attention import ContinuedAttention, Heads, PackedAttention
 from hone.models.spec import ModelSpec
 
-GROWTH = 64  # positions are allocated in multiples of this
+# A tile of the GPU's kernel is a page; on a CPU short prompts are worth sharing. In multiples of 16 the CPU's attention
+# gives the same bits however a sequence is cut.
+PAGE = {"cuda": 64, "cpu": 16}
 
 
 class KVCache:
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, budget_bytes: int) -> None:
-        self.spec, self.dtype, self.device = spec, dtype, device
-        self.budget_bytes = budget_bytes
-        self.rows = self.positions = 0
-        self.store = torch.empty(0)
-
-    def rows_within_budget(self, positions: int) -> int:
-        """How many sequences of that length fit into the memory allowed (at least one)."""
-        per_token = 2 * self.spec.num_hidden_layers * self.spec.num_key_value_heads * self.spec.head_dim
-        return max(1, self.budget_bytes // (per_token * self.dtype.itemsize * round_up(positions)))
-
-    def reserve(self, rows: int, positions: int, keep: int) -> None:
-        """Makes room for that many rows and positions; the first `keep` rows keep their content."""
-        positions = max(round_up(positions), self.positions)
-        if rows <= self.rows and positions == self.positions:
-            return
-        rows = max(rows, self.rows if positions == self.positions else keep)
-        spec = self.spec
-        shape = (spec.num_hidden_layers, 2, rows, positions, spec.num_key_value_heads, spec.head_dim)
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, tokens: int) -> None:
+        """Room for that many tokens."""
+        size = PAGE.get(device.type, 16)
+        self.pool = PagePool(1 + -(-tokens // size), size)
+        shape = (spec.num_hidden_layers, 2, self.pool.pages, size, spec.num_key_value_heads, spec.head_dim)
         # Zeros, not garbage: masked positions are multiplied by a probability of 0, and 0 x NaN is NaN.
-        store = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        if keep:
-            store[:, :, :keep, : self.positions] = self.store[:, :, :keep]
-        self.store, self.rows, self.positions = store, rows, positions
+        self.store = untouched_zeros(shape, dtype, device)
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Rows `source` replace rows `target`."""
+    @staticmethod
+    def bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
+        return 2 * spec.num_hidden_layers * spec.num_key_value_heads * spec.head_dim * dtype.itemsize
+
+    def copy_pages(self, source: list[int], target: list[int]) -> None:
         self.store[:, :, target] = self.store[:, :, source]
 
 
-def round_up(positions: int) -> int:
-    return -(-positions // GROWTH) * GROWTH
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens start … end of a prompt, to be computed in one pass; those before are in the cache."""
+
+    ids: list[int]
+    pages: list[int]
+    start: int
+    end: int
 
 
 class PrefillAttention:
-    """Attention among whole prompts that keeps their keys and values: `copies` says which token goes where.
+    """Attention of stretches of prompts, end to end, to what is before them; keeps their keys and values."""
 
-    Each of the R copies takes flat token `source[i]` to flat cell `target[i]` (row * positions + position), so
-    a prompt that several samples share is computed once and copied to each of them.
-    """
+    def __init__(self, cache: KVCache, stretches: list[Stretch]) -> None:
+        self.cache, self.stretches = cache, stretches
+        device, size = cache.store.device, cache.pool.size
+        offsets = [np.arange(s.start, s.end) for s in stretches]
+        cells = [_cells(s.pages, at, size) for s, at in zip(stretches, offsets, strict=True)]
+        self.positions_T, self.cells_T = (torch.from_numpy(np.concatenate(x)).to(device) for x in (offsets, cells))
+        self.lengths = [s.end - s.start for s in stretches]
 
-    def __init__(self, cache: KVCache, packed: PackedAttention, source: Tensor, target: Tensor) -> None:
-        self.cache, self.packed, self.source, self.target = cache, packed, source, target
+    @cached_property
+    def fresh(self) -> PackedAttention | None:
+        """Where all stretches start at the start."""
+        if any(s.start for s in self.stretches):
+            return None
+        return PackedAttention(self.lengths, self.cache.store.device)
 
-    def __call__(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
-        for kind, x_TKE in enumerate((k_TKE, v_TKE)):
-            self.cache.store[layer, kind].flatten(0, 1).index_copy_(0, self.target, x_TKE[self.source])
-        return self.packed(layer, q_THE, k_TKE, v_TKE)
+    @cached_property
+    def continued(self) -> tuple[Tensor, ContinuedAttention]:
+        """Where not: the cells of all that each stretch sees, and how it sees it."""
+        device, size = self.cache.store.device, self.cache.pool.size
+        cells = np.concatenate([_cells(s.pages, np.arange(s.end), size) for s in self.stretches])
+        attention = ContinuedAttention(self.lengths, [s.start for s in self.stretches], device)
+        return torch.from_numpy(cells).to(device), attention
+
+    def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
+        keys, values = (x.flatten(0, 1) for x in self.cache.store[layer])
+        if gpu.takes(qkv_TNE) and gpu.is_power_of_2(qkv_TNE.shape[2]):
+            from hone.kernels.gpu import rows
+
+            rotation = heads.rotation
+            tables = (rotation.cos_PE, rotation.sin_PE, rotation.positions_T)
+            q, k, v = rows.heads(
+                qkv_TNE, heads.q_scale_E, heads.k_scale_E, *tables, self.cells_T, keys, values, heads.eps, heads.H
+            )
+        else:
+            q, k, v = heads(qkv_TNE)
+            keys.index_copy_(0, self.cells_T, k)
+            values.index_copy_(0, self.cells_T, v)
+        if self.fresh is not None:
+            return self.fresh.attend(q, k, v)
+        cells, attention = self.continued
+        return attention.attend(q, keys[cells], values[cells])
+
+
+def _cells(pages: list[int], positions: np.ndarray, size: int) -> np.ndarray:
+    return np.asarray(pages)[positions // size] * size + positions % size
 
 
 class DecodeAttention:
-    """Attention of one new token a row to everything before it in the row, itself included.
+    """Attention of one new token a row to everything before it, itself included."""
 
-    `lengths_B` counts the tokens already stored.
-    """
+    def __init__(self, cache: KVCache, rows: Rows) -> None:
+        self.cache, self.rows = cache, rows
 
-    def __init__(self, cache: KVCache, lengths_B: Tensor) -> None:
-        self.cache, self.lengths_B = cache, lengths_B
+    def __call__(self, layer: int, qkv_BNE: Tensor, heads: Heads) -> Tensor:
+        keys, values = self.cache.store[layer]
+        rows = self.rows
+        if gpu.takes(qkv_BNE) and gpu.is_power_of_2(qkv_BNE.shape[2]):
+            from hone.kernels.gpu.decode import decode
 
-    @cached_property
-    def longest(self) -> int:
-        """Tokens of the longest row, the new one included."""
-        return 1 + int(self.lengths_B.max())
-
-    @cached_property
-    def cell_B(self) -> Tensor:
-        """Where the new tokens go, in the flat cells of a layer."""
-        return torch.arange(len(self.lengths_B), device=self.cache.device) * self.cache.positions + self.lengths_B
-
-    @cached_property
-    def bias_B11L(self) -> Tensor:
-        seen_BL = torch.arange(self.longest, device=self.cache.device)[None, :] <= self.lengths_B[:, None]
-        bias = torch.zeros(seen_BL.shape, dtype=self.cache.dtype, device=self.cache.device)
-        return bias.masked_fill_(~seen_BL, float("-inf"))[:, None, None, :]
-
-    def __call__(self, layer: int, q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor) -> Tensor:
-        if takes(q_BHE):
-            return attend_to_cache(q_BHE, k_BKE, v_BKE, self.cache.store[layer], self.lengths_B)
-        B, H, _ = q_BHE.shape
-        k_all, v_all = self.cache.store[layer]
-        k_all.flatten(0, 1).index_copy_(0, self.cell_B, k_BKE)
-        v_all.flatten(0, 1).index_copy_(0, self.cell_B, v_BKE)
-        k_BKLE, v_BKLE = (x[:B, : self.longest].transpose(1, 2) for x in (k_all, v_all))
-        gqa = k_BKE.shape[1] != H
-        out = F.scaled_dot_product_attention(
-            q_BHE.unsqueeze(2), k_BKLE, v_BKLE, attn_mask=self.bias_B11L, enable_gqa=gqa
-        )
-        return out.reshape(B, -1)
+            scales, tables = (heads.q_scale_E, heads.k_scale_E), (heads.rotation.cos_PE, heads.rotation.sin_PE)
+            where = (rows.active_B, rows.state, rows.table)
+            return decode(
+                qkv_BNE, *scales, *tables, heads.eps, heads.H, keys, values, *where, rows.shared, rows.is_wide
+            )
+        q, k, v = heads(qkv_BNE)
+        attend = attend_by_pages if takes_pages(q) else attend_by_pages_reference
+        return attend(q, k, v, keys, values, rows)

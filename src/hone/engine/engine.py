@@ -1,39 +1,38 @@
 """The engine: token ids in, token ids and logprobs out, with continuous batching.
 
-    add ─► waiting ─ admit: prompts (each distinct one once) ─► rows of the cache ─┐
-                                                                                   ▼
-                       finished, handed to `on_finish` ◄─ stop test ◄─ sample ◄─ decode one token a row ─┐
-                                    row freed at once                     └──────────────────────────────┘
+    add ─► waiting ─ plan: pages, a slot ─► prefill, a budget of tokens a pass ─► decoding ─┐
+                                                                                 ▲          ▼
+        handed to `on_finish`, slot and pages free ◄── look: who is done? ◄──────┴── some decode steps
 
-Each `step` admits what fits, then decodes one token for every running sequence. All state of a sequence is a
-row of a few tensors; rows [:running] are active. Nothing per token runs in Python.
+Each `step` prefills what has been admitted, then decodes. On a GPU several decode steps run as CUDA graphs before the
+host looks; sampling and stop tests are on the device, and nothing per token runs in Python (`graphs.py`). Admission is
+in the order of arrival and reserves the pages of a sequence's longest completion, so that no sequence, once admitted,
+waits for another.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hone.engine.cache import DecodeAttention, KVCache, PrefillAttention
-from hone.engine.sampler import sample, uniforms
-from hone.models.attention import PackedAttention
+from hone.engine.cache import DecodeAttention, KVCache, PrefillAttention, Stretch
+from hone.engine.graphs import DecodeGraphs
+from hone.engine.sampler import Sampler
+from hone.engine.sequence import Sequence
+from hone.engine.slots import Slots
+from hone.kernels import gpu
+from hone.kernels import row_state as column
+from hone.kernels.decode import Rows
+from hone.kernels.linear import exact_logits
 from hone.models.transformer import Transformer
 from hone.records import Completion, GenerateRequest
 
-PREFILL_TOKENS = 16384  # prompt tokens computed in one pass
-
-
-@dataclass(eq=False)
-class Sequence:
-    """A request on its way: `versions` are the policy versions of its tokens, as (first token, version)."""
-
-    request: GenerateRequest
-    on_finish: Callable[[Completion], None]
-    max_tokens: int
-    versions: list[tuple[int, int]] = field(default_factory=list)
+PREFILL_TOKENS = 8192  # prompt tokens computed in one pass, between which decoding goes on
+WINDOW = 8  # decode steps on a GPU before the host looks
+STOPS = 8  # stop tokens of a sequence for which there is room from the start
 
 
 class Engine:
@@ -46,27 +45,43 @@ class Engine:
         max_batch_size: int = 256,
         max_model_len: int | None = None,
         kv_cache_gib: float = 8.0,
+        prefill_tokens: int = PREFILL_TOKENS,
         version: int = 0,
     ) -> None:
-        weight = model.embed.weight
-        limit = model.spec.max_position_embeddings
+        weight, spec = model.embed.weight, model.spec
+        limit = spec.max_position_embeddings
         if max_model_len and max_model_len > limit:
             raise ValueError(f"max_model_len {max_model_len} is over the model's max_position_embeddings {limit}")
-        self.model, self.device, self.configured_len = model, weight.device, max_model_len
-        self.max_batch_size, self.max_model_len = max_batch_size, max_model_len or limit
-        self.cache = KVCache(model.spec, weight.dtype, self.device, int(kv_cache_gib * 2**30))
+        self.model, self.device = model, weight.device
+        self.max_batch_size, self.configured_len, self.kv_cache_gib = max_batch_size, max_model_len, kv_cache_gib
+        self.max_model_len, self.prefill_tokens = max_model_len or limit, prefill_tokens
+        # No more than all slots can fill, no less than one sequence of full length.
+        budget = int(kv_cache_gib * 2**30) // KVCache.bytes_per_token(spec, weight.dtype)
+        tokens = max(min(budget, max_batch_size * self.max_model_len), self.max_model_len)
+        self.cache = KVCache(spec, weight.dtype, self.device, tokens)
+        self.pool = self.cache.pool
+        self.slots = Slots(max_batch_size, self.max_model_len, self.pool.needed(self.max_model_len), STOPS, self.device)
+        self.sampler = Sampler(self.slots, spec.vocab_size)
+        self.graphs = DecodeGraphs(self) if weight.is_cuda and gpu.IS_AVAILABLE else None
         self.version, self.completions = version, 0  # completions: handed over so far
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self._rows = _Rows(0, 0, 1, self.device)
+        self.prefilling: list[Sequence] = []
+        self.decoding: list[Sequence] = []
+        self.steps = 0  # decode steps so far
+        self._has_changed = True  # who decodes, since `active` was written
+        self._has_deadlines = False
 
     def with_model(self, model: Transformer, version: int) -> "Engine":
         """An engine like this one, without requests, over another model."""
         own = model.spec.max_position_embeddings
         limit = None if self.configured_len is None else min(self.configured_len, own)
-        kv_cache_gib = self.cache.budget_bytes / 2**30
         return Engine(
-            model, max_batch_size=self.max_batch_size, max_model_len=limit, kv_cache_gib=kv_cache_gib, version=version
+            model,
+            max_batch_size=self.max_batch_size,
+            max_model_len=limit,
+            kv_cache_gib=self.kv_cache_gib,
+            prefill_tokens=self.prefill_tokens,
+            version=version,
         )
 
     # ------------------------------------------------------------------------------------------ requests
@@ -81,28 +96,66 @@ class Engine:
                 f"This model's maximum context length is {self.max_model_len} tokens, "
                 f"the prompt alone has {len(request.prompt_ids)}"
             )
-        sequence = Sequence(request, on_finish, min(request.sampling.max_tokens, room))
+        deadline = None if request.timeout is None else time.monotonic() + request.timeout
+        sequence = Sequence(request, on_finish, min(request.sampling.max_tokens, room), deadline)
+        self._has_deadlines |= deadline is not None
         self.waiting.append(sequence)
         return sequence
 
-    def abort(self, sequence: Sequence) -> None:
-        """Ends a request now; it finishes with what it has and the reason "abort"."""
+    def abort(self, sequence: Sequence, reason: str = "abort") -> None:
+        """Ends a request now; it finishes with what it has."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
-            sequence.on_finish(Completion([], [], [], "abort"))
-        elif sequence in self.running:
-            self._finish([self.running.index(sequence)], "abort")
+            self._hand_over(sequence, [], [], reason)
+        elif sequence in self.decoding:
+            self._finish([(sequence, self._count(sequence), reason)])
+        else:
+            leader = next((s for s in self.prefilling if sequence is s or sequence in s.siblings), None)
+            if leader is None:
+                return
+            if sequence is not leader:
+                leader.siblings.remove(sequence)
+            else:
+                self.prefilling.remove(leader)
+                if leader.siblings:  # the first of them goes on where it stopped
+                    heir, *heir_siblings = leader.siblings
+                    begun = self.pool.needed(leader.computed)
+                    self.cache.copy_pages(leader.pages[:begun], heir.pages[:begun])
+                    heir.computed, heir.siblings = leader.computed, heir_siblings
+                    self.prefilling.insert(0, heir)
+            self._release(sequence)
+            self._hand_over(sequence, [], [], reason)
 
-    def set_version(self, version: int) -> None:
-        """Names the weights that the next tokens come from."""
-        self.version = version
-        generated = self._rows.count[: len(self.running)].tolist()
-        for sequence, count in zip(self.running, generated, strict=True):
-            sequence.versions.append((count, version))
+    def abort_all(self) -> None:
+        for sequence in self.sequences():
+            self.abort(sequence)
+
+    def reset(self) -> None:
+        """Forgets all requests, without a word to those who made them."""
+        for sequence in self.running:
+            self._release(sequence)
+        self.waiting.clear()
+        self.prefilling, self.decoding, self._has_changed = [], [], True
+
+    def sequences(self) -> list[Sequence]:
+        """All requests that have not ended."""
+        prefilling = chain.from_iterable((s, *s.siblings) for s in self.prefilling)
+        return [*self.decoding, *prefilling, *self.waiting]
+
+    @property
+    def running(self) -> list[Sequence]:
+        return [s for s in self.sequences() if s.slot >= 0]
 
     @property
     def is_idle(self) -> bool:
-        return not self.waiting and not self.running
+        return not (self.waiting or self.prefilling or self.decoding)
+
+    def set_version(self, version: int) -> None:
+        """Names the weights that the next tokens come from. Prompts computed with the old ones are not used again."""
+        self.version = version
+        self.pool.forget()
+        for sequence in self.decoding:
+            sequence.versions.append((self._count(sequence), version))
 
     def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
         """Completions of the requests, in their order; runs until all are done."""
@@ -117,163 +170,192 @@ class Engine:
 
     @torch.no_grad()
     def step(self, admit: bool = True) -> None:
-        """Admits waiting requests as far as they fit, then decodes one token for every running one."""
-        if self.waiting and admit:
-            self._admit()
-        if self.running:
+        """Admits and prefills as far as there is room, then decodes once, or a window of steps on a GPU."""
+        if self._has_deadlines:
+            for sequence in [s for s in self.sequences() if s.is_late]:
+                self.abort(sequence, "timeout")
+        stretches = self._plan(admit)
+        if stretches:
+            self._prefill(stretches)
+        if self.decoding:
             self._decode()
 
-    def _admit(self) -> None:
-        """Prefills the next requests: each gets a row, its prompt's keys and values, and its first token."""
-        admitted: list[Sequence] = []
-        prompts: dict[tuple[int, ...], int] = {}  # each distinct prompt once
-        tokens, positions = 0, self.cache.positions
-        while self.waiting and len(self.running) + len(admitted) < self.max_batch_size:
+    def _plan(self, admit: bool) -> list[tuple[Sequence, Stretch]]:
+        """What the next pass computes: the rest of prompts begun, then new ones, up to the budget of tokens."""
+        budget = self.prefill_tokens
+        planned: list[tuple[Sequence, Stretch]] = []
+
+        def plan(sequence: Sequence) -> None:
+            nonlocal budget
+            end = min(len(sequence.prompt), sequence.computed + budget)
+            planned.append((sequence, Stretch(sequence.prompt, sequence.pages, sequence.computed, end)))
+            budget -= end - sequence.computed
+            self.pool.remember(sequence.prompt[:end], sequence.pages)
+
+        for sequence in self.prefilling:
+            if budget > 0:
+                plan(sequence)
+        leaders = {tuple(s.prompt): s for s in self.prefilling}
+        while admit and self.waiting and self.slots.free:
             sequence = self.waiting[0]
-            prompt = tuple(sequence.request.prompt_ids)
-            needed = max(positions, len(prompt) + sequence.max_tokens)
-            if len(self.running) + len(admitted) + 1 > self.cache.rows_within_budget(needed):
+            prompt = tuple(sequence.prompt)
+            leader = leaders.get(prompt)
+            if leader is None and budget <= 0:
                 break
-            if prompt not in prompts:
-                if admitted and tokens + len(prompt) > PREFILL_TOKENS:
-                    break
-                prompts[prompt] = len(prompts)
-                tokens += len(prompt)
-            positions = needed
-            admitted.append(self.waiting.popleft())
-        if not admitted:
+            if leader is None:
+                shared = self.pool.match(sequence.prompt)
+            else:
+                shared = leader.pages[: len(prompt) // self.pool.size]
+            # The last token's keys are never needed.
+            own = self.pool.needed(len(prompt) + sequence.max_tokens - 1) - len(shared)
+            if own + self.pool.idle_among(shared) > self.pool.available:
+                break
+            self.waiting.popleft()
+            self.pool.share(shared)
+            sequence.pages = shared + self.pool.take(own)
+            sequence.slot = self.slots.free.pop()
+            if leader is not None:
+                leader.siblings.append(sequence)
+                continue
+            sequence.computed = len(shared) * self.pool.size
+            leaders[prompt] = sequence
+            self.prefilling.append(sequence)
+            plan(sequence)
+        return planned
+
+    def _prefill(self, planned: list[tuple[Sequence, Stretch]]) -> None:
+        """Computes the keys and values of these stretches, and the first token of every prompt they complete."""
+        stretches = [stretch for _, stretch in planned]
+        attention = PrefillAttention(self.cache, stretches)
+        tokens = torch.tensor([t for s in stretches for t in s.ids[s.start : s.end]], device=self.device)
+        ends = torch.tensor(attention.lengths).cumsum(0) - 1
+        leaders, last = [], []
+        for (sequence, stretch), end in zip(planned, ends.tolist(), strict=True):
+            sequence.computed = stretch.end
+            if stretch.end == len(stretch.ids):
+                leaders.append(sequence)
+                last.append(end)
+        keep = torch.tensor(last or [0], device=self.device)
+        hidden_PD = self.model(tokens, attention.positions_T, attention, keep)
+        if not leaders:
             return
-        first = len(self.running)
-        total = first + len(admitted)
-        self.cache.reserve(total, positions, keep=first)
-        stops = max(len(s.request.stop_ids) for s in admitted)
-        self._rows.reserve(self.cache.rows, self.cache.positions, stops, keep=first)
-        self.running += admitted
-        for sequence in admitted:
+        started = [sequence for leader in leaders for sequence in (leader, *leader.siblings)]
+        which = [i for i, leader in enumerate(leaders) for _ in range(1 + len(leader.siblings))]
+        self._copy_last_pages(leaders)
+        self.prefilling = [s for s in self.prefilling if s not in leaders]
+        for leader in leaders:
+            leader.siblings = []
+        for sequence in started:
             sequence.versions.append((0, self.version))
+            sequence.first_step = self.steps
+        if self.slots.widen_stops(max(len(s.request.stop_ids) for s in started)) and self.graphs is not None:
+            self.graphs.clear()
+        self.slots.fill(started)
+        self.sampler.fill(started)
+        logits_PV = self._logits(hidden_PD)
+        logits_BV = logits_PV if len(which) == len(leaders) else logits_PV[torch.tensor(which, device=self.device)]
+        active_B = torch.tensor([s.slot for s in started], device=self.device)
+        self.sampler.sample(logits_BV, active_B, Sampler.kind(started), advance=False)
+        self._note_alternatives(logits_BV, active_B, started)
+        self.decoding += started
+        self._has_changed = True
+        self._look(started)
 
-        which = [prompts[tuple(s.request.prompt_ids)] for s in admitted]
-        packed = PackedAttention([len(p) for p in prompts], self.device)
-        starts = packed.starts
-        spans = [np.arange(starts[w], starts[w + 1]) for w in which]
-        cells = [(first + i) * self.cache.positions + np.arange(len(span)) for i, span in enumerate(spans)]
-        source, target = (torch.from_numpy(np.concatenate(x)).to(self.device) for x in (spans, cells))
-        flat = torch.tensor([t for p in prompts for t in p], device=self.device)
-        last = torch.from_numpy(starts[1:] - 1).to(self.device)
-        prefill = PrefillAttention(self.cache, packed, source, target)
-        hidden_PD = self.model(flat, packed.positions(), prefill, last)
-        logits_BV = self.model.logits(hidden_PD)[torch.tensor(which, device=self.device)]
+    def _copy_last_pages(self, leaders: list[Sequence]) -> None:
+        """Siblings share the full pages of their prompt; of the last, which they go on writing, each has its own."""
+        source, target = [], []
+        for leader in leaders:
+            full, rest = divmod(len(leader.prompt), self.pool.size)
+            if rest:
+                source += [leader.pages[full]] * len(leader.siblings)
+                target += [sibling.pages[full] for sibling in leader.siblings]
+        if target:
+            self.cache.copy_pages(source, target)
 
-        self._rows.fill(first, admitted)
-        self._take(logits_BV, first)
+    def _logits(self, hidden_PD: Tensor) -> Tensor:
+        head = self.model.embed if self.model.head is None else self.model.head
+        return exact_logits(hidden_PD, head.weight)
 
     def _decode(self) -> None:
-        B = len(self.running)
-        rows = self._rows
-        attention = DecodeAttention(self.cache, rows.length[:B])
-        hidden_BD = self.model(rows.last_token[:B], rows.length[:B], attention)
-        rows.length[:B] += 1
-        self._take(self.model.logits(hidden_BD), 0)
+        if self._has_changed:
+            slots = [s.slot for s in self.decoding] + [self.slots.count] * (self.max_batch_size - len(self.decoding))
+            self.slots.active[:-1] = torch.tensor(slots, device=self.device)
+        kind = Sampler.kind(self.decoding)
+        each_step = any(s.request.ends is not None or s.request.sampling.top_logprobs for s in self.decoding)
+        if self.graphs is not None:
+            steps = 1 if each_step else min(WINDOW, max(s.max_tokens - self._count(s) for s in self.decoding))
+            logits_BV = self.graphs.run(kind, steps, self._has_changed)
+        else:
+            steps, slots = 1, self.slots
+            logits_BV = self.decode_step(len(self.decoding), kind, Rows(slots.active, slots.state, slots.table))
+        self.steps += steps
+        self._has_changed = False
+        if each_step:
+            B = len(self.decoding)
+            self._note_alternatives(logits_BV[:B], self.slots.active[:B], self.decoding)
+        self._look(self.decoding)
 
-    def _take(self, logits_BV: Tensor, first: int) -> None:
-        """Samples one token for the rows from `first` on, stores it, and finishes the rows that are done."""
-        rows, B = self._rows, len(logits_BV)
-        at = slice(first, first + B)
-        count_B1 = rows.count[at, None]
-        uniform_B = rows.uniform[at].gather(1, count_B1).squeeze(1)
-        tokens_B, logprobs_B = sample(logits_BV, rows.temperature[at], uniform_B)
-        rows.tokens[at].scatter_(1, count_B1, tokens_B[:, None])
-        rows.logprobs[at].scatter_(1, count_B1, logprobs_B[:, None])
-        rows.last_token[at] = tokens_B
-        rows.count[at] += 1
-        stopped_B = (tokens_B[:, None] == rows.stops[at]).any(dim=1)
-        done_B = stopped_B | (rows.count[at] >= rows.max_count[at])
-        if bool(done_B.any()):
-            finished = (done_B.nonzero().squeeze(1) + first).tolist()
-            self._finish(finished, None)
+    def decode_step(self, B: int, kind: int, rows: Rows) -> Tensor:
+        """One token for the first B active slots, all on the device; returns the logits it was drawn from."""
+        active_B = rows.active_B[:B]
+        state_BF = self.slots.state[active_B]
+        rows = Rows(active_B, rows.state, rows.table, rows.shared, rows.is_wide)
+        attention = DecodeAttention(self.cache, rows)
+        hidden_BD = self.model(state_BF[:, column.LAST], state_BF[:, column.LENGTH], attention)
+        logits_BV = self._logits(hidden_BD)
+        self.sampler.sample(logits_BV, active_B, kind, advance=True)
+        return logits_BV
 
-    def _finish(self, finished: list[int], reason: str | None) -> None:
-        """Hands over the completions of these rows and fills their places with the last active rows."""
-        rows = self._rows
-        index = torch.tensor(finished, device=self.device)
-        counts = rows.count[index].tolist()
-        width = max(max(counts), 1)
-        tokens, logprobs = rows.tokens[index, :width].tolist(), rows.logprobs[index, :width].tolist()
-        leaving = [self.running[i] for i in finished]
-        self.completions += len(leaving)
-        gone = set(finished)
-        left = len(self.running) - len(finished)
-        holes = [i for i in finished if i < left]
-        movers = [i for i in range(left, len(self.running)) if i not in gone]
-        for hole, mover in zip(holes, movers, strict=True):
-            self.running[hole] = self.running[mover]
-        del self.running[left:]
-        if holes:
-            source, target = (torch.tensor(x, device=self.device) for x in (movers, holes))
-            self.cache.move(source, target)
-            rows.move(source, target)
-        for sequence, n, ids, logps in zip(leaving, counts, tokens, logprobs, strict=True):
-            ids, logps = ids[:n], logps[:n]
-            stopped = bool(ids) and ids[-1] in sequence.request.stop_ids
-            ended = reason or ("stop" if stopped else "length")
-            sequence.on_finish(Completion(ids, logps, _expand(sequence.versions, n), ended))
+    # --------------------------------------------------------------------------------------------- the end
 
-
-class _Rows:
-    """Per-row state of the running sequences: R rows, C tokens at most."""
-
-    def __init__(self, rows: int, capacity: int, stops: int, device: torch.device) -> None:
-        self.device, self.rows, self.capacity, self.num_stops = device, rows, capacity, stops
-
-        def integers(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
-
-        self.length = integers(rows)  # tokens whose keys are in the cache
-        self.count = integers(rows)  # tokens generated
-        self.max_count = integers(rows)
-        self.last_token = integers(rows)
-        self.temperature = torch.ones(rows, device=device)
-        self.stops = integers(rows, stops)
-        self.tokens = integers(rows, capacity)
-        self.logprobs = torch.zeros(rows, capacity, device=device)
-        self.uniform = torch.zeros(rows, capacity, dtype=torch.float64, device=device)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-    def reserve(self, rows: int, capacity: int, stops: int, keep: int) -> None:
-        """Room for that many rows, tokens and stop tokens; the first `keep` rows keep their content."""
-        stops = max(stops, self.num_stops)
-        if rows == self.rows and capacity == self.capacity and stops == self.num_stops:
+    def _note_alternatives(self, logits_BV: Tensor, active_B: Tensor, sequences: list[Sequence]) -> None:
+        wanted = [i for i, s in enumerate(sequences) if s.request.sampling.top_logprobs]
+        if not wanted:
             return
-        larger = _Rows(rows, capacity, stops, self.device)
-        for name, old in self.tensors().items():
-            new: Tensor = getattr(larger, name)
-            new[(slice(0, keep), *(slice(0, n) for n in old.shape[1:]))] = old[:keep]
-        self.__dict__.update(vars(larger))
+        number = max(sequences[i].request.sampling.top_logprobs for i in wanted)
+        index = torch.tensor(wanted, device=self.device)
+        found = self.sampler.alternatives(logits_BV[index], active_B[index], number)
+        for i, row in zip(wanted, found, strict=True):
+            sequences[i].alternatives.append(row[: sequences[i].request.sampling.top_logprobs])
 
-    def fill(self, first: int, sequences: list[Sequence]) -> None:
-        """Sets the rows from `first` on to the start of these sequences."""
-        at = slice(first, first + len(sequences))
-        requests = [s.request for s in sequences]
-        most = max(s.max_tokens for s in sequences)
-        self.length[at] = torch.tensor([len(r.prompt_ids) for r in requests], device=self.device)
-        self.count[at] = 0
-        self.max_count[at] = torch.tensor([s.max_tokens for s in sequences], device=self.device)
-        self.temperature[at] = torch.tensor([float(r.sampling.temperature) for r in requests], device=self.device)
-        table = [sorted(r.stop_ids) + [-1] * (self.num_stops - len(r.stop_ids)) for r in requests]
-        self.stops[at] = torch.tensor(table, dtype=torch.int64, device=self.device).view(len(requests), self.num_stops)
-        draws = uniforms([r.sampling.seed for r in requests], most)
-        self.uniform[at, :most] = torch.from_numpy(draws).to(self.device)
+    def _count(self, sequence: Sequence) -> int:
+        """Tokens generated for a sequence that decodes."""
+        return 1 + self.steps - sequence.first_step
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        for tensor in self.tensors().values():
-            tensor[target] = tensor[source]
+    def _look(self, sequences: list[Sequence]) -> None:
+        """Ends those of these that are done."""
+        state = self.slots.on_host()[[s.slot for s in sequences]]
+        done = state[:, column.DONE].nonzero()[0].tolist()
+        watched = [i for i, s in enumerate(sequences) if s.request.ends is not None]
+        if not done and not watched:
+            return
+        counts: list[int] = state[:, column.COUNT].tolist()
+        reasons = {i: "stop" if state[i, column.DONE] == column.STOPPED else "length" for i in done}
+        if watched:
+            tokens, _ = self.slots.generated([sequences[i].slot for i in watched], max(counts[i] for i in watched))
+            for i, ids in zip(watched, tokens, strict=True):
+                kept = sequences[i].request.ends(ids[: counts[i]])  # type: ignore[misc]
+                if kept is not None:
+                    counts[i], reasons[i] = kept, "stop"
+        self._finish([(sequences[i], counts[i], reason) for i, reason in reasons.items()])
 
+    def _finish(self, ended: list[tuple[Sequence, int, str]]) -> None:
+        """Hands over sequences that decode, with so many tokens, for that reason."""
+        tokens, logprobs = self.slots.generated([s.slot for s, _, _ in ended], max(n for _, n, _ in ended))
+        gone = {id(s) for s, _, _ in ended}
+        self.decoding = [s for s in self.decoding if id(s) not in gone]
+        self._has_changed = True
+        for (sequence, n, reason), ids, values in zip(ended, tokens, logprobs, strict=True):
+            if len(sequence.versions) == 1 and sequence.versions[0][1] == self.version:
+                self.pool.remember([*sequence.prompt, *ids[: n - 1]], sequence.pages)
+            self._release(sequence)
+            self._hand_over(sequence, ids[:n], values[:n], reason)
 
-def _expand(segments: list[tuple[int, int]], count: int) -> list[int]:
-    """(first token, version) pairs as one version a token."""
-    versions: list[int] = []
-    for (start, version), (end, _) in zip(segments, [*segments[1:], (count, 0)], strict=True):
-        versions += [version] * (end - start)
-    return versions
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        self.slots.free.append(sequence.slot)
+        sequence.pages, sequence.slot = [], -1
+
+    def _hand_over(self, sequence: Sequence, ids: list[int], logprobs: list[float], reason: str) -> None:
+        self.completions += 1
+        sequence.on_finish(sequence.completion(ids, logprobs, reason))

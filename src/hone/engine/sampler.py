@@ -1,58 +1,186 @@
-"""Drawing tokens: pure functions on logits and uniform numbers.
+"""Drawing tokens. The draw of a request's i-th token depends on (seed, i) alone: a counter-based generator, so the same
+request gives the same tokens whatever else runs beside it.
 
-The draw of a request's i-th token depends on (seed, i) alone: a counter-based generator, so the same request
-gives the same tokens whatever else runs beside it.
+    logits ─ penalties, bias ─ top-k, top-p, min-p (a threshold each) ─► draw ─► token, stop test, bookkeeping
+       └──────────────────────────────────────────────────────────────► logprob of the token, log-softmax(logits / T)
+
+Most requests ask for neither penalties nor filters, and then the middle is skipped.
 """
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from hone.kernels import cpu
+from hone.engine.sequence import Sequence
+from hone.engine.slots import Slots
+from hone.kernels import cpu, gpu
+from hone.kernels import row_state as column
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-
-
-def uniforms(seeds: list[int], count: int) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1), len(seeds) x count: splitmix64 (Steele et al. 2014) of seed and counter."""
-    seeds_R1 = _mix(np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64))[:, None]
-    counters_1C = np.arange(1, count + 1, dtype=np.uint64)[None, :]
-    with np.errstate(over="ignore"):
-        bits = _mix(seeds_R1 + counters_1C * _GOLDEN)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+_GOLDEN, _MIX_1, _MIX_2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+FILTERED_OUT = -1e30  # finite: compiled loops assume that there are no infinities
 
 
-def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    with np.errstate(over="ignore"):
-        z = (z ^ (z >> np.uint64(30))) * _MIX_1
-        z = (z ^ (z >> np.uint64(27))) * _MIX_2
-    return z ^ (z >> np.uint64(31))
+def uniforms(seeds: Tensor, counters: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1), float64: splitmix64 (Steele et al. 2014) of seeds and counters from 0, int64."""
+    bits = _mix(_mix(seeds) + (counters + 1) * _GOLDEN)
+    return _shift(bits, 11).double() * 2.0**-53
 
 
-def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """One token a row and its sampler logprob, log-softmax(logits / T) in fp32.
+def _shift(z: Tensor, by: int) -> Tensor:
+    """z >> by, as if z had no sign."""
+    return (z >> by) & (2 ** (64 - by) - 1)
 
-    Temperature 0 (below 1e-5, where logits / T overflows) takes the most likely token and reports its logprob
-    at T = 1. Otherwise the token is the first whose cumulative probability exceeds the uniform number.
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ _shift(z, 30)) * _MIX_1
+    z = (z ^ _shift(z, 27)) * _MIX_2
+    return z ^ _shift(z, 31)
+
+
+def draw(
+    logits_BV: Tensor, plain_BV: Tensor, threshold_B: Tensor | None, slots: Slots, active_B: Tensor, advance: bool
+) -> None:
+    """Draws a token for every active slot that is not done, and notes it and its logprob in the slot.
+
+    Temperature 0 (below 1e-5, where logits / T overflows) takes the most likely token. Otherwise it is the first whose
+    cumulative probability exceeds the uniform number, among those whose logit is at least the threshold. The logprob is
+    that of `plain_BV` at the slot's logprob temperature. advance: whether the step stored the last token's keys.
     """
+    slot = (slots.parameters, slots.state, active_B, slots.stops, slots.tokens, slots.logprobs)
+    if logits_BV.is_cuda and gpu.IS_AVAILABLE:
+        from hone.kernels.gpu import sampling
+
+        sampling.draw(logits_BV, plain_BV, threshold_B, *slot, advance)
+        return
+    if threshold_B is not None:
+        logits_BV = logits_BV.masked_fill(logits_BV < threshold_B[:, None], FILTERED_OUT)
     if not cpu.takes(logits_BV):
-        return sample_reference(logits_BV, temperature_B, uniform_B)
+        draw_reference(logits_BV, plain_BV, slots, active_B, advance)
+        return
     from hone.kernels.cpu import decode
 
-    tokens_B, logprobs_B = torch.empty_like(temperature_B, dtype=torch.int64), torch.empty_like(temperature_B)
-    tensors = (logits_BV.contiguous(), temperature_B.contiguous(), uniform_B.contiguous(), tokens_B, logprobs_B)
-    decode.sample(*logits_BV.shape, *(t.data_ptr() for t in tensors))
-    return tokens_B, logprobs_B
+    logits_BV, plain_BV = logits_BV.contiguous(), plain_BV.contiguous()
+    addresses = [x.data_ptr() for x in (logits_BV, plain_BV, slots.parameters, slots.state, active_B)]
+    decode.draw(
+        *logits_BV.shape, *addresses[:2], int(plain_BV is not logits_BV), *addresses[2:], slots.stops.data_ptr(),
+        slots.stops.shape[1], slots.tokens.data_ptr(), slots.logprobs.data_ptr(), slots.tokens.shape[1], int(advance),
+    )  # fmt: skip
 
 
-def sample_reference(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    greedy_B = temperature_B < 1e-5
-    scale_B1 = torch.where(greedy_B, 1.0, temperature_B)[:, None]
-    logprobs_BV = torch.log_softmax(logits_BV.float() / scale_B1, dim=-1)
-    cdf_BV = logprobs_BV.double().exp_().cumsum(dim=-1)
+def draw_reference(logits_BV: Tensor, plain_BV: Tensor, slots: Slots, active_B: Tensor, advance: bool) -> None:
+    is_running_B = slots.state[active_B, column.DONE] == 0
+    active_B, logits_BV, plain_BV = active_B[is_running_B], logits_BV[is_running_B], plain_BV[is_running_B]
+    state, parameters = slots.state[active_B], slots.parameters[active_B]
+    count_B = state[:, column.COUNT]
+    tokens_B = pick(logits_BV, parameters[:, column.TEMPERATURE], uniforms(state[:, column.SEED], count_B))
+    logprobs_BV = torch.log_softmax(plain_BV.float() / parameters[:, column.LOGPROB_TEMPERATURE, None], dim=-1)
+    slots.tokens[active_B, count_B] = tokens_B
+    slots.logprobs[active_B, count_B] = logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1)
+    is_stop_B = (slots.stops[active_B] == tokens_B[:, None]).any(dim=1) & (count_B + 1 >= state[:, column.MIN])
+    is_full_B = count_B + 1 >= state[:, column.MAX]
+    state[:, column.LAST] = tokens_B
+    state[:, column.LENGTH] += int(advance)
+    state[:, column.COUNT] += 1
+    state[:, column.DONE] = torch.where(is_stop_B, column.STOPPED, torch.where(is_full_B, column.FULL, 0))
+    slots.state[active_B] = state
+
+
+def pick(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> Tensor:
+    """A token a row: the likeliest at temperature 0, else the first whose cumulative probability exceeds the number."""
+    is_greedy_B = temperature_B < 1e-5
+    scale_B1 = torch.where(is_greedy_B, 1.0, temperature_B)[:, None]
+    cdf_BV = torch.softmax(logits_BV.double() / scale_B1, dim=-1).cumsum(dim=-1)
     target_B1 = uniform_B.double()[:, None] * cdf_BV[:, -1:]
-    drawn_B1 = torch.searchsorted(cdf_BV, target_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
-    tokens_B1 = torch.where(greedy_B[:, None], logprobs_BV.argmax(dim=-1, keepdim=True), drawn_B1)
-    return tokens_B1.squeeze(1), logprobs_BV.gather(1, tokens_B1).squeeze(1)
+    drawn_B = torch.searchsorted(cdf_BV, target_B1, right=True).squeeze(1).clamp_(max=logits_BV.shape[-1] - 1)
+    return torch.where(is_greedy_B, logits_BV.argmax(dim=-1), drawn_B)
+
+
+def thresholds(logits_BV: Tensor, parameters: Tensor) -> Tensor:
+    """The smallest logit of each row that top-k, then top-p of what that leaves, and min-p let through.
+
+    top-p keeps the likeliest tokens until their probability reaches it (Holtzman et al. 2020); min-p those of at least
+    that share of the likeliest one's probability (Nguyen et al. 2024).
+    """
+    V = logits_BV.shape[1]
+    temperature_B1 = parameters[:, column.TEMPERATURE, None]
+    temperature_B1 = torch.where(temperature_B1 < 1e-5, 1.0, temperature_B1)
+    top_k_B1 = parameters[:, column.TOP_K, None]
+    values_BV = logits_BV.sort(dim=-1, descending=True).values
+    rank_V = torch.arange(V, device=logits_BV.device)
+    in_k_BV = (rank_V < top_k_B1) | (top_k_B1 < 1)
+    probs_BV = torch.softmax((values_BV / temperature_B1).masked_fill(~in_k_BV, float("-inf")), dim=-1)
+    before_BV = probs_BV.cumsum(dim=-1) - probs_BV
+    kept_B1 = (in_k_BV & (before_BV < parameters[:, column.TOP_P, None])).sum(dim=-1, keepdim=True).clamp(min=1)
+    least_B1 = values_BV[:, :1] + parameters[:, column.MIN_P, None].log() * temperature_B1
+    return torch.maximum(values_BV.gather(1, kept_B1 - 1), least_B1).squeeze(1)
+
+
+class Sampler:
+    """Draws for slots, with what penalties need to remember. `kind`: how much of it a step's requests ask for."""
+
+    PLAIN, FILTERED, PENALISED = range(3)
+
+    def __init__(self, slots: Slots, vocab_size: int) -> None:
+        self.slots, self.vocab_size = slots, vocab_size
+        self.counts: Tensor | None = None  # how often each token was drawn, whether the prompt has it, its bias
+        self.in_prompt: Tensor
+        self.bias: Tensor
+
+    @classmethod
+    def kind(cls, sequences: list[Sequence]) -> int:
+        samplings = [s.request.sampling for s in sequences]
+        if any(s.is_penalised for s in samplings):
+            return cls.PENALISED
+        return cls.FILTERED if any(s.is_filtered for s in samplings) else cls.PLAIN
+
+    def fill(self, sequences: list[Sequence]) -> None:
+        """Before the first draw of these sequences."""
+        penalised = [s for s in sequences if s.request.sampling.is_penalised]
+        if not penalised and self.counts is None:
+            return
+        if self.counts is None:
+            shape, device = (self.slots.count + 1, self.vocab_size), self.slots.device
+            self.counts = torch.zeros(shape, dtype=torch.int32, device=device)
+            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
+            self.bias = torch.zeros(shape, device=device)
+        index = [s.slot for s in sequences]
+        self.counts[index], self.in_prompt[index], self.bias[index] = 0, False, 0.0
+        for s in penalised:
+            self.in_prompt[s.slot, s.prompt] = True
+            for token, bias in s.request.sampling.logit_bias:
+                self.bias[s.slot, token] = bias
+
+    def sample(self, logits_BV: Tensor, active_B: Tensor, kind: int, advance: bool) -> None:
+        if kind == self.PLAIN:
+            draw(logits_BV, logits_BV, None, self.slots, active_B, advance)
+            return
+        parameters = self.slots.parameters[active_B]
+        changed_BV = self._penalised(logits_BV, active_B, parameters) if kind == self.PENALISED else logits_BV
+        changed_BV = self._without_early_stops(changed_BV, active_B)
+        draw(changed_BV, logits_BV, thresholds(changed_BV, parameters), self.slots, active_B, advance)
+        if self.counts is not None:
+            drawn_B = self.slots.state[active_B, column.LAST]
+            ones_B = torch.ones_like(drawn_B, dtype=torch.int32)
+            self.counts.index_put_((active_B, drawn_B), ones_B, accumulate=True)
+
+    def _penalised(self, logits_BV: Tensor, active_B: Tensor, parameters: Tensor) -> Tensor:
+        assert self.counts is not None
+        counts_BV = self.counts[active_B]
+        repetition, presence, frequency = (
+            parameters[:, i, None] for i in (column.REPETITION, column.PRESENCE, column.FREQUENCY)
+        )
+        weaker_BV = torch.where(logits_BV > 0, logits_BV / repetition, logits_BV * repetition)
+        logits_BV = torch.where(self.in_prompt[active_B] | (counts_BV > 0), weaker_BV, logits_BV)
+        return logits_BV - frequency * counts_BV - presence * (counts_BV > 0) + self.bias[active_B]
+
+    def _without_early_stops(self, logits_BV: Tensor, active_B: Tensor) -> Tensor:
+        state, stops_BS = self.slots.state[active_B], self.slots.stops[active_B]
+        is_early_B = state[:, column.COUNT] + 1 < state[:, column.MIN]
+        held_BS = (stops_BS >= 0) & is_early_B[:, None]
+        ceiling_BS = torch.where(held_BS, FILTERED_OUT, float("inf")).to(logits_BV.dtype)
+        return logits_BV.scatter_reduce(1, stops_BS.clamp(min=0), ceiling_BS, "amin")
+
+    def alternatives(self, logits_BV: Tensor, active_B: Tensor, number: int) -> list[list[tuple[int, float]]]:
+        """The likeliest tokens of each row and their logprobs."""
+        temperature = self.slots.parameters[active_B, column.LOGPROB_TEMPERATURE]
+        top = torch.log_softmax(logits_BV.float() / temperature[:, None], dim=-1).topk(number, dim=-1)
+        return [list(zip(*row, strict=True)) for row in zip(top.indices.tolist(), top.values.tolist(), strict=True)]

@@ -55,8 +55,7 @@ class Served:
         else:
             weight = engine.model.embed.weight
             model = load_model(directory, dtype=weight.dtype, device=weight.device)
-            for sequence in [*engine.running, *engine.waiting]:
-                engine.abort(sequence)
+            engine.abort_all()
             self.service.engine = engine.with_model(model, version)
         if tokenizer is not None:
             self.set_tokenizer(tokenizer)

@@ -116,8 +116,7 @@ class EngineService:
 
         def stop() -> None:
             if mode == "abort":
-                for sequence in [*self.engine.running, *self.engine.waiting]:
-                    self.engine.abort(sequence)
+                self.engine.abort_all()
             self._is_draining = mode == "wait"
             self._is_paused = True
 
@@ -166,8 +165,7 @@ class EngineService:
                 if self._has_work():
                     self.engine.step(admit=not self._is_paused)
             except Exception as error:  # out of memory, a bug: every waiting request learns of it
-                self.engine.waiting.clear()
-                self.engine.running.clear()
+                self.engine.reset()
                 for future in list(self._in_flight):
                     self._finish(future, None, error)
             if self._done and (not self._has_work() or not self.lockstep):

@@ -49,24 +49,6 @@ def flat_attention_reference(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, sequen
     return torch.cat(outs)[torch.cat(order).argsort()]
 
 
-def attend_to_cache(q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor, cache: Tensor, lengths_B: Tensor) -> Tensor:
-    """Stores k and v of one new token a row behind the `lengths_B` tokens of the row; B x (H * E), its mixed values.
-
-    cache: 2 (k, v) x rows x positions x K x E. For tensors that `takes` accepts.
-    """
-    from hone.kernels.cpu import decode
-
-    B, H, E = q_BHE.shape
-    out = q_BHE.new_empty(B, H * E)
-    keys = cache.data_ptr()
-    values = keys + cache.stride(0) * cache.itemsize
-    tokens = _addresses(q_BHE, k_BKE, v_BKE)
-    decode.attend(
-        B, H, k_BKE.shape[1], E, *tokens, keys, values, cache.shape[2], lengths_B.data_ptr(), out.data_ptr()
-    )  # fmt: skip
-    return out
-
-
 def _forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
     from hone.kernels.cpu import attention
 
@@ -74,11 +56,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Ten
     q, k, v = (_dense_heads(x) for x in (q, k, v))
     out, logsum = q.new_empty(T, H, E), q.new_empty(T, H)
     table = (sequences.rows, sequences.groups)
-    attention.forward(H, k.shape[1], E, *_addresses(q, k, v), *table, out.data_ptr(), logsum.data_ptr())
+    attention.forward(H, k.shape[1], E, *addresses(q, k, v), *table, out.data_ptr(), logsum.data_ptr())
     return out, logsum
 
 
-def _addresses(*tensors: Tensor) -> list[int]:
+def addresses(*tensors: Tensor) -> list[int]:
     """Address of each, and floats from token to token."""
     return [value for x in tensors for value in (x.data_ptr(), x.stride(0))]
 
@@ -106,7 +88,7 @@ class _FlatAttention(torch.autograd.Function):
         grad, table = grad.contiguous(), (ctx.sequences.rows, ctx.sequences.groups)
         H, E = q.shape[1:]
         attention.backward(
-            H, k.shape[1], E, grad.data_ptr(), out.data_ptr(), *_addresses(q, k, v), *table, logsum.data_ptr(),
+            H, k.shape[1], E, grad.data_ptr(), out.data_ptr(), *addresses(q, k, v), *table, logsum.data_ptr(),
             *(x.data_ptr() for x in grads),
         )  # fmt: skip
         return *grads, None

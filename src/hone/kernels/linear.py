@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hone.kernels import cpu
+from hone.kernels import cpu, gpu
 
 # Few tokens are not worth packing large weights for. Small ones (4 MB) are always multiplied by the compiled product: a
 # row of it does not depend on its neighbours, so a token's numbers are the same to the bit in any batch.
@@ -26,6 +26,32 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 def linear_reference(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     return F.linear(x_TI, weight_OI, bias_O)
+
+
+def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """T x O, or for few tokens on a GPU parts S x T x O to be added up, so that all of the chip fetches weights."""
+    splits = gpu.splits(x_TI, weight_OI)
+    if splits == 1:
+        return linear(x_TI, weight_OI, bias_O)
+    from hone.kernels.gpu import products
+
+    return products.parts(x_TI, weight_OI, bias_O, splits)
+
+
+def linear_parts_reference(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int) -> Tensor:
+    width = x_TI.shape[1] // splits
+    pairs = zip(x_TI.split(width, 1), weight_OI.split(width, 1), strict=True)
+    parts = torch.stack([F.linear(x, w) for x, w in pairs])
+    if bias_O is not None:
+        parts[0] += bias_O
+    return parts
+
+
+def exact_logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
+    """Logits T x V in fp32: on a GPU half-precision products are added up in fp32 and left so. No gradient."""
+    if hidden_TD.is_cuda and hidden_TD.dtype != torch.float32:
+        return torch.mm(hidden_TD, weight_VD.t(), out_dtype=torch.float32)
+    return linear(hidden_TD, weight_VD).float()
 
 
 def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:

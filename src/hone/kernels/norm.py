@@ -4,11 +4,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hone.kernels import cpu
+from hone.kernels import cpu, gpu
 
 
 def add_norm(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum, which goes on as the residual stream, and its norm. Without a delta the sum is x itself."""
+    """The sum, which goes on as the residual stream, and its norm. Without a delta the sum is x itself.
+
+    delta is T x D, or parts S x T x D of it.
+    """
+    if gpu.takes(x_TD):
+        from hone.kernels.gpu import rows
+
+        return rows.add_norm(x_TD, delta_TD, weight_D, eps)
     if not cpu.takes(x_TD):
         return add_norm_reference(x_TD, delta_TD, weight_D, eps)
     if torch.is_grad_enabled() and (x_TD.requires_grad or weight_D.requires_grad):
@@ -19,6 +26,8 @@ def add_norm(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float
 
 
 def add_norm_reference(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if delta_TD is not None and delta_TD.dim() == 3:
+        delta_TD = delta_TD.float().sum(dim=0).to(x_TD.dtype)
     total = x_TD if delta_TD is None else x_TD + delta_TD
     return total, F.rms_norm(total, total.shape[-1:], weight_D, eps)
 

@@ -1,4 +1,4 @@
-"""What Qwen3 does to queries and keys, as one operation: head-wise RMS norm, then rotary positions.
+"""What is done to queries and keys, as one operation: head-wise RMS norm (Qwen3), then rotary positions.
 
 y = x / rms(x) * scale,   out = y * cos + swap(y) * sin       swap exchanges the halves; sin has -, + signs
 """
@@ -11,13 +11,24 @@ from hone.kernels import cpu
 
 
 def norm_rope(
-    qkv_TNE: Tensor, q_scale_E: Tensor, k_scale_E: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, eps: float, H: int
+    qkv_TNE: Tensor,
+    q_scale_E: Tensor | None,
+    k_scale_E: Tensor | None,
+    cos_T1E: Tensor,
+    sin_T1E: Tensor,
+    eps: float,
+    H: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q T x H x E, k and v T x K x E of a fused projection (N = H + 2K heads); v is left as it is.
 
-    q and k are normalised over E, scaled and rotated to their position. `sin`'s first half is negated.
+    q and k are normalised over E and scaled, where there are scales, and rotated to their position. `sin`'s first
+    half is negated.
     """
     K = (qkv_TNE.shape[1] - H) // 2
+    if q_scale_E is None or k_scale_E is None:
+        qk, v = qkv_TNE.split([H + K, K], dim=1)
+        q, k = rotate(qk, cos_T1E, sin_T1E).split([H, K], dim=1)
+        return q, k, v
     needs_grad = torch.is_grad_enabled() and qkv_TNE.requires_grad
     if cpu.takes(qkv_TNE):
         if needs_grad:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hone.kernels import cpu
+from hone.kernels import cpu, gpu
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -21,6 +21,10 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
 
 
 def _forward(gate_up: Tensor) -> Tensor:
+    if gpu.takes(gate_up):
+        from hone.kernels.gpu import rows as gpu_rows
+
+        return gpu_rows.swiglu(gate_up)
     if not cpu.takes(gate_up):
         return swiglu_reference(gate_up)
     from hone.kernels.cpu import rows

@@ -8,6 +8,7 @@ and never touches the linear layers.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -17,7 +18,39 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.kernels.flat_attention import Sequences, flat_attention, takes
+from hone.kernels.norm_rope import norm_rope
 from hone.kernels.rows import put_rows, take_rows
+
+
+class Rotation:
+    """Rotary positions of the tokens of a call. Whole tables, P x E, and the rows of the tokens, T x 1 x E."""
+
+    def __init__(self, table: tuple[Tensor, Tensor], positions_T: Tensor) -> None:
+        (self.cos_PE, self.sin_PE), self.positions_T = table, positions_T
+
+    @cached_property
+    def cos_T1E(self) -> Tensor:
+        return self.cos_PE[self.positions_T].unsqueeze(1)
+
+    @cached_property
+    def sin_T1E(self) -> Tensor:
+        return self.sin_PE[self.positions_T].unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What becomes of a layer's fused projection T x (H + 2K) x E before it is attended; called, it does it."""
+
+    H: int
+    q_scale_E: Tensor | None
+    k_scale_E: Tensor | None
+    eps: float
+    rotation: Rotation
+
+    def __call__(self, qkv_TNE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, normalised and rotated."""
+        turn = (self.rotation.cos_T1E, self.rotation.sin_T1E)
+        return norm_rope(qkv_TNE, self.q_scale_E, self.k_scale_E, *turn, self.eps, self.H)
 
 
 class PackedAttention:
@@ -31,7 +64,11 @@ class PackedAttention:
         """Position of every flat token inside its own sequence."""
         return torch.from_numpy(np.concatenate([np.arange(n) for n in self.lengths])).to(self.device)
 
-    def __call__(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
+        return self.attend(*heads(qkv_TNE))
+
+    def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+        """Mixed values, T x (H * E)."""
         T = q_THE.shape[0]
         if takes(q_THE):
             return flat_attention(q_THE, k_TKE, v_TKE, self.sequences).reshape(T, -1)
@@ -77,6 +114,59 @@ class PackedAttention:
         if len(buckets) == 1:
             return buckets, None
         return buckets, torch.cat([bucket.flat for bucket in buckets]).argsort()
+
+
+class ContinuedAttention:
+    """Causal attention of `lengths` tokens each that go on after `before` tokens whose keys and values are given.
+
+    Queries lie end to end; so do keys and values, each sequence's earlier ones and then its own.
+    """
+
+    def __init__(self, lengths: list[int], before: list[int], device: torch.device | str = "cpu") -> None:
+        self.lengths, self.before, self.device = lengths, before, torch.device(device)
+        seen = np.asarray(lengths) + np.asarray(before)
+        self.ends = np.cumsum(seen)
+        self.own_T = np.concatenate([np.arange(end - n, end) for n, end in zip(lengths, self.ends, strict=True)])
+
+    def attend(self, q_THE: Tensor, k_SKE: Tensor, v_SKE: Tensor) -> Tensor:
+        """T x (H * E), for S keys of T queries and all before them. No gradient."""
+        T = len(q_THE)
+        if takes(q_THE):
+            own_T = torch.from_numpy(self.own_T)
+            q_SHE = q_THE.new_zeros(len(k_SKE), *q_THE.shape[1:]).index_copy_(0, own_T, q_THE)
+            mixed = flat_attention(q_SHE, k_SKE, v_SKE, self.sequences)
+            return mixed[own_T].reshape(T, -1)
+        if q_THE.is_cuda and q_THE.dtype in (torch.bfloat16, torch.float16):
+            from torch.nn.attention.varlen import varlen_attn
+
+            out: Tensor = varlen_attn(q_THE, k_SKE, v_SKE, *self.boundaries, window_size=(-1, 0))  # type: ignore[assignment]
+            return out.reshape(T, -1)
+        return self.attend_reference(q_THE, k_SKE, v_SKE)
+
+    @cached_property
+    def boundaries(self) -> tuple[Tensor, Tensor, int, int]:
+        """Where queries, and keys, of each sequence start, and the most of each."""
+        totals = [n + b for n, b in zip(self.lengths, self.before, strict=True)]
+        starts = (np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (self.lengths, totals))
+        of_q, of_k = (torch.from_numpy(x).to(self.device) for x in starts)
+        return of_q, of_k, max(self.lengths), max(totals)
+
+    def attend_reference(self, q_THE: Tensor, k_SKE: Tensor, v_SKE: Tensor) -> Tensor:
+        outs, at = [], 0
+        for length, before, end in zip(self.lengths, self.before, self.ends.tolist(), strict=True):
+            q = q_THE[at : at + length].transpose(0, 1)[None]
+            k, v = (x[end - length - before : end].transpose(0, 1)[None] for x in (k_SKE, v_SKE))
+            sees = torch.ones(length, before + length, dtype=torch.bool, device=q.device).tril(before)
+            gqa = q.shape[1] != k.shape[1]
+            outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=gqa)[0].transpose(0, 1))
+            at += length
+        return torch.cat(outs).reshape(len(q_THE), -1)
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        starts = self.ends - np.asarray(self.lengths)
+        rows = np.stack([starts, self.lengths, starts - np.asarray(self.before), self.before], axis=1).astype(np.int64)
+        return Sequences(rows, np.arange(len(rows) + 1))
 
 
 class _Bucket:

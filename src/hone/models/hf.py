@@ -32,15 +32,19 @@ def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
             f"{ours}.attention_norm.weight": [f"{theirs}.input_layernorm.weight"],
             f"{ours}.attention.qkv.weight": [f"{theirs}.self_attn.{x}_proj.weight" for x in "qkv"],
             f"{ours}.attention.out.weight": [f"{theirs}.self_attn.o_proj.weight"],
-            f"{ours}.attention.q_norm": [f"{theirs}.self_attn.q_norm.weight"],
-            f"{ours}.attention.k_norm": [f"{theirs}.self_attn.k_norm.weight"],
             f"{ours}.mlp_norm.weight": [f"{theirs}.post_attention_layernorm.weight"],
             f"{ours}.mlp.gate_up.weight": [f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up")],
             f"{ours}.mlp.down.weight": [f"{theirs}.mlp.down_proj.weight"],
         }
+        if spec.qk_norm:
+            table |= {f"{ours}.attention.{x}_norm": [f"{theirs}.self_attn.{x}_norm.weight"] for x in "qk"}
         if spec.qkv_bias:
             table[f"{ours}.attention.qkv.bias"] = [f"{theirs}.self_attn.{x}_proj.bias" for x in "qkv"]
+        if spec.out_bias:
             table[f"{ours}.attention.out.bias"] = [f"{theirs}.self_attn.o_proj.bias"]
+        if spec.mlp_bias:
+            table[f"{ours}.mlp.gate_up.bias"] = [f"{theirs}.mlp.{x}_proj.bias" for x in ("gate", "up")]
+            table[f"{ours}.mlp.down.bias"] = [f"{theirs}.mlp.down_proj.bias"]
     return table
 
 
@@ -97,7 +101,8 @@ def load_model(
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        model = Transformer(spec)
+        with torch.device("cpu" if random_init else device):
+            model = Transformer(spec)
     finally:
         torch.set_default_dtype(default)
     if random_init:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hone.kernels.flat_attention import Sequences, flat_attention, takes
 from hone.kernels.rows import put_rows, take_rows
-from hone.models.attention import PackedAttention
+from hone.models.attention import Heads, PackedAttention
 
 
 class SharedPromptAttention:
@@ -43,10 +43,11 @@ class SharedPromptAttention:
         parts = [np.arange(length) + prefix for _, length, _, prefix in self.sequences.rows.tolist()]
         return torch.from_numpy(np.concatenate(parts)).to(self.device)
 
-    def __call__(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
+        q_THE, k_TKE, v_TKE = heads(qkv_TNE)
         if takes(q_THE):
             return flat_attention(q_THE, k_TKE, v_TKE, self.sequences).reshape(len(q_THE), -1)
-        return self.rectangle.attend(layer, q_THE, k_TKE, v_TKE)
+        return self.rectangle.attend(q_THE, k_TKE, v_TKE)
 
     @cached_property
     def rectangle(self) -> "_Rectangle":
@@ -78,8 +79,8 @@ class _Rectangle:
             [sees_prompt_BP[:, None].expand(-1, self.C, -1), causal_CC.expand(self.B, -1, -1)], dim=-1
         )[:, None]
 
-    def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
-        of_prompts = self.packed(layer, *(take_rows(x, self.prompt_flat) for x in (q_THE, k_TKE, v_TKE)))
+    def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+        of_prompts = self.packed.attend(*(take_rows(x, self.prompt_flat) for x in (q_THE, k_TKE, v_TKE)))
         q_BHCE = self._rectangle(q_THE).transpose(1, 2)
         k_BKSE, v_BKSE = (
             torch.cat([self._prompts(x), self._rectangle(x)], dim=1).transpose(1, 2) for x in (k_TKE, v_TKE)

@@ -5,7 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM",)
+SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+ELSEWHERE = "; vLLM samples from other models (--backend vllm)"
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Rotary frequencies of Llama 3.1: slow ones are divided by `factor`, fast ones kept, those between blended."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)
@@ -24,7 +35,11 @@ class ModelSpec:
     tie_word_embeddings: bool
     max_position_embeddings: int
     initializer_range: float
-    qkv_bias: bool  # q, k, v and output projections carry a bias (`attention_bias`)
+    qkv_bias: bool
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = True
+    rope_scaling: Llama3Rope | None = None
 
     @property
     def qkv_splits(self) -> tuple[int, int, int]:
@@ -58,18 +73,19 @@ def parse_model_config(config: dict[str, Any], origin: str = "config.json") -> M
     Raises ValueError for an architecture or an option that the transformer does not implement: a model
     that would compute something else than its authors meant is refused, not approximated.
     """
-    architectures = config.get("architectures") or ["(none named)"]
-    if architectures[0] not in SUPPORTED_ARCHITECTURES:
+    architecture = (config.get("architectures") or ["(none named)"])[0]
+    if architecture not in SUPPORTED_ARCHITECTURES:
         supported = ", ".join(SUPPORTED_ARCHITECTURES)
-        raise ValueError(f"{origin}: architecture {architectures[0]} is not supported; supported: {supported}")
+        raise ValueError(f"{origin}: architecture {architecture} is not supported; supported: {supported}{ELSEWHERE}")
+    for key, meant in (("use_sliding_window", False), ("partial_rotary_factor", 1.0), ("hidden_act", "silu")):
+        found = config.get(key)
+        if found is not None and found != meant:
+            raise ValueError(f"{origin}: {key} {found!r} is not supported; supported: {meant!r}{ELSEWHERE}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        raise ValueError(f"{origin}: rope type {rope_type!r} is not supported; supported: 'default'")
-    if config.get("use_sliding_window"):
-        raise ValueError(f"{origin}: use_sliding_window = true is not supported")
-    if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{origin}: hidden_act {config['hidden_act']!r} is not supported; supported: 'silu'")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{origin}: partial_rotary_factor other than 1.0 is not supported{ELSEWHERE}")
+    is_llama = architecture == "LlamaForCausalLM"
+    has_bias = bool(config.get("attention_bias", False))
     try:
         heads = int(config["num_attention_heads"])
         spec = ModelSpec(
@@ -85,7 +101,11 @@ def parse_model_config(config: dict[str, Any], origin: str = "config.json") -> M
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             max_position_embeddings=int(config.get("max_position_embeddings", 32768)),
             initializer_range=float(config.get("initializer_range", 0.02)),
-            qkv_bias=bool(config.get("attention_bias", False)),
+            qkv_bias=has_bias or architecture == "Qwen2ForCausalLM",
+            out_bias=has_bias and architecture != "Qwen2ForCausalLM",
+            mlp_bias=is_llama and bool(config.get("mlp_bias", False)),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            rope_scaling=_rope_scaling(rope, origin),
         )
     except KeyError as error:
         raise ValueError(f"{origin}: key {error.args[0]!r} is missing") from None
@@ -94,3 +114,17 @@ def parse_model_config(config: dict[str, Any], origin: str = "config.json") -> M
             f"{origin}: num_attention_heads {heads} is not a multiple of num_key_value_heads {spec.num_key_value_heads}"
         )
     return spec
+
+
+def _rope_scaling(rope: dict[str, Any], origin: str) -> Llama3Rope | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ValueError(f"{origin}: rope type {kind!r} is not supported; supported: 'default', 'llama3'{ELSEWHERE}")
+    return Llama3Rope(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+    )

@@ -3,32 +3,36 @@
 All tokens of a call lie end to end in one flat axis T, with no padding; which of them see each other is
 the business of the attention that is handed in:
 
-    tokens_T, positions_T ─ embed ─► x_TD ─┬─ norm ─ qkv ─ q/k norm ─ rope ─ attend(layer, q, k, v) ─ out ─┬─►
-                                           └──────────────────────── residual ─────────────────────────────┘
+    tokens_T, positions_T ─ embed ─► x_TD ─┬─ norm ─ qkv ─ attend(layer, qkv, heads: q/k norm, rope) ─ out ─┬─►
+                                           └──────────────────────── residual ──────────────────────────────┘
     training and prefill hand in PackedAttention (sequences side by side), decoding hands in the KV cache.
 
 Weights are stored fused (`qkv`, `gate_up`); `models/hf.py` has the names of the outside world.
 Shapes: T tokens, D hidden, H query heads, K key/value heads, E head size, F feed-forward, V vocabulary.
 """
 
+import math
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.kernels.linear import linear
+from hone.kernels.linear import linear, linear_parts
 from hone.kernels.norm import add_norm
-from hone.kernels.norm_rope import norm_rope
 from hone.kernels.rows import take_rows
 from hone.kernels.swiglu import swiglu
-from hone.models.spec import ModelSpec
+from hone.models.attention import Heads, Rotation
+from hone.models.spec import Llama3Rope, ModelSpec
 
 
 class Attention(Protocol):
-    """Mixes the values of the tokens that each query may see: q_THE, k_TKE, v_TKE -> T x (H * E)."""
+    """Mixes the values of the tokens that each query may see: qkv T x (H + 2K) x E -> T x (H * E).
 
-    def __call__(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor: ...
+    `heads` makes q, k and v of the projection; a kernel may do that and the mixing in one.
+    """
+
+    def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor: ...
 
 
 class Linear(nn.Module):
@@ -41,6 +45,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+    def parts(self, x: Tensor) -> Tensor:
+        """The result, or for few tokens on a GPU parts S x T x O that add up to it: `add_norm` takes either."""
+        return linear_parts(x, self.weight, self.bias)
 
 
 class Embedding(nn.Module):
@@ -71,23 +79,23 @@ class SelfAttention(nn.Module):
         self.heads, self.head_dim = spec.num_attention_heads, spec.head_dim
         self.eps = spec.rms_norm_eps
         self.qkv = Linear(spec.hidden_size, sum(spec.qkv_splits), bias=spec.qkv_bias)
-        self.out = Linear(spec.qkv_splits[0], spec.hidden_size, bias=spec.qkv_bias)
-        self.q_norm = nn.Parameter(torch.ones(spec.head_dim))
-        self.k_norm = nn.Parameter(torch.ones(spec.head_dim))
+        self.out = Linear(spec.qkv_splits[0], spec.hidden_size, bias=spec.out_bias)
+        self.q_norm = nn.Parameter(torch.ones(spec.head_dim)) if spec.qk_norm else None
+        self.k_norm = nn.Parameter(torch.ones(spec.head_dim)) if spec.qk_norm else None
 
-    def forward(self, layer: int, x_TD: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, attend: Attention) -> Tensor:
+    def forward(self, layer: int, x_TD: Tensor, rotation: Rotation, attend: Attention) -> Tensor:
         qkv_TNE = self.qkv(x_TD).view(len(x_TD), -1, self.head_dim)
-        return attend(layer, *norm_rope(qkv_TNE, self.q_norm, self.k_norm, cos_T1E, sin_T1E, self.eps, self.heads))
+        return attend(layer, qkv_TNE, Heads(self.heads, self.q_norm, self.k_norm, self.eps, rotation))
 
 
 class MLP(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size)
-        self.down = Linear(spec.intermediate_size, spec.hidden_size)
+        self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
+        self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate_up(x_TD)))
+        return self.down.parts(swiglu(self.gate_up(x_TD)))
 
 
 class Block(nn.Module):
@@ -103,22 +111,21 @@ class Block(nn.Module):
         layer: int,
         x_TD: Tensor,
         delta_TD: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
+        rotation: Rotation,
         attend: Attention,
         keep_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """The residual stream and what is still to be added to it, both before and after: the next norm adds it."""
         x_TD, normed_TD = self.attention_norm(x_TD, delta_TD)
-        mixed_TD = self.attention(layer, normed_TD, cos, sin, attend)
+        mixed_TD = self.attention(layer, normed_TD, rotation, attend)
         if keep_N is not None:
             x_TD, mixed_TD = take_rows(x_TD, keep_N), take_rows(mixed_TD, keep_N)
-        x_TD, normed_TD = self.mlp_norm(x_TD, self.attention.out(mixed_TD))
+        x_TD, normed_TD = self.mlp_norm(x_TD, self.attention.out.parts(mixed_TD))
         return x_TD, self.mlp(normed_TD)
 
 
 class Transformer(nn.Module):
-    """A Qwen3 dense causal language model. `forward` gives hidden states; `logits` applies the LM head.
+    """A dense causal language model: Qwen3, Qwen2.5, Llama 3. `forward` gives hidden states, `logits` their logits.
 
     Weights are uninitialised until they are loaded (`models/hf.py`) or drawn (`init_weights`).
     """
@@ -139,22 +146,22 @@ class Transformer(nn.Module):
         computes no more of the others than the keys and values that the kept ones look at.
         """
         x_TD, delta_TD = self.embed(tokens_T), None
-        cos, sin = self.rope(positions_T, x_TD.dtype)
+        rotation = Rotation(self.rope_tables(x_TD.device, x_TD.dtype), positions_T)
         last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
-            x_TD, delta_TD = block(layer, x_TD, delta_TD, cos, sin, attend, keep_N if layer == last else None)
+            x_TD, delta_TD = block(layer, x_TD, delta_TD, rotation, attend, keep_N if layer == last else None)
         return self.norm(x_TD, delta_TD)[1]
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits of the given positions, T x V, in the dtype of the weights."""
         return linear(hidden_TD, self.embed.weight if self.head is None else self.head.weight)
 
-    def rope(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of the rotary angles, T x 1 x E: Su et al. 2021, halves rotated against each other."""
+    def rope_tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of the rotary angles of all positions, P x E (Su et al. 2021), halves rotated against each other."""
         table = self.rope_table
-        if table is None or table[0].device != positions_T.device or table[0].dtype != dtype:
-            table = self.rope_table = build_rope_table(self.spec, positions_T.device, dtype)
-        return table[0][positions_T].unsqueeze(1), table[1][positions_T].unsqueeze(1)
+        if table is None or table[0].device != device or table[0].dtype != dtype:
+            table = self.rope_table = build_rope_table(self.spec, device, dtype)
+        return table
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -171,6 +178,16 @@ class Transformer(nn.Module):
 def build_rope_table(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and signed sin for every position, P x E; sin's first half is negative so that one roll rotates."""
     half = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
-    angles = torch.outer(torch.arange(spec.max_position_embeddings).float(), 1.0 / spec.rope_theta**half)
+    frequencies = 1.0 / spec.rope_theta**half
+    if spec.rope_scaling is not None:
+        frequencies = scale_frequencies(frequencies, spec.rope_scaling)
+    angles = torch.outer(torch.arange(spec.max_position_embeddings).float(), frequencies)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([cos, cos], -1).to(device, dtype), torch.cat([-sin, sin], -1).to(device, dtype)
+
+
+def scale_frequencies(frequencies: Tensor, rope: Llama3Rope) -> Tensor:
+    """Llama 3.1's: how often a frequency turns within the original context says how much it is slowed down."""
+    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
+    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / rope.factor

@@ -6,8 +6,9 @@ import time
 import numpy as np
 import torch
 
-from hone.kernels import cpu
-from hone.kernels.flat_attention import Sequences, attend_to_cache, flat_attention
+from hone.kernels import cpu, row_state
+from hone.kernels.decode import Rows, attend_by_pages
+from hone.kernels.flat_attention import Sequences, flat_attention
 from hone.kernels.linear import product
 from hone.kernels.logprobs import target_logprobs
 from hone.kernels.norm import add_norm
@@ -33,11 +34,14 @@ def main() -> None:
     logprobs.sum().backward()
     with torch.no_grad():
         product(x, x.t())
-        attend_to_cache(q, k, v, torch.zeros(2, T, 8, 1, E), torch.zeros(T, dtype=torch.int64))
-        tokens, chosen = torch.zeros(T, dtype=torch.int64), torch.zeros(T)
-        uniform = torch.zeros(T, dtype=torch.float64)
-        inputs = (x, torch.ones(T), uniform, tokens, chosen)
-        decode.sample(T, E, *(t.data_ptr() for t in inputs))
+        ones = torch.ones(T, dtype=torch.int64)
+        rows = Rows(ones, torch.zeros(T, row_state.FIELDS, dtype=torch.int64), ones[:, None])
+        attend_by_pages(q, k, v, *torch.zeros(2, 2, 16, 1, E), rows)
+        tokens, chosen, stops = torch.zeros(T, E, dtype=torch.int64), torch.zeros(T, E), ones[:, None]
+        parameters, logits = torch.ones(T, row_state.PARAMETERS), x.contiguous()
+        inputs = [t.data_ptr() for t in (parameters, rows.state, ones, stops)]
+        outputs = (tokens.data_ptr(), chosen.data_ptr(), E)
+        decode.draw(T, E, logits.data_ptr(), logits.data_ptr(), 0, *inputs, 1, *outputs, 1)
     print(f"CPU kernels ready ({time.perf_counter() - start:.0f} s)")
 
 

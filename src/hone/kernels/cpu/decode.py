@@ -1,15 +1,14 @@
-"""One token a sequence: attention over the cache, and the draw of the next token."""
+"""One token a sequence: attention over the pages of the cache, and the draw of the next token."""
 
 import numpy as np
 from numba import prange
 
-from hone.kernels.cpu import compiled
+from hone.kernels.cpu import compiled, inlined
 from hone.kernels.cpu.lanes import (
-    doubles,
     exp,
     floats,
     get,
-    integers,
+    get_integer,
     load,
     multiply_add,
     put,
@@ -18,35 +17,58 @@ from hone.kernels.cpu.lanes import (
     store,
     total,
 )
+from hone.kernels.row_state import (
+    COUNT,
+    DONE,
+    FIELDS,
+    FULL,
+    LAST,
+    LENGTH,
+    LOGPROB_TEMPERATURE,
+    MAX,
+    MIN,
+    PARAMETERS,
+    SEED,
+    STOPPED,
+    TEMPERATURE,
+)
 
-_f = np.float32
+_f, _u = np.float32, np.uint64
 
 
 @compiled
-def attend(B, H, K, E, q, q_row, k, k_row, v, v_row, keys, values, positions, lengths, out):
-    """Stores k, v of the new token in its row of the cache, then mixes what the row holds: out B x (H * E).
+def attend(B, H, K, E, q, q_row, k, k_row, v, v_row, keys, values, PAGE, active, state, table, table_row, out):
+    """Stores k, v of the new token in the cache, then mixes what the sequence has there: out B x (H * E).
 
-    keys, values: the cache of a layer, rows x positions x K x E; lengths B counts the tokens stored before.
+    keys, values: the cache of a layer, pages x PAGE x K x E; row active[b] of `state` and `table` is the sequence's.
     """
-    step, scale, lengths = K * E, _f(1) / np.sqrt(_f(E)), integers(lengths, B)
+    step, scale = K * E, _f(1) / np.sqrt(_f(E))
     for b in prange(B):
-        row, L = b * positions * step, lengths[b] + 1
+        row = get_integer(active, b)
+        L, pages = get_integer(state, row * FIELDS + LENGTH) + 1, row * table_row
+        cell = (get_integer(table, pages + (L - 1) // PAGE) * PAGE + (L - 1) % PAGE) * step
         for d in range(step):
-            put(keys, row + (L - 1) * step + d, get(k, b * k_row + d))
-            put(values, row + (L - 1) * step + d, get(v, b * v_row + d))
+            put(keys, cell + d, get(k, b * k_row + d))
+            put(values, cell + d, get(v, b * v_row + d))
+        starts = np.empty((L + PAGE - 1) // PAGE, np.int64)
+        for p in range(len(starts)):
+            starts[p] = get_integer(table, pages + p) * PAGE * step
         scores = np.empty(L, np.float32)
         query = np.empty(E, np.float32)
         for h in range(H):
-            at = row + h // (H // K) * E
+            head = h // (H // K) * E
             for e in range(E):
                 query[e] = get(q, b * q_row + h * E + e) * scale
             top = _f(-1e30)
-            for j in range(L):
-                products = splat(_f(0))
-                for e in range(0, E, 16):
-                    products = multiply_add(load(query, e), load(keys, at + j * step + e), products)
-                scores[j] = total(products)
-                top = max(top, scores[j])
+            for p in range(len(starts)):
+                at = starts[p] + head
+                for j in range(min(PAGE, L - p * PAGE)):
+                    products = splat(_f(0))
+                    for e in range(0, E, 16):
+                        products = multiply_add(load(query, e), load(keys, at + j * step + e), products)
+                    score = total(products)
+                    scores[p * PAGE + j] = score
+                    top = max(top, score)
             weight = _f(0)
             for j in range(L):
                 scores[j] = exp(scores[j] - top)
@@ -54,38 +76,75 @@ def attend(B, H, K, E, q, q_row, k, k_row, v, v_row, keys, values, positions, le
             weight = _f(1) / weight
             for e in range(0, E, 16):
                 mixed = splat(_f(0))
-                for j in range(L):
-                    mixed = multiply_add(scores[j] * weight, load(values, at + j * step + e), mixed)
+                for p in range(len(starts)):
+                    at = starts[p] + head + e
+                    for j in range(min(PAGE, L - p * PAGE)):
+                        mixed = multiply_add(scores[p * PAGE + j] * weight, load(values, at + j * step), mixed)
                 store(out, (b * H + h) * E + e, mixed)
 
 
+@inlined
+def _mix(z):
+    """splitmix64's finaliser (Steele et al. 2014)."""
+    z = (z ^ (z >> _u(30))) * _u(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> _u(27))) * _u(0x94D049BB133111EB)
+    return z ^ (z >> _u(31))
+
+
 @compiled
-def sample(B, V, logits, temperature, uniform, tokens, logprobs):
-    """Tokens and their logprobs from logits B x V: see `engine/sampler.py`."""
-    logits, temperature, uniform = floats(logits, (B, V)), floats(temperature, B), doubles(uniform, B)
+def draw(
+    B, V, logits, plain, has_plain, parameters, state, active, stops, num_stops, tokens, logprobs, capacity, advance
+):
+    """Draws a token for every active row that is not done, and notes it: see `engine/sampler.py`."""
+    logits, plain = floats(logits, (B, V)), floats(plain, (B, V))
     for b in prange(B):
-        weights = np.empty(V, np.float32)
-        greedy = temperature[b] < _f(1e-5)
-        scale = _f(1) if greedy else _f(1) / temperature[b]
-        top = logits[b, 0]
-        for v in range(V):
-            top = max(top, logits[b, v])
-        for v in range(V):
-            weights[v] = exp((logits[b, v] - top) * scale)
-        whole = 0.0
-        for v in range(V):
-            whole += np.float64(weights[v])
-        token = V - 1
-        if greedy:
-            token = 0
-            while token < V - 1 and logits[b, token] != top:
-                token += 1
-        else:
-            target, seen = uniform[b] * whole, 0.0
+        row = get_integer(active, b)
+        own = row * FIELDS
+        if get_integer(state, own + DONE) == 0:
+            count = get_integer(state, own + COUNT)
+            bits = _mix(_mix(_u(get_integer(state, own + SEED))) + _u(count + 1) * _u(0x9E3779B97F4A7C15))
+            uniform = np.float64(bits >> _u(11)) * 2.0**-53
+            temperature = get(parameters, row * PARAMETERS + TEMPERATURE)
+            greedy = temperature < _f(1e-5)
+            scale = _f(1) if greedy else _f(1) / temperature
+            weights = np.empty(V, np.float32)
+            top = logits[b, 0]
             for v in range(V):
-                seen += np.float64(weights[v])
-                if seen > target:
-                    token = v
-                    break
-        put_integer(tokens, b, token)
-        put(logprobs, b, _f(np.float64((logits[b, token] - top) * scale) - np.log(whole)))
+                top = max(top, logits[b, v])
+            for v in range(V):
+                weights[v] = exp((logits[b, v] - top) * scale)
+            whole = 0.0
+            for v in range(V):
+                whole += np.float64(weights[v])
+            token = V - 1
+            if greedy:
+                token = 0
+                while token < V - 1 and logits[b, token] != top:
+                    token += 1
+            else:
+                target, seen = uniform * whole, 0.0
+                for v in range(V):
+                    seen += np.float64(weights[v])
+                    if logits[b, v] > _f(-1e29):
+                        token = v
+                        if seen > target:
+                            break
+            if has_plain:
+                scale = _f(1) / get(parameters, row * PARAMETERS + LOGPROB_TEMPERATURE)
+                top = plain[b, 0]
+                for v in range(V):
+                    top = max(top, plain[b, v])
+                whole = 0.0
+                for v in range(V):
+                    whole += np.float64(exp((plain[b, v] - top) * scale))
+            put_integer(tokens, row * capacity + count, token)
+            put(logprobs, row * capacity + count, _f(np.float64((plain[b, token] - top) * scale) - np.log(whole)))
+            done = FULL if count + 1 >= get_integer(state, own + MAX) else 0
+            if count + 1 >= get_integer(state, own + MIN):
+                for s in range(num_stops):
+                    if get_integer(stops, row * num_stops + s) == token:
+                        done = STOPPED
+            put_integer(state, own + LAST, token)
+            put_integer(state, own + LENGTH, get_integer(state, own + LENGTH) + advance)
+            put_integer(state, own + COUNT, count + 1)
+            put_integer(state, own + DONE, done)

@@ -114,6 +114,17 @@ def put_integer(typing: Any, memory: Any, at: Any, x: Any) -> Any:
 
 
 @intrinsic
+def get_integer(typing: Any, memory: Any, at: Any) -> Any:
+    """memory[at], memory the address of int64s."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        first = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.load(builder.gep(first, [arguments[1]]))
+
+    return types.int64(types.intp, types.intp), generate
+
+
+@intrinsic
 def load(typing: Any, memory: Any, at: Any) -> Any:
     """memory[at : at + 16]"""
     return lanes(memory, types.intp), _load_lanes

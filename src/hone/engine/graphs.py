@@ -1,0 +1,161 @@
+"""Decode steps as CUDA graphs: one launch a step instead of some 230, and several steps before the host looks.
+
+A graph is captured, when it is first needed, for a number of rows (padded with the spare slot), a kind of sampling, and
+a way to read the cache: alone or with the pages that groups share, in wide blocks or narrow ones. All that changes
+between replays (who is active, pages, lengths) stands in tensors that stay where they are. So do the weights.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hone.kernels import gpu
+from hone.kernels import row_state as column
+from hone.kernels.decode import Rows
+
+if TYPE_CHECKING:
+    from hone.engine.engine import Engine
+    from hone.kernels.gpu.decode import Shared
+
+WORTH_SHARING = 4096  # tokens that a step must be spared, to pay for the kernel that reads pages for groups
+LONG = 384  # mean tokens of a sequence from which wide blocks are faster
+
+
+class Key(NamedTuple):
+    rows: int
+    kind: int
+    stretches: int  # room for so many stretches of shared pages; 0: every sequence reads its own
+    parts: int  # … and so many of one sequence
+    is_wide: bool
+
+
+def padded(rows: int) -> int:
+    """The number of rows that is captured: powers of 2 up to 16, then multiples of 8, of 16, of 32."""
+    if rows <= 16:
+        return gpu.power_of_2(rows)
+    step = 8 if rows <= 64 else 16 if rows <= 256 else 32
+    return -(-rows // step) * step
+
+
+class DecodeGraphs:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.processors = torch.cuda.get_device_properties(engine.device).multi_processor_count
+        self.graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.shared: dict[tuple[int, int], Shared] = {}
+        self.pool: tuple[int, int] | None = None
+        self.key: Key | None = None
+        self.plan: list[tuple[int, int, list[int]]] = []
+
+    def clear(self) -> None:
+        self.graphs.clear()
+        self.key = None
+
+    def run(self, kind: int, steps: int, has_changed: bool) -> Tensor:
+        """That many decode steps of the active slots; returns the logits of the last."""
+        if has_changed or self.key is None or self.key.kind != kind:
+            self.key = self._key(kind)
+            if self.key.stretches:
+                self._write_plan(self.key)
+        if self.key not in self.graphs:
+            self.graphs[self.key] = self._capture(self.key)
+        graph, logits = self.graphs[self.key]
+        for _ in range(steps):
+            graph.replay()
+        return logits
+
+    def _key(self, kind: int) -> Key:
+        engine = self.engine
+        B = padded(len(engine.decoding))
+        mean = sum(len(s.prompt) + engine.steps - s.first_step for s in engine.decoding) / len(engine.decoding)
+        self.plan = self._stretches()
+        stretches = gpu.power_of_2(len(self.plan)) if self.plan else 0
+        taken: dict[int, int] = defaultdict(int)
+        for _, _, members in self.plan:
+            for row in members:
+                taken[row] += 1
+        parts = gpu.power_of_2(max(taken.values())) if taken else 0
+        heads = engine.model.spec.num_key_value_heads
+        is_wide = not stretches and (mean > LONG or B * heads <= 4 * self.processors)
+        return Key(min(B, engine.max_batch_size), kind, stretches, parts, is_wide)
+
+    def _stretches(self) -> list[tuple[int, int, list[int]]]:
+        """Pages first … end and the rows that share them: of groups whose prompts are the same in full pages."""
+        from hone.kernels.gpu.decode import MEMBERS
+
+        engine, size = self.engine, self.engine.pool.size
+        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for row, sequence in enumerate(engine.decoding):
+            full = len(sequence.prompt) // size
+            if full:
+                groups[full, sequence.pages[full - 1]].append(row)
+        shared = {key: rows for key, rows in groups.items() if len(rows) > 1}
+        spared = sum(full * size * (len(rows) - 1) for (full, _), rows in shared.items())
+        if spared < WORTH_SHARING:
+            return []
+        crowds = [
+            (full, rows[i : i + MEMBERS]) for (full, _), rows in shared.items() for i in range(0, len(rows), MEMBERS)
+        ]
+        heads = engine.model.spec.num_key_value_heads
+        length = 8
+        while length > 2 and sum(-(-full // length) for full, _ in crowds) * heads < self.processors:
+            length //= 2
+        return [(at, min(at + length, full), rows) for full, rows in crowds for at in range(0, full, length)]
+
+    def _shared(self, key: Key) -> Shared | None:
+        from hone.kernels.gpu.decode import Shared
+
+        if not key.stretches:
+            return None
+        if (key.stretches, key.parts) not in self.shared:
+            spec, engine = self.engine.model.spec, self.engine
+            self.shared[key.stretches, key.parts] = Shared.empty(
+                key.stretches,
+                engine.max_batch_size + 1,
+                key.parts,
+                spec.num_attention_heads,
+                spec.head_dim,
+                engine.device,
+            )
+        return self.shared[key.stretches, key.parts]
+
+    def _write_plan(self, key: Key) -> None:
+        """Tells the kernels who shares what."""
+        from hone.kernels.gpu.decode import MEMBERS
+
+        engine, shared = self.engine, self._shared(key)
+        assert shared is not None
+        stretches = [[0, 0] for _ in range(key.stretches)]
+        members = [[-1] * MEMBERS for _ in range(key.stretches)]
+        parts = [[-1] * key.parts for _ in range(len(shared.parts_BS))]
+        own = [0] * len(engine.decoding)
+        for i, (first, end, rows) in enumerate(self.plan):
+            stretches[i] = [first, end]
+            members[i][: len(rows)] = rows
+            for place, row in enumerate(rows):
+                parts[row][parts[row].index(-1)] = i * MEMBERS + place
+                own[row] = max(own[row], end)
+        shared.stretches_I2.copy_(torch.tensor(stretches))
+        shared.members_IR.copy_(torch.tensor(members))
+        shared.parts_BS.copy_(torch.tensor(parts))
+        slots = [s.slot for s in engine.decoding]
+        engine.slots.state[slots, column.OWN_PAGE] = torch.tensor(own, device=engine.device)
+
+    def _capture(self, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        engine, slots = self.engine, self.engine.slots
+        rows = Rows(slots.active, slots.state, slots.table, self._shared(key), key.is_wide)
+        # Everything is compiled and set up by a step of the spare slot alone.
+        active = slots.active.clone()
+        slots.active.fill_(slots.count)
+        engine.decode_step(key.rows, key.kind, rows)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            logits = engine.decode_step(key.rows, key.kind, rows)
+        self.pool = self.pool or graph.pool()
+        slots.active.copy_(active)
+        return graph, logits

@@ -1,0 +1,95 @@
+"""Which page of the cache belongs to whom: pages are counted, shared, kept for reuse and handed out again.
+
+A page holds the keys and values of PAGE tokens in a row. Full pages of prompts and of finished sequences are remembered
+by their tokens and the page before them, so a request that starts alike shares them; nobody's pages stay remembered
+until room is needed, the longest unused go first. A new policy version makes all of them strangers (`forget`).
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import count
+
+Key = tuple[int, tuple[int, ...]]  # the chain so far, by its number, and the tokens of the next page
+
+
+class PagePool:
+    """Pages 1 … pages - 1; page 0 is for writing what nobody reads."""
+
+    def __init__(self, pages: int, size: int) -> None:
+        self.size, self.pages = size, pages
+        self.free = list(range(pages - 1, 0, -1))
+        self.users = [0] * pages
+        self._chains = count(1)
+        self._known: dict[Key, tuple[int, int]] = {}  # its page, and the number of the chain that ends in it
+        self._key_of: dict[int, Key] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # remembered pages without users, longest unused first
+
+    @property
+    def available(self) -> int:
+        """Pages that can be taken."""
+        return len(self.free) + len(self._idle)
+
+    def needed(self, tokens: int) -> int:
+        return -(-tokens // self.size)
+
+    def match(self, ids: Sequence[int]) -> list[int]:
+        """Remembered pages that hold the start of these tokens, short of the last one: its logits are wanted."""
+        pages: list[int] = []
+        chain = 0
+        for start in range(0, len(ids) - self.size, self.size):
+            found = self._known.get((chain, tuple(ids[start : start + self.size])))
+            if found is None:
+                break
+            page, chain = found
+            pages.append(page)
+        return pages
+
+    def idle_among(self, pages: list[int]) -> int:
+        """How many of these pages nobody uses: sharing them makes them unavailable to others."""
+        return sum(page in self._idle for page in pages)
+
+    def take(self, number: int) -> list[int]:
+        """That many pages, each with one user. There must be as many available."""
+        pages = []
+        for _ in range(number):
+            if not self.free:
+                oldest, _ = self._idle.popitem(last=False)
+                del self._known[self._key_of.pop(oldest)]
+                self.free.append(oldest)
+            page = self.free.pop()
+            self.users[page] = 1
+            pages.append(page)
+        return pages
+
+    def share(self, pages: list[int]) -> None:
+        for page in pages:
+            self.users[page] += 1
+            self._idle.pop(page, None)
+
+    def release(self, pages: list[int]) -> None:
+        for page in reversed(pages):  # the end of a chain is given up before its start
+            self.users[page] -= 1
+            if self.users[page] == 0:
+                if page in self._key_of:
+                    self._idle[page] = None
+                else:
+                    self.free.append(page)
+
+    def remember(self, ids: Sequence[int], pages: list[int]) -> None:
+        """The full pages among these hold these tokens."""
+        chain = 0
+        for page, start in zip(pages, range(0, len(ids) - self.size + 1, self.size), strict=False):
+            key = (chain, tuple(ids[start : start + self.size]))
+            if key not in self._known:
+                if page in self._key_of:  # it stands for other tokens already: a chain that was forgotten in between
+                    return
+                self._known[key] = (page, next(self._chains))
+                self._key_of[page] = key
+            chain = self._known[key][1]
+
+    def forget(self) -> None:
+        """No page is found again; those in use stay with their users."""
+        self.free += reversed(self._idle)
+        self._known.clear()
+        self._key_of.clear()
+        self._idle.clear()

@@ -1,0 +1,40 @@
+"""A request on its way through the engine."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hone.records import Completion, GenerateRequest
+
+
+@dataclass(eq=False)
+class Sequence:
+    """`versions` are the policy versions of its tokens, as (first token, version)."""
+
+    request: GenerateRequest
+    on_finish: Callable[[Completion], None]
+    max_tokens: int
+    deadline: float | None = None  # time.monotonic
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0  # prompt tokens whose keys are in the cache
+    siblings: list["Sequence"] = field(default_factory=list)  # the same prompt, computed with this one
+    first_step: int = 0  # decode steps of the engine before its first
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.request.prompt_ids
+
+    @property
+    def is_late(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+    def completion(self, ids: list[int], logprobs: list[float], reason: str) -> Completion:
+        versions: list[int] = []
+        ends = [start for start, _ in self.versions[1:]] + [len(ids)]
+        for (start, version), end in zip(self.versions, ends, strict=True) if self.versions else ():
+            versions += [version] * (min(end, len(ids)) - start)
+        alternatives = self.alternatives[: len(ids)] if self.request.sampling.top_logprobs else None
+        return Completion(ids, logprobs, versions, reason, alternatives)

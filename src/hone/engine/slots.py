@@ -1,0 +1,97 @@
+"""What the device knows of running sequences: a slot each, from admission to the end.
+
+Slots do not move; `active` lists those that decode. A step reads and writes them on the device alone, so that several
+steps run before the host looks (`kernels/row_state.py` has the columns).
+"""
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hone.engine.sequence import Sequence
+from hone.kernels import row_state as column
+
+
+class Slots:
+    """Slot `count` is spare: what is written there is read by nobody. `pages`: most pages of a sequence."""
+
+    def __init__(self, count: int, capacity: int, pages: int, stops: int, device: torch.device) -> None:
+        rows = count + 1
+        self.count, self.device = count, device
+
+        def integers(*shape: int, fill: int = 0) -> Tensor:
+            return torch.full(shape, fill, dtype=torch.int64, device=device)
+
+        self.state = integers(rows, column.FIELDS)
+        self.state[count, column.DONE] = column.FULL
+        self.parameters = torch.ones(rows, column.PARAMETERS, device=device)
+        self.table = integers(rows, pages)
+        self.stops = integers(rows, stops, fill=-1)
+        self.tokens = untouched_zeros((rows, capacity), torch.int64, device)
+        self.logprobs = untouched_zeros((rows, capacity), torch.float32, device)
+        self.active = integers(rows)
+        self.free = list(range(count - 1, -1, -1))
+
+    def fill(self, sequences: list[Sequence]) -> None:
+        """Sets the slots of these sequences to their start."""
+        index = torch.tensor([s.slot for s in sequences], device=self.device)
+        most = min(max(len(s.pages) for s in sequences) + 1, self.table.shape[1])  # 0 behind the last: the spare page
+        state = np.zeros((len(sequences), column.FIELDS), dtype=np.int64)
+        parameters = np.ones((len(sequences), column.PARAMETERS), dtype=np.float32)
+        table = np.zeros((len(sequences), most), dtype=np.int64)
+        stops = np.full((len(sequences), self.stops.shape[1]), -1, dtype=np.int64)
+        for i, s in enumerate(sequences):
+            sampling = s.request.sampling
+            state[i, column.LENGTH], state[i, column.MAX] = len(s.prompt), s.max_tokens
+            state[i, column.MIN] = min(sampling.min_tokens, s.max_tokens)
+            state[i, column.SEED] = (sampling.seed + 2**63) % 2**64 - 2**63
+            is_raw = sampling.raw_logprobs or sampling.temperature < 1e-5
+            parameters[i] = (
+                sampling.temperature,
+                1.0 if is_raw else sampling.temperature,
+                sampling.top_p,
+                sampling.top_k,
+                sampling.min_p,
+                sampling.repetition_penalty,
+                sampling.presence_penalty,
+                sampling.frequency_penalty,
+            )
+            table[i, : len(s.pages)] = s.pages
+            own = () if sampling.ignore_eos else sorted(s.request.stop_ids)
+            stops[i, : len(own)] = own
+        self.state[index] = torch.from_numpy(state).to(self.device)
+        self.parameters[index] = torch.from_numpy(parameters).to(self.device)
+        self.table[index, :most] = torch.from_numpy(table).to(self.device)
+        self.stops[index] = torch.from_numpy(stops).to(self.device)
+
+    def on_host(self) -> NDArray[np.int64]:
+        """The state as it is now; waits for the device."""
+        state: NDArray[np.int64] = self.state.cpu().numpy()
+        return state
+
+    def widen_stops(self, number: int) -> bool:
+        """Makes room for that many stop tokens a sequence; whether the tensor is a new one."""
+        if number <= self.stops.shape[1]:
+            return False
+        wider = torch.full((len(self.stops), 2 * number), -1, dtype=torch.int64, device=self.device)
+        wider[:, : self.stops.shape[1]] = self.stops
+        self.stops = wider
+        return True
+
+    def generated(self, slots: list[int], count: int) -> tuple[list[list[int]], list[list[float]]]:
+        """The first `count` tokens and logprobs of these slots."""
+        index = torch.tensor(slots, device=self.device)
+        width = max(count, 1)
+        tokens: list[list[int]] = self.tokens[index, :width].tolist()
+        logprobs: list[list[float]] = self.logprobs[index, :width].tolist()
+        return tokens, logprobs
+
+
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that on a CPU take memory only where they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,72 @@
+"""One token a sequence: attention over the pages of the cache, into which its keys and values go first."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.kernels import cpu, gpu, row_state
+
+if TYPE_CHECKING:
+    from hone.kernels.gpu.decode import Shared
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which sequences decode and where theirs stands: rows of `state` (`row_state.py`) and of the table of pages.
+
+    A sequence's position p is cell p % PAGE of page table[row, p // PAGE]. `shared` and `is_wide` are for the GPU.
+    """
+
+    active_B: Tensor
+    state: Tensor
+    table: Tensor
+    shared: "Shared | None" = None
+    is_wide: bool = False
+
+
+def takes_pages(x_THE: Tensor) -> bool:
+    """Whether a kernel reads the pages as they lie; else they are gathered."""
+    E = x_THE.shape[-1]
+    return (gpu.takes(x_THE) and 16 <= E <= 256 and E & (E - 1) == 0) or (cpu.takes(x_THE) and E % 16 == 0)
+
+
+def attend_by_pages(q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
+    """B x (H * E). keys, values: pages x PAGE x K x E of a layer. For CPU tensors that `takes_pages` accepts."""
+    from hone.kernels.cpu import decode
+    from hone.kernels.flat_attention import addresses
+
+    B, H, E = q_BHE.shape
+    out = q_BHE.new_empty(B, H * E)
+    PAGE, K = keys.shape[1:3]
+    pointers = (rows.active_B.data_ptr(), rows.state.data_ptr(), rows.table.data_ptr())
+    decode.attend(
+        B, H, K, E, *addresses(q_BHE, k_BKE, v_BKE), keys.data_ptr(), values.data_ptr(), PAGE, *pointers,
+        rows.table.shape[1], out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def attend_by_pages_reference(
+    q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor, keys: Tensor, values: Tensor, rows: Rows
+) -> Tensor:
+    B, H, _ = q_BHE.shape
+    PAGE = keys.shape[1]
+    lengths_B = rows.state[rows.active_B, row_state.LENGTH]
+    table = rows.table[rows.active_B]
+    page_B = table.gather(1, (lengths_B // PAGE)[:, None]).squeeze(1)
+    keys[page_B, lengths_B % PAGE], values[page_B, lengths_B % PAGE] = k_BKE, v_BKE
+    pages = table[:, : int(lengths_B.max()) // PAGE + 1]
+    k_BLKE, v_BLKE = (x[pages].flatten(1, 2) for x in (keys, values))
+    seen_BL = torch.arange(k_BLKE.shape[1], device=pages.device)[None, :] <= lengths_B[:, None]
+    v_BLKE = v_BLKE.masked_fill(~seen_BL[:, :, None, None], 0.0)  # 0 x NaN would be NaN
+    out = F.scaled_dot_product_attention(
+        q_BHE.unsqueeze(2),
+        k_BLKE.transpose(1, 2),
+        v_BLKE.transpose(1, 2),
+        attn_mask=seen_BL[:, None, None, :],
+        enable_gqa=k_BKE.shape[1] != H,
+    )
+    return out.reshape(B, -1)

@@ -1,0 +1,60 @@
+"""Kernels for the GPU, in Triton. Each has a plain-torch twin beside the function of `hone.kernels` that calls it.
+
+A decode step is some 230 small kernels in a CUDA graph, so what counts is the time between them: each is launched with
+programmatic dependent launch (PDL), so that its blocks start while the kernel before it runs. `wait` stops until that
+kernel is complete and visible, then lets the next one start: before `wait` a kernel may touch what was written two
+kernels earlier and never by the one before it, which is where weights are fetched into the L2 cache.
+
+They take half precision, and no gradients: training has paths of its own.
+"""
+
+import functools
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+IS_AVAILABLE = importlib.util.find_spec("triton") is not None and os.environ.get("HONE_GPU_KERNELS", "1") != "0"
+FEW_TOKENS = 256  # up to here a product is bound by fetching weights
+
+
+def takes(x: Tensor) -> bool:
+    """Whether the Triton kernels take this tensor."""
+    return IS_AVAILABLE and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
+
+
+@functools.cache
+def has_dependent_launch() -> bool:
+    """Whether kernels can start while the one before them runs: from Hopper on."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def options(warps: int) -> dict[str, int | bool]:
+    """Launch options, and the PDL constant of a kernel."""
+    return {"num_warps": warps, "PDL": True, "launch_pdl": True} if has_dependent_launch() else _plain(warps)
+
+
+def _plain(warps: int) -> dict[str, int | bool]:
+    return {"num_warps": warps, "PDL": False}
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def is_power_of_2(head_size: int) -> bool:
+    """Whether attention kernels take heads of this size."""
+    return 16 <= head_size <= 256 and head_size & (head_size - 1) == 0
+
+
+def splits(x_TI: Tensor, weight_OI: Tensor) -> int:
+    """Into how many parts of its inner dimension a product of few tokens is cut, so that all of the chip has a part."""
+    rows, columns = weight_OI.shape
+    if x_TI.dim() != 2 or len(x_TI) > FEW_TOKENS or not takes(x_TI):
+        return 1
+    parts, tiles = 1, -(-rows // 64) * -(-len(x_TI) // 128)
+    while parts < 8 and tiles * parts * 2 <= 144 and columns % (parts * 128) == 0:
+        parts *= 2
+    return parts

@@ -1,0 +1,49 @@
+"""y = x W^T for few rows: the weights pass through the chip once, so the work is spread over their rows and columns."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hone.kernels.gpu import options, power_of_2
+from hone.kernels.gpu.launching import prefetch, wait
+
+
+@triton.jit
+def product_kernel(
+    x, w, bias, out, M, N, K, k_split,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Tile (m, n) of x M x K times w N x K transposed, over the k of split s: out[s] M x N. Split 0 adds the bias."""
+    pid_n, pid_m, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    m = pid_m * BM + tl.arange(0, BM)
+    n = pid_n * BN + tl.arange(0, BN)
+    first = split * k_split
+    k = first + tl.arange(0, BK)
+    rows = x + (m % M)[:, None].to(tl.int64) * K + k[None, :]
+    columns = w + (n % N)[None, :].to(tl.int64) * K + k[:, None]
+    if PDL:  # the weights do not depend on the kernel before
+        line = tl.minimum(tl.arange(0, LINES) * 64, k_split - 1)
+        prefetch(w + (n % N)[:, None].to(tl.int64) * K + first + line[None, :])
+    wait(PDL)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for i in tl.range(0, k_split // BK, num_stages=STAGES):
+        acc = tl.dot(tl.load(rows + i * BK), tl.load(columns + i * BK), acc)
+    if HAS_BIAS:
+        acc += tl.where(split == 0, tl.load(bias + n, n < N, other=0.0).to(tl.float32), 0.0)[None, :]
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    address = out + (split * M + m[:, None]).to(tl.int64) * N + n[None, :]
+    tl.store(address, acc.to(out.dtype.element_ty), inside)
+
+
+def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int) -> Tensor:
+    """Parts S x T x O of x W^T + b, each over a stretch of the inner dimension."""
+    x = x.contiguous()
+    (M, K), N = x.shape, len(weight)
+    out = x.new_empty(splits, M, N)
+    BM, BN = min(max(power_of_2(M), 16), 128), 64
+    product_kernel[(-(-N // BN), -(-M // BM), splits)](
+        x, weight, weight if bias is None else bias, out, M, N, K, K // splits,
+        BM=BM, BN=BN, BK=64, LINES=power_of_2(K // splits // 64), STAGES=4, HAS_BIAS=bias is not None, **options(4),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,116 @@
+"""Residual + RMS norm, SwiGLU, and the heads of a projection: one block a row."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hone.kernels.gpu import options, power_of_2
+from hone.kernels.gpu.launching import wait
+
+
+@triton.jit
+def add_norm_kernel(
+    x, delta, weight, total, out, eps, splits, split_stride, D,
+    HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """total = x + sum of the `splits` parts of delta, out = total / rms(total) * weight, of row t of T x D."""
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    inside = d < D
+    scale = tl.load(weight + d, inside, other=0.0).to(tl.float32)
+    wait(PDL)
+    value = tl.load(x + t * D + d, inside, other=0.0)
+    if HAS_DELTA:
+        change = tl.load(delta + t * D + d, inside, other=0.0).to(tl.float32)
+        for part in range(1, splits):
+            change += tl.load(delta + part * split_stride + t * D + d, inside, other=0.0).to(tl.float32)
+        value = (value.to(tl.float32) + change).to(value.dtype)
+        tl.store(total + t * D + d, value, inside)
+    exact = value.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(exact * exact) / D + eps)
+    tl.store(out + t * D + d, (exact * rstd * scale).to(value.dtype), inside)
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`kernels/norm.py`: delta T x D, or S x T x D parts of it."""
+    T, D = x.shape
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    total = x if delta is None else torch.empty_like(x)
+    parts = delta.shape[0] if delta is not None and delta.dim() == 3 else 1
+    delta = x if delta is None else delta.contiguous()
+    add_norm_kernel[(T,)](
+        x, delta, weight, total, out, eps, parts, T * D, D, HAS_DELTA=total is not x, BLOCK=power_of_2(D), **options(8)
+    )
+    return total, out
+
+
+@triton.jit
+def swiglu_kernel(gate_up, out, F, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """silu of the first half of gate_up's row t (T x 2F) times the second."""
+    t = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = f < F
+    wait(PDL)
+    gate = tl.load(gate_up + t * 2 * F + f, inside, other=0.0)
+    up = tl.load(gate_up + t * 2 * F + F + f, inside, other=0.0)
+    exact = gate.to(tl.float32)
+    silu = (exact / (1.0 + tl.exp(-exact))).to(gate.dtype)
+    tl.store(out + t * F + f, silu * up, inside)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    gate_up = gate_up.contiguous()
+    T, F = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(T, F)
+    swiglu_kernel[(T, -(-F // 1024))](gate_up, out, F, BLOCK=1024, **options(4))
+    return out
+
+
+@triton.jit
+def heads_kernel(
+    qkv, q_scale, k_scale, cos, sin, positions, cells, q_out, k_out, v_out, keys, values, eps,
+    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Heads of token t of a projection T x (H + 2K) x E, normalised and rotated: q, k, v, and k, v in the cache too."""
+    t = tl.program_id(0).to(tl.int64)
+    n, e = tl.arange(0, N)[:, None], tl.arange(0, E)[None, :]
+    swap = e ^ (E // 2)
+    is_q, is_k = n < H, (n >= H) & (n < H + K)
+    is_v = (n >= H + K) & (n < H + 2 * K)
+    row = qkv + (t * (H + 2 * K) + n) * E
+    raw = tl.load(row + e, n < H + 2 * K, other=0.0)
+    value, other = raw.to(tl.float32), tl.load(row + swap, is_q | is_k, other=0.0).to(tl.float32)
+    if NORM:
+        rstd = tl.rsqrt(tl.sum(value * value, axis=1) / E + eps)[:, None]
+        scale = tl.where(is_q, tl.load(q_scale + e), tl.load(k_scale + e)).to(tl.float32)
+        swapped = tl.where(is_q, tl.load(q_scale + swap), tl.load(k_scale + swap)).to(tl.float32)
+        value = (value * rstd).to(raw.dtype).to(tl.float32) * scale
+        other = (other * rstd).to(raw.dtype).to(tl.float32) * swapped
+    turn = tl.load(positions + t) * E
+    turned = value * tl.load(cos + turn + e).to(tl.float32) + other * tl.load(sin + turn + e).to(tl.float32)
+    turned = turned.to(raw.dtype)
+    cell = tl.load(cells + t)
+    tl.store(q_out + (t * H + n) * E + e, turned, is_q)
+    tl.store(k_out + (t * K + n - H) * E + e, turned, is_k)
+    tl.store(keys + (cell * K + n - H) * E + e, turned, is_k)
+    tl.store(v_out + (t * K + n - H - K) * E + e, raw, is_v)
+    tl.store(values + (cell * K + n - H - K) * E + e, raw, is_v)
+
+
+def heads(
+    qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor,
+    cells: Tensor, keys: Tensor, values: Tensor, eps: float, H: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """q, k and v of a projection T x (H + 2K) x E; k and v also in the cells given, of keys and values … x K x E."""
+    T, N, E = qkv.shape
+    K = (N - H) // 2
+    qkv = qkv.contiguous()
+    q, k, v = qkv.new_empty(T, H, E), qkv.new_empty(T, K, E), qkv.new_empty(T, K, E)
+    norm = q_scale is not None
+    heads_kernel[(T,)](
+        qkv, q_scale if norm else qkv, k_scale if norm else qkv, cos, sin, positions, cells, q, k, v, keys, values, eps,
+        H=H, K=K, E=E, N=power_of_2(N), NORM=norm, num_warps=4,
+    )  # fmt: skip
+    return q, k, v

@@ -1,0 +1,155 @@
+"""The draw of the next token, its logprob, the stop test and the row's bookkeeping: one block a row.
+
+The vocabulary passes by once, in stretches whose maximum and sum of exponentials are kept; the uniform number then says
+which stretch the token is in, and only that one is read again.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hone.kernels import row_state
+from hone.kernels.gpu import options, power_of_2
+from hone.kernels.gpu.launching import wait
+
+FIELDS, PARAMETERS = tl.constexpr(row_state.FIELDS), tl.constexpr(row_state.PARAMETERS)
+LAST, LENGTH, COUNT = tl.constexpr(row_state.LAST), tl.constexpr(row_state.LENGTH), tl.constexpr(row_state.COUNT)
+MAX, MIN, SEED = tl.constexpr(row_state.MAX), tl.constexpr(row_state.MIN), tl.constexpr(row_state.SEED)
+DONE, STOPPED, FULL = tl.constexpr(row_state.DONE), tl.constexpr(row_state.STOPPED), tl.constexpr(row_state.FULL)
+TEMPERATURE = tl.constexpr(row_state.TEMPERATURE)
+LOGPROB_TEMPERATURE = tl.constexpr(row_state.LOGPROB_TEMPERATURE)
+
+
+@triton.jit
+def _mix(z):
+    """splitmix64's finaliser (Steele et al. 2014), on uint64."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def uniform(seed, counter):
+    """Number `counter` (from 0) of the stream `seed`, in [0, 1), float64: see engine/sampler.py."""
+    state = _mix(seed.to(tl.uint64)) + (counter + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    return (_mix(state) >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
+
+
+@triton.jit
+def _inverse_temperature(parameters, slot):
+    """1 / T of the draw and of the logprob, 1 where greedy, and whether it is greedy."""
+    T = tl.load(parameters + slot * PARAMETERS + TEMPERATURE)
+    greedy = T < 1e-5
+    T = tl.where(greedy, 1.0, T)
+    return 1.0 / T, 1.0 / tl.load(parameters + slot * PARAMETERS + LOGPROB_TEMPERATURE), greedy
+
+
+@triton.jit
+def stretch_kernel(
+    logits, plain, threshold, parameters, active, stats, V,
+    FILTERED: tl.constexpr, C: tl.constexpr, STRETCHES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Maximum and sum of exponentials of stretch s of row b, logits B x V: stats B x 4 x STRETCHES, the last two of
+    `plain`. FILTERED: of the logits of at least threshold[b]."""
+    b, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = s * C + tl.arange(0, C)
+    wait(PDL)
+    scale, plain_scale, _ = _inverse_temperature(parameters, tl.load(active + b))
+    own = stats + b * 4 * STRETCHES + s
+    x = tl.load(logits + b * V + i, i < V, other=float("-inf")).to(tl.float32)
+    if FILTERED:
+        x = tl.where(x >= tl.load(threshold + b), x, float("-inf"))
+        y = tl.load(plain + b * V + i, i < V, other=float("-inf")).to(tl.float32) * plain_scale
+        top = tl.maximum(tl.max(y), -1e30)
+        tl.store(own + 2 * STRETCHES, top)
+        tl.store(own + 3 * STRETCHES, tl.sum(tl.exp(y - top)))
+    x *= scale
+    top = tl.maximum(tl.max(x), -1e30)
+    tl.store(own, top)
+    tl.store(own + STRETCHES, tl.sum(tl.exp(x - top)))
+
+
+@triton.jit
+def _total(tops, sums):
+    """The largest maximum, and the shares of the stretches relative to it, float64."""
+    top = tl.max(tops)
+    return top, sums.to(tl.float64) * tl.exp(tops - top).to(tl.float64)
+
+
+@triton.jit
+def sample_kernel(
+    logits, plain, threshold, parameters, state, active, stops, tokens, logprobs, capacity, num_stops, stats, V,
+    advance, FILTERED: tl.constexpr, C: tl.constexpr, STRETCHES: tl.constexpr, STOPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Draws the token of batch row b and notes it in the row's state (`kernels/row_state.py`).
+
+    The logprob is that of `plain` B x V where FILTERED. advance: 1 where this step stored the last token's keys, 0
+    after a prefill.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    i, s = tl.arange(0, C), tl.arange(0, STRETCHES)
+    wait(PDL)
+    slot = tl.load(active + b)
+    own_state = state + slot * FIELDS
+    if tl.load(own_state + DONE) != 0:
+        return
+    count = tl.load(own_state + COUNT)
+    scale, plain_scale, greedy = _inverse_temperature(parameters, slot)
+    row, own = logits + b * V, stats + b * 4 * STRETCHES
+    inside = s < tl.cdiv(V, C)
+    tops = tl.load(own + s, inside, other=-1e30)
+    top, shares = _total(tops, tl.load(own + STRETCHES + s, inside, other=0.0))
+    whole = tl.sum(shares)
+    target = uniform(tl.load(own_state + SEED), count) * whole
+    upto = tl.cumsum(shares, 0)
+    first = tl.min(tl.where(tops == top, s, STRETCHES))
+    last = tl.max(tl.where(shares > 0, s, 0))
+    chosen = tl.where(greedy, first, tl.minimum(tl.sum((upto <= target).to(tl.int32)), last))
+    before = tl.sum(tl.where(s < chosen, shares, 0.0))
+    own_top = tl.sum(tl.where(s == chosen, tops, 0.0))
+
+    x = tl.load(row + chosen * C + i, chosen * C + i < V, other=float("-inf")).to(tl.float32)
+    if FILTERED:
+        x = tl.where(x >= tl.load(threshold + b), x, float("-inf"))
+    x *= scale
+    weights = tl.exp(x - own_top)
+    rest = ((target - before) / tl.exp(own_top - top).to(tl.float64)).to(tl.float32)
+    drawn = tl.sum((tl.cumsum(weights, 0) <= rest).to(tl.int32))
+    drawn = tl.minimum(drawn, tl.max(tl.where(weights > 0, i, 0)))
+    likeliest = tl.min(tl.where(x == own_top, i, C))
+    token = chosen * C + tl.where(greedy, likeliest, drawn)
+    if FILTERED:
+        tops = tl.load(own + 2 * STRETCHES + s, inside, other=-1e30)
+        top, shares = _total(tops, tl.load(own + 3 * STRETCHES + s, inside, other=0.0))
+        row, whole, scale = plain + b * V, tl.sum(shares), plain_scale
+    logprob = tl.load(row + token).to(tl.float32) * scale - top - tl.log(whole).to(tl.float32)
+    tl.store(tokens + slot * capacity + count, token.to(tl.int64))
+    tl.store(logprobs + slot * capacity + count, logprob)
+    n = tl.arange(0, STOPS)
+    is_stop = tl.max((tl.load(stops + slot * num_stops + n, n < num_stops, other=-1) == token).to(tl.int32)) > 0
+    is_stop = is_stop & (count + 1 >= tl.load(own_state + MIN))
+    is_last = count + 1 >= tl.load(own_state + MAX)
+    tl.store(own_state + LAST, token.to(tl.int64))
+    tl.store(own_state + LENGTH, tl.load(own_state + LENGTH) + advance)
+    tl.store(own_state + COUNT, count + 1)
+    tl.store(own_state + DONE, tl.where(is_stop, STOPPED, tl.where(is_last, FULL, 0)).to(tl.int64))
+
+
+STRETCH = 4096  # logits that one block reads
+
+
+def draw(
+    logits: Tensor, plain: Tensor, threshold: Tensor | None, parameters: Tensor, state: Tensor, active: Tensor,
+    stops: Tensor, tokens: Tensor, logprobs: Tensor, advance: bool,
+) -> None:  # fmt: skip
+    """`engine/sampler.py`: draws a token for every active row that is not done, and notes it."""
+    B, V = logits.shape
+    count = -(-V // STRETCH)
+    stats = logits.new_empty(B, 4, power_of_2(count))
+    sizes = {"FILTERED": threshold is not None, "C": STRETCH, "STRETCHES": stats.shape[2]}
+    inputs = (logits, plain, plain if threshold is None else threshold, parameters)
+    stretch_kernel[(B, count)](*inputs, active, stats, V, **sizes, **options(4))
+    sample_kernel[(B,)](
+        *inputs, state, active, stops, tokens, logprobs, tokens.shape[1], stops.shape[1], stats, V, int(advance),
+        **sizes, STOPS=power_of_2(stops.shape[1]), **options(4),
+    )  # fmt: skip
