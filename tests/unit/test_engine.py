@@ -1,6 +1,5 @@
 """The engine against plain forwards of the same model."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from hone.engine.engine import Engine
-from hone.engine.sampler import pick, thresholds, uniforms
+from hone.engine.sampler import uniforms
 from hone.kernels import cpu
 from hone.kernels.linear import HAS_AVX512
 from hone.models.attention import PackedAttention

@@ -13,6 +13,7 @@ waits for another.
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -30,9 +31,19 @@ from hone.kernels.linear import exact_logits
 from hone.models.transformer import Transformer
 from hone.records import Completion, GenerateRequest
 
-PREFILL_TOKENS = 8192  # prompt tokens computed in one pass, between which decoding goes on
+PREFILL_TOKENS = 16384  # prompt tokens computed in one pass, between which decoding goes on
 WINDOW = 8  # decode steps on a GPU before the host looks
 STOPS = 8  # stop tokens of a sequence for which there is room from the start
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What is known of the sequences that decode, until one comes or goes."""
+
+    kind: int  # of sampling
+    watched: list[int]  # those with a stop condition of the host's
+    each_step: bool  # whether the host looks at every token
+    last_step: int  # the engine's step by which all have their last token
 
 
 class Engine:
@@ -68,7 +79,7 @@ class Engine:
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.steps = 0  # decode steps so far
-        self._has_changed = True  # who decodes, since `active` was written
+        self._has_changed = True  # who decodes, since the last turn
         self._has_deadlines = False
 
     def with_model(self, model: Transformer, version: int) -> "Engine":
@@ -228,38 +239,43 @@ class Engine:
         stretches = [stretch for _, stretch in planned]
         attention = PrefillAttention(self.cache, stretches)
         tokens = torch.tensor([t for s in stretches for t in s.ids[s.start : s.end]], device=self.device)
-        ends = torch.tensor(attention.lengths).cumsum(0) - 1
-        leaders, last = [], []
-        for (sequence, stretch), end in zip(planned, ends.tolist(), strict=True):
+        leaders, last, end = [], [], -1
+        for sequence, stretch in planned:
+            end += stretch.end - stretch.start
             sequence.computed = stretch.end
             if stretch.end == len(stretch.ids):
                 leaders.append(sequence)
                 last.append(end)
-        keep = torch.tensor(last or [0], device=self.device)
-        hidden_PD = self.model(tokens, attention.positions_T, attention, keep)
-        if not leaders:
-            return
         started = [sequence for leader in leaders for sequence in (leader, *leader.siblings)]
         which = [i for i, leader in enumerate(leaders) for _ in range(1 + len(leader.siblings))]
+        # What the host does comes first: the device then has the rest before it.
+        kept_P, which_B, active_B = (
+            torch.tensor(x, dtype=torch.int64, device=self.device)
+            for x in (last or [0], which, [s.slot for s in started])
+        )
+        if started:
+            if self.slots.widen_stops(max(len(s.request.stop_ids) for s in started)) and self.graphs is not None:
+                self.graphs.clear()
+            self.slots.fill(started)
+            self.sampler.fill(started)
+        hidden_PD = self.model(tokens, attention.positions_T, attention, kept_P)
+        if not started:
+            return
+        logits_PV = self._logits(hidden_PD)
+        logits_BV = logits_PV if len(started) == len(leaders) else logits_PV[which_B]
         self._copy_last_pages(leaders)
+        self.sampler.sample(logits_BV, active_B, Sampler.kind(started), advance=False)
+        self._note_alternatives(logits_BV, active_B, started)
         self.prefilling = [s for s in self.prefilling if s not in leaders]
         for leader in leaders:
             leader.siblings = []
         for sequence in started:
             sequence.versions.append((0, self.version))
             sequence.first_step = self.steps
-        if self.slots.widen_stops(max(len(s.request.stop_ids) for s in started)) and self.graphs is not None:
-            self.graphs.clear()
-        self.slots.fill(started)
-        self.sampler.fill(started)
-        logits_PV = self._logits(hidden_PD)
-        logits_BV = logits_PV if len(which) == len(leaders) else logits_PV[torch.tensor(which, device=self.device)]
-        active_B = torch.tensor([s.slot for s in started], device=self.device)
-        self.sampler.sample(logits_BV, active_B, Sampler.kind(started), advance=False)
-        self._note_alternatives(logits_BV, active_B, started)
         self.decoding += started
         self._has_changed = True
-        self._look(started)
+        if self.graphs is None or any(s.max_tokens == 1 or s.request.ends is not None for s in started):
+            self._look(started, [i for i, s in enumerate(started) if s.request.ends is not None])
 
     def _copy_last_pages(self, leaders: list[Sequence]) -> None:
         """Siblings share the full pages of their prompt; of the last, which they go on writing, each has its own."""
@@ -278,22 +294,32 @@ class Engine:
 
     def _decode(self) -> None:
         if self._has_changed:
-            slots = [s.slot for s in self.decoding] + [self.slots.count] * (self.max_batch_size - len(self.decoding))
-            self.slots.active[:-1] = torch.tensor(slots, device=self.device)
-        kind = Sampler.kind(self.decoding)
-        each_step = any(s.request.ends is not None or s.request.sampling.top_logprobs for s in self.decoding)
+            self._turn = self._next_turn()
+        turn, slots = self._turn, self.slots
         if self.graphs is not None:
-            steps = 1 if each_step else min(WINDOW, max(s.max_tokens - self._count(s) for s in self.decoding))
-            logits_BV = self.graphs.run(kind, steps, self._has_changed)
+            steps = 1 if turn.each_step else max(1, min(WINDOW, turn.last_step - self.steps))
+            logits_BV = self.graphs.run(turn.kind, steps, self._has_changed)
         else:
-            steps, slots = 1, self.slots
-            logits_BV = self.decode_step(len(self.decoding), kind, Rows(slots.active, slots.state, slots.table))
-        self.steps += steps
+            steps = 1
+            logits_BV = self.decode_step(len(self.decoding), turn.kind, Rows(slots.active, slots.state, slots.table))
         self._has_changed = False
-        if each_step:
+        self.steps += steps
+        if turn.each_step:
             B = len(self.decoding)
-            self._note_alternatives(logits_BV[:B], self.slots.active[:B], self.decoding)
-        self._look(self.decoding)
+            self._note_alternatives(logits_BV[:B], slots.active[:B], self.decoding)
+        self._look(self.decoding, turn.watched)
+
+    def _next_turn(self) -> "_Turn":
+        """What holds until sequences come or go; tells the device who decodes."""
+        slots = [s.slot for s in self.decoding] + [self.slots.count] * (self.max_batch_size - len(self.decoding))
+        self.slots.active[:-1] = torch.tensor(slots, device=self.device)
+        watched = [i for i, s in enumerate(self.decoding) if s.request.ends is not None]
+        return _Turn(
+            Sampler.kind(self.decoding),
+            watched,
+            bool(watched) or any(s.request.sampling.top_logprobs for s in self.decoding),
+            max(s.first_step + s.max_tokens - 1 for s in self.decoding),
+        )
 
     def decode_step(self, B: int, kind: int, rows: Rows) -> Tensor:
         """One token for the first B active slots, all on the device; returns the logits it was drawn from."""
@@ -322,11 +348,10 @@ class Engine:
         """Tokens generated for a sequence that decodes."""
         return 1 + self.steps - sequence.first_step
 
-    def _look(self, sequences: list[Sequence]) -> None:
-        """Ends those of these that are done."""
+    def _look(self, sequences: list[Sequence], watched: list[int]) -> None:
+        """Ends those of these that are done; `watched`: those that are asked whether they end."""
         state = self.slots.on_host()[[s.slot for s in sequences]]
         done = state[:, column.DONE].nonzero()[0].tolist()
-        watched = [i for i, s in enumerate(sequences) if s.request.ends is not None]
         if not done and not watched:
             return
         counts: list[int] = state[:, column.COUNT].tolist()

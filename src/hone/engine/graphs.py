@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hone.kernels.gpu.decode import Shared
 
 WORTH_SHARING = 4096  # tokens that a step must be spared, to pay for the kernel that reads pages for groups
+ENOUGH_BLOCKS = 96  # of the kernel that reads shared pages: stretches are not made shorter for more
 LONG = 384  # mean tokens of a sequence from which wide blocks are faster
 
 
@@ -53,7 +54,7 @@ class DecodeGraphs:
 
     def clear(self) -> None:
         self.graphs.clear()
-        self.key = None
+        self.pool = self.key = None
 
     def run(self, kind: int, steps: int, has_changed: bool) -> Tensor:
         """That many decode steps of the active slots; returns the logits of the last."""
@@ -102,7 +103,7 @@ class DecodeGraphs:
         ]
         heads = engine.model.spec.num_key_value_heads
         length = 8
-        while length > 2 and sum(-(-full // length) for full, _ in crowds) * heads < self.processors:
+        while length > 1 and sum(-(-full // length) for full, _ in crowds) * heads < ENOUGH_BLOCKS:
             length //= 2
         return [(at, min(at + length, full), rows) for full, rows in crowds for at in range(0, full, length)]
 

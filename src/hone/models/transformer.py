@@ -157,7 +157,7 @@ class Transformer(nn.Module):
         return linear(hidden_TD, self.embed.weight if self.head is None else self.head.weight)
 
     def rope_tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of the rotary angles of all positions, P x E (Su et al. 2021), halves rotated against each other."""
+        """cos and sin of the rotary angles of all positions, P x E (Su et al. 2021): halves turn against each other."""
         table = self.rope_table
         if table is None or table[0].device != device or table[0].dtype != dtype:
             table = self.rope_table = build_rope_table(self.spec, device, dtype)

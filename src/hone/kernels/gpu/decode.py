@@ -71,9 +71,9 @@ def _mix(
 @triton.jit
 def decode_kernel(
     qkv, q_scale, k_scale, cos, sin, keys, values, out,
-    active, state, table, table_row, parts, parts_row, part_acc, part_stats, eps, scale_log2,
+    active, state, table, table_row, parts, part_acc, part_stats, eps, scale_log2,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
-    R: tl.constexpr, NORM: tl.constexpr, SHARED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Stores the new k and v of batch row b and writes its mixed values, out B x (H * E)."""
     G: tl.constexpr = H // K
@@ -84,11 +84,11 @@ def decode_kernel(
     L = tl.load(state + slot * FIELDS + LENGTH).to(tl.int32)
     pages = table + slot * table_row
     first = 0
-    if SHARED:
+    if PARTS:
         first = tl.load(state + slot * FIELDS + OWN_PAGE).to(tl.int32) * PAGE
     turn_cos, turn_sin = tl.load(cos + L * E + e).to(tl.float32), tl.load(sin + L * E + e).to(tl.float32)
     cell = tl.load(pages + L // PAGE).to(tl.int64) * PAGE + L % PAGE
-    if not SHARED:  # else the kernel before is shared_kernel, whose work is not needed until the end
+    if not PARTS:  # else the kernel before is shared_kernel, whose work is not needed until the end
         wait(PDL)
 
     start = b.to(tl.int64) * ((H + 2 * K) * E)
@@ -110,20 +110,20 @@ def decode_kernel(
         tl.trans(q), scale_log2, top, weight, acc, keys, values, pages, first, L, head, K, E, PAGE, TILE, STAGES
     )
     e, inside = tl.arange(0, E)[:, None], (c < G)[None, :]
-    if SHARED:
+    if PARTS:
         wait(PDL)
-        for s in range(parts_row):
-            part = tl.load(parts + b * parts_row + s)
-            if part >= 0:
-                row = ((part // R * K + head) * R + part % R) * G + c
-                other_top = tl.load(part_stats + row * 2, c < G, other=0.0, cache_modifier=".cg")
-                other_weight = tl.load(part_stats + row * 2 + 1, c < G, other=0.0, cache_modifier=".cg")
-                other_acc = tl.load(part_acc + row[None, :] * E + e, inside, other=0.0, cache_modifier=".cg")
-                best = tl.maximum(top, other_top)
-                mine, theirs = tl.exp2(top - best), tl.exp2(other_top - best)
-                acc = acc * mine[None, :] + other_acc * theirs[None, :]
-                weight = weight * mine + other_weight * theirs
-                top = best
+        for s in tl.static_range(PARTS):
+            part = tl.load(parts + b * PARTS + s)
+            row = ((part // R * K + head) * R + part % R) * G + c
+            taken = (c < G) & (part >= 0)
+            other_top = tl.load(part_stats + row * 2, taken, other=-1e30, cache_modifier=".cg")
+            other_weight = tl.load(part_stats + row * 2 + 1, taken, other=0.0, cache_modifier=".cg")
+            other_acc = tl.load(part_acc + row[None, :] * E + e, taken[None, :], other=0.0, cache_modifier=".cg")
+            best = tl.maximum(top, other_top)
+            mine, theirs = tl.exp2(top - best), tl.exp2(other_top - best)
+            acc = acc * mine[None, :] + other_acc * theirs[None, :]
+            weight = weight * mine + other_weight * theirs
+            top = best
     acc = acc / weight[None, :]
     tl.store(out + b.to(tl.int64) * H * E + (head * G + c)[None, :] * E + e, acc.to(out.dtype.element_ty), inside)
 
@@ -192,6 +192,15 @@ class Shared:
         )  # fmt: skip
 
 
+def block_shape(blocks: int, is_wide: bool, is_shared: bool) -> tuple[int, int, int]:
+    """Tokens of a tile, warps and stages of decode_kernel, as measured (benchmarks/RESULTS.md)."""
+    if is_wide:
+        return 64, 4, 3
+    if is_shared:
+        return 16, 1, 2
+    return (16, 1, 1) if blocks >= 2048 else (32, 1, 1)
+
+
 def decode(
     qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, cos: Tensor, sin: Tensor, eps: float, H: int,
     keys: Tensor, values: Tensor, active: Tensor, state: Tensor, table: Tensor, shared: Shared | None, is_wide: bool,
@@ -214,12 +223,12 @@ def decode(
             qkv, q_scale, cos, sin, keys, values, *rows, shared.stretches_I2, shared.members_IR, shared.acc,
             shared.stats, eps, scale, **sizes, TILE=min(64, PAGE), GP=width, STAGES=2, **options(4),
         )  # fmt: skip
-        results = (shared.parts_BS, shared.parts_BS.shape[1], shared.acc, shared.stats)
+        results, parts = (shared.parts_BS, shared.acc, shared.stats), shared.parts_BS.shape[1]
     else:
-        results = (qkv, 0, qkv, qkv)
-    tile, warps = (min(64, PAGE), 4) if is_wide else (16 if shared else min(32, PAGE), 1)
+        results, parts = (qkv, qkv, qkv), 0
+    tile, warps, stages = block_shape(B * K, is_wide, shared is not None)
     decode_kernel[(B, K)](
-        qkv, q_scale, k_scale, cos, sin, keys, values, out, *rows, *results, eps, scale, **sizes, TILE=tile,
-        C=max(8, width), SHARED=shared is not None, STAGES=3 if is_wide else 2, **options(warps),
+        qkv, q_scale, k_scale, cos, sin, keys, values, out, *rows, *results, eps, scale, **sizes, TILE=min(tile, PAGE),
+        C=max(8, width), PARTS=parts, STAGES=stages, **options(warps),
     )  # fmt: skip
     return out

@@ -41,7 +41,18 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     parts = delta.shape[0] if delta is not None and delta.dim() == 3 else 1
     delta = x if delta is None else delta.contiguous()
     add_norm_kernel[(T,)](
-        x, delta, weight, total, out, eps, parts, T * D, D, HAS_DELTA=total is not x, BLOCK=power_of_2(D), **options(8)
+        x,
+        delta,
+        weight,
+        total,
+        out,
+        eps,
+        parts,
+        T * D,
+        D,
+        HAS_DELTA=total is not x,
+        BLOCK=power_of_2(D),
+        **options(8 if T < 1024 else 2),
     )
     return total, out
 
@@ -75,28 +86,35 @@ def heads_kernel(
 ):  # fmt: skip
     """Heads of token t of a projection T x (H + 2K) x E, normalised and rotated: q, k, v, and k, v in the cache too."""
     t = tl.program_id(0).to(tl.int64)
-    n, e = tl.arange(0, N)[:, None], tl.arange(0, E)[None, :]
-    swap = e ^ (E // 2)
+    half: tl.constexpr = E // 2
+    n, e = tl.arange(0, N)[:, None], tl.arange(0, half)[None, :]
     is_q, is_k = n < H, (n >= H) & (n < H + K)
     is_v = (n >= H + K) & (n < H + 2 * K)
-    row = qkv + (t * (H + 2 * K) + n) * E
-    raw = tl.load(row + e, n < H + 2 * K, other=0.0)
-    value, other = raw.to(tl.float32), tl.load(row + swap, is_q | is_k, other=0.0).to(tl.float32)
+    row = qkv + (t * (H + 2 * K) + n) * E + e
+    first, second = tl.load(row, n < H + 2 * K, other=0.0), tl.load(row + half, n < H + 2 * K, other=0.0)
+    x, y = first.to(tl.float32), second.to(tl.float32)
     if NORM:
-        rstd = tl.rsqrt(tl.sum(value * value, axis=1) / E + eps)[:, None]
-        scale = tl.where(is_q, tl.load(q_scale + e), tl.load(k_scale + e)).to(tl.float32)
-        swapped = tl.where(is_q, tl.load(q_scale + swap), tl.load(k_scale + swap)).to(tl.float32)
-        value = (value * rstd).to(raw.dtype).to(tl.float32) * scale
-        other = (other * rstd).to(raw.dtype).to(tl.float32) * swapped
-    turn = tl.load(positions + t) * E
-    turned = value * tl.load(cos + turn + e).to(tl.float32) + other * tl.load(sin + turn + e).to(tl.float32)
-    turned = turned.to(raw.dtype)
+        rstd = tl.rsqrt(tl.sum(x * x + y * y, axis=1) / E + eps)[:, None]
+        x = (x * rstd).to(first.dtype).to(tl.float32)
+        y = (y * rstd).to(first.dtype).to(tl.float32)
+        x *= tl.where(is_q, tl.load(q_scale + e), tl.load(k_scale + e)).to(tl.float32)
+        y *= tl.where(is_q, tl.load(q_scale + half + e), tl.load(k_scale + half + e)).to(tl.float32)
+    turn = tl.load(positions + t) * E + e
+    cos_x, cos_y = tl.load(cos + turn).to(tl.float32), tl.load(cos + turn + half).to(tl.float32)
+    sin_x, sin_y = tl.load(sin + turn).to(tl.float32), tl.load(sin + turn + half).to(tl.float32)
+    turned_x, turned_y = (x * cos_x + y * sin_x).to(first.dtype), (y * cos_y + x * sin_y).to(first.dtype)
     cell = tl.load(cells + t)
-    tl.store(q_out + (t * H + n) * E + e, turned, is_q)
-    tl.store(k_out + (t * K + n - H) * E + e, turned, is_k)
-    tl.store(keys + (cell * K + n - H) * E + e, turned, is_k)
-    tl.store(v_out + (t * K + n - H - K) * E + e, raw, is_v)
-    tl.store(values + (cell * K + n - H - K) * E + e, raw, is_v)
+    q_row, k_row, v_row = (t * H + n) * E + e, n - H, n - H - K
+    tl.store(q_out + q_row, turned_x, is_q)
+    tl.store(q_out + q_row + half, turned_y, is_q)
+    tl.store(k_out + (t * K + k_row) * E + e, turned_x, is_k)
+    tl.store(k_out + (t * K + k_row) * E + e + half, turned_y, is_k)
+    tl.store(keys + (cell * K + k_row) * E + e, turned_x, is_k)
+    tl.store(keys + (cell * K + k_row) * E + e + half, turned_y, is_k)
+    tl.store(v_out + (t * K + v_row) * E + e, first, is_v)
+    tl.store(v_out + (t * K + v_row) * E + e + half, second, is_v)
+    tl.store(values + (cell * K + v_row) * E + e, first, is_v)
+    tl.store(values + (cell * K + v_row) * E + e + half, second, is_v)
 
 
 def heads(

@@ -1,0 +1,173 @@
+"""The Triton kernels against their plain twins, in Triton's interpreter: what they compute, not how fast.
+
+`make test-gpu` runs the same through the engine on a GPU.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from hone.engine.sampler import draw_reference, thresholds
+from hone.engine.slots import Slots
+from hone.kernels import row_state as column
+from hone.kernels.decode import Rows, attend_by_pages_reference
+from hone.kernels.linear import linear_parts_reference
+from hone.kernels.norm import add_norm_reference
+from hone.kernels.norm_rope import norm_rope, norm_rope_reference
+from hone.kernels.swiglu import swiglu_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def close(one, two, tolerance=1e-5):
+    torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_add_norm(parts):
+    from hone.kernels.gpu.rows import add_norm
+
+    x, weight = torch.randn(5, 48, device=DEVICE), torch.rand(48, device=DEVICE)
+    delta = None if parts == 0 else torch.randn(*([parts] if parts > 1 else []), 5, 48, device=DEVICE)
+    for one, two in zip(add_norm(x, delta, weight, 1e-6), add_norm_reference(x, delta, weight, 1e-6), strict=True):
+        close(one, two)
+
+
+def test_swiglu():
+    from hone.kernels.gpu.rows import swiglu
+
+    x = torch.randn(3, 160, device=DEVICE)
+    close(swiglu(x), swiglu_reference(x))
+
+
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_heads_of_a_projection_and_their_place_in_the_cache(with_norm):
+    from hone.kernels.gpu.rows import heads
+
+    T, H, K, E = 6, 4, 2, 16
+    qkv, cells = torch.randn(T, H + 2 * K, E, device=DEVICE), torch.tensor([7, 3, 0, 9, 8, 1], device=DEVICE)
+    scales = [torch.rand(E, device=DEVICE) if with_norm else None for _ in "qk"]
+    cos, sin, positions = *rope(20, E), torch.tensor([4, 0, 19, 2, 3, 3], device=DEVICE)
+    keys, values = torch.zeros(10, K, E, device=DEVICE), torch.zeros(10, K, E, device=DEVICE)
+    got = heads(qkv, *scales, cos, sin, positions, cells, keys, values, 1e-6, H)
+    expected = norm_rope(qkv, *scales, cos[positions][:, None], sin[positions][:, None], 1e-6, H)
+    for one, two in zip(got, expected, strict=True):
+        close(one, two)
+    close(keys[cells], expected[1])
+    close(values[cells], expected[2])
+
+
+@pytest.mark.parametrize("rows, splits, with_bias", [(1, 1, False), (20, 2, True), (200, 4, False)])
+def test_parts_of_a_product(rows, splits, with_bias):
+    from hone.kernels.gpu.products import parts
+
+    x, weight = torch.randn(rows, 256, device=DEVICE), torch.randn(96, 256, device=DEVICE)
+    bias = torch.randn(96, device=DEVICE) if with_bias else None
+    close(parts(x, weight, bias, splits), linear_parts_reference(x, weight, bias, splits), 1e-3)
+    close(parts(x, weight, bias, splits).sum(0), F.linear(x, weight, bias), 1e-3)
+
+
+def rope(positions, E):
+    angles = torch.rand(positions, E // 2, device=DEVICE) * 6
+    return torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
+
+
+@pytest.mark.parametrize("H, K, with_norm", [(4, 2, True), (6, 2, False), (3, 3, True)])
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_decoding_by_pages(H, K, with_norm, is_shared, is_wide):
+    from hone.kernels.gpu.decode import MEMBERS, Shared, decode
+
+    E, PAGE, lengths = 16, 16, [33, 40, 3, 50, 35]  # rows 0, 1 and 4 share their first two pages
+    B, pages = len(lengths), 1 + torch.randperm(40)
+    active = torch.tensor([3, 0, 1, 6, 2], device=DEVICE)
+    state = torch.zeros(8, column.FIELDS, dtype=torch.int64, device=DEVICE)
+    table = torch.zeros(8, 6, dtype=torch.int64, device=DEVICE)
+    for b, (slot, length) in enumerate(zip(active.tolist(), lengths, strict=True)):
+        state[slot, column.LENGTH] = length
+        table[slot, :5] = pages[2 + 5 * b : 7 + 5 * b]
+        if b in (0, 1, 4):
+            table[slot, :2] = pages[:2]
+            state[slot, column.OWN_PAGE] = 2 if is_shared else 0
+    before = torch.randn(2, 41, PAGE, K, E, device=DEVICE)
+    qkv, (cos, sin) = torch.randn(B, H + 2 * K, E, device=DEVICE), rope(60, E)
+    scales = [torch.rand(E, device=DEVICE) if with_norm else None for _ in "qk"]
+    at = torch.tensor(lengths, device=DEVICE)
+    turned = norm_rope(qkv, *scales, cos[at][:, None], sin[at][:, None], 1e-6, H)
+
+    expected_cache, cache = before.clone(), before.clone()
+    expected = attend_by_pages_reference(*turned, *expected_cache, Rows(active, state, table))
+    shared = None
+    if is_shared:
+        shared = Shared.empty(4, B, 2, H, E, torch.device(DEVICE))
+        for i in range(2):  # each page a stretch of its own, the other two are empty
+            shared.stretches_I2[i] = torch.tensor([i, i + 1])
+            for place, row in enumerate((0, 1, 4)):
+                shared.members_IR[i, place] = row
+                shared.parts_BS[row, i] = i * MEMBERS + place
+    got = decode(qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, shared, is_wide)
+    close(got, expected)
+    close(cache, expected_cache)
+
+
+@pytest.mark.parametrize("is_filtered", [False, True])
+@pytest.mark.parametrize("advance", [False, True])
+def test_draw(is_filtered, advance):
+    from hone.kernels.gpu.sampling import draw
+
+    B, V = 6, 9000  # more than two stretches
+    logits = torch.randn(B, V, device=DEVICE) * 3
+    one, two = (Slots(8, 16, 4, 2, torch.device(DEVICE)) for _ in range(2))
+    active = torch.tensor([5, 1, 2, 7, 0, 3], device=DEVICE)
+    one.state[:8, column.MAX] = 10
+    one.state[:8, column.COUNT] = torch.tensor([0, 1, 2, 3, 9, 5, 6, 7])
+    one.state[:8, column.SEED] = torch.tensor([7, 123456789012345678, -5, 2**62, 1, 2, 3, 99])
+    one.state[3, column.DONE] = column.STOPPED
+    one.parameters[1, column.TEMPERATURE], one.parameters[2, column.TEMPERATURE] = 0.0, 0.5
+    one.parameters[2, column.LOGPROB_TEMPERATURE] = 0.5
+    for source, target in zip(vars(one).values(), vars(two).values(), strict=True):
+        if isinstance(source, torch.Tensor):
+            target.copy_(source)
+    threshold = torch.full((B,), 5.0, device=DEVICE) if is_filtered else None
+    kept = logits if threshold is None else logits.masked_fill(logits < 5.0, -1e30)
+    draw_reference(kept, logits, two, active, advance)
+    one.stops[5, 1] = two.stops[5, 1] = two.state[5, column.LAST]  # so that one of them stops
+    two.state.copy_(one.state)
+    draw_reference(kept, logits, two, active, advance)
+    inputs = (one.parameters, one.state, active, one.stops, one.tokens, one.logprobs)
+    draw(logits, logits, threshold, *inputs, advance)
+    assert torch.equal(one.state, two.state) and torch.equal(one.tokens, two.tokens)
+    close(one.logprobs, two.logprobs)
+    assert one.state[5, column.DONE] == column.STOPPED
+
+
+def test_norm_rope_and_twin_agree_without_scales():
+    qkv, (cos, sin) = torch.randn(3, 8, 16), (x.cpu()[:3, None] for x in rope(5, 16))
+    ones = torch.ones(16)
+    rms = qkv.square().mean(-1, keepdim=True).sqrt()
+    q, _, v = norm_rope(qkv, None, None, cos, sin, 0.0, 4)
+    expected, _, _ = norm_rope_reference(qkv, ones, ones, cos, sin, 0.0, 4)
+    close(q, expected * rms[:, :4])
+    assert torch.equal(v, qkv[:, 6:])
+
+
+def test_thresholds_are_those_of_a_sorted_list():
+    logits = torch.log(torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05]])).repeat(5, 1)[:, torch.tensor([3, 0, 4, 2, 1])]
+    parameters = torch.ones(5, column.PARAMETERS)
+    parameters[:, column.TOP_K] = torch.tensor([0.0, 2.0, 0.0, 0.0, 3.0])
+    parameters[:, column.TOP_P] = torch.tensor([1.0, 1.0, 0.6, 1.0, 0.8])  # the last: 0.8 of what top-3 leaves
+    parameters[:, column.MIN_P] = torch.tensor([0.0, 0.0, 0.0, 0.25, 0.0])
+    expected = [0.05, 0.2, 0.2, 0.5 * 0.25, 0.2]
+    close(thresholds(logits, parameters), torch.tensor([math.log(p) for p in expected]))
