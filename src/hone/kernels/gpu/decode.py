@@ -1,11 +1,12 @@
 """Attention of one new token a sequence over the pages of the cache.
 
-    qkv (raw projection) ─ head norm, rope ─┬─► own pages of the sequence (decode_kernel), new k and v stored ─► out
-                                            └─► pages that several sequences share (shared_kernel), read once for
-                                                all of them ─► partial sums, which decode_kernel takes up
+    qkv ─ newest_heads: norm, rope, k and v into the cache ─► q ─┬─► own pages of a sequence (decode_kernel) ────┬─► out
+                                                                 └─► pages that several share (shared_kernel) ───┘
+                                                                     partial sums of both: merge_kernel
 
 A block of `decode_kernel` is one sequence and one k/v head; of `shared_kernel` one stretch of shared pages, one k/v
-head and up to R sequences. Softmax is online (Milakov & Gimelshein 2018), in base 2.
+head and up to MEMBERS sequences, for which it reads the pages once. Softmax is online (Milakov & Gimelshein 2018), in
+base 2.
 """
 
 import math
@@ -19,39 +20,28 @@ from torch import Tensor
 from hone.kernels import row_state
 from hone.kernels.gpu import options, power_of_2
 from hone.kernels.gpu.launching import wait
+from hone.kernels.gpu.rows import newest_heads
 
 FIELDS, LENGTH, OWN_PAGE = (
     tl.constexpr(row_state.FIELDS),
     tl.constexpr(row_state.LENGTH),
     tl.constexpr(row_state.OWN_PAGE),
 )
-
-
-@triton.jit
-def _turned(x, at, e, swap, inside, scale, turn_cos, turn_sin, eps, E: tl.constexpr, NORM: tl.constexpr):
-    """Rows of heads at addresses x + at, normalised and rotated, in fp32: rows x E."""
-    # .cg: from the L2 cache, where the kernel before this one left it; L1 may hold the layer before.
-    value = tl.load(x + at + e, inside, other=0.0, cache_modifier=".cg")
-    other = tl.load(x + at + swap, inside, other=0.0, cache_modifier=".cg")
-    dtype = value.dtype
-    value, other = value.to(tl.float32), other.to(tl.float32)
-    if NORM:
-        rstd = tl.rsqrt(tl.sum(value * value, axis=1) / E + eps)[:, None]
-        value = (value * rstd).to(dtype).to(tl.float32) * tl.load(scale + e).to(tl.float32)
-        other = (other * rstd).to(dtype).to(tl.float32) * tl.load(scale + swap).to(tl.float32)
-    return value * turn_cos + other * turn_sin
+MEMBERS = 16  # sequences that one block of shared_kernel serves
 
 
 @triton.jit
 def _mix(
-    q, scale_log2, top, weight, acc, keys, values, pages, first, L, head,
-    K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    q, scale_log2, keys, values, pages, first, L, head,
+    K: tl.constexpr, E: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Takes positions first … L of the cache into running softmaxes of C queries: q E x C, top C, weight C, acc E x C.
+    """Softmax(q k) v of C queries over positions first … L, before division: top C, weight C, acc E x C; q is E x C.
 
     Queries are columns: a sequence has few of them for a k/v head, and a matrix product's columns go down to 8.
     """
     n, e = tl.arange(0, TILE)[:, None], tl.arange(0, E)[None, :]
+    top = tl.full((C,), -1e30, tl.float32)
+    weight, acc = tl.zeros((C,), tl.float32), tl.zeros((E, C), tl.float32)
     for start in tl.range(first, L, TILE, num_stages=STAGES):
         page = tl.load(pages + start // PAGE).to(tl.int64) * PAGE + start % PAGE
         at = (page * K + head) * E + n * (K * E) + e
@@ -70,105 +60,88 @@ def _mix(
 
 @triton.jit
 def decode_kernel(
-    qkv, q_scale, k_scale, cos, sin, keys, values, out,
-    active, state, table, table_row, parts, part_acc, part_stats, eps, scale_log2,
+    q, keys, values, out, active, state, table, table_row, own_acc, own_stats, scale_log2,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
-    R: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    IS_PART: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Stores the new k and v of batch row b and writes its mixed values, out B x (H * E)."""
+    """Mixed values of batch row b, out B x (H * E); IS_PART: the partial sums of the pages that are its own."""
     G: tl.constexpr = H // K
-    b, head = tl.program_id(0), tl.program_id(1)
-    c, e = tl.arange(0, C), tl.arange(0, E)[None, :]
-    swap = e ^ (E // 2)
+    b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    c, e = tl.arange(0, C)[None, :], tl.arange(0, E)[:, None]
     slot = tl.load(active + b)
-    L = tl.load(state + slot * FIELDS + LENGTH).to(tl.int32)
-    pages = table + slot * table_row
+    L = tl.load(state + slot * FIELDS + LENGTH).to(tl.int32) + 1
     first = 0
-    if PARTS:
+    if IS_PART:
         first = tl.load(state + slot * FIELDS + OWN_PAGE).to(tl.int32) * PAGE
-    turn_cos, turn_sin = tl.load(cos + L * E + e).to(tl.float32), tl.load(sin + L * E + e).to(tl.float32)
-    cell = tl.load(pages + L // PAGE).to(tl.int64) * PAGE + L % PAGE
-    if not PARTS:  # else the kernel before is shared_kernel, whose work is not needed until the end
+    else:  # else the kernel before is shared_kernel, which waited for the one that this needs
         wait(PDL)
-
-    start = b.to(tl.int64) * ((H + 2 * K) * E)
-    one = tl.arange(0, 1)[:, None]
-    k_at = start + (H + head) * E + one * 0
-    new_k = _turned(qkv, k_at, e, swap, one == 0, k_scale, turn_cos, turn_sin, eps, E, NORM)
-    new_v = tl.load(qkv + start + (H + K + head) * E + e, cache_modifier=".cg")
-    new_k = new_k.to(new_v.dtype)
-    tl.store(keys + (cell * K + head) * E + e, new_k)
-    tl.store(values + (cell * K + head) * E + e, new_v)
-    q_at = start + (head * G + c)[:, None] * E
-    q = _turned(qkv, q_at, e, swap, (c < G)[:, None], q_scale, turn_cos, turn_sin, eps, E, NORM).to(new_v.dtype)
-
-    # The new token itself comes first, out of registers.
-    top = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale_log2
-    weight = tl.full((C,), 1.0, tl.float32)
-    acc = tl.zeros((E, C), tl.float32) + tl.trans(new_v.to(tl.float32))
+    row = b * H + head * G + c
+    columns = tl.load(q + row * E + e, c < G, other=0.0, cache_modifier=".cg")
     top, weight, acc = _mix(
-        tl.trans(q), scale_log2, top, weight, acc, keys, values, pages, first, L, head, K, E, PAGE, TILE, STAGES
+        columns, scale_log2, keys, values, table + slot * table_row, first, L, head, K, E, C, PAGE, TILE, STAGES
     )
-    e, inside = tl.arange(0, E)[:, None], (c < G)[None, :]
-    if PARTS:
+    if IS_PART:
+        rows, inside = b * H + head * G + tl.arange(0, C), tl.arange(0, C) < G
+        tl.store(own_stats + rows * 2, top, inside)
+        tl.store(own_stats + rows * 2 + 1, weight, inside)
+        tl.store(own_acc + row * E + e, acc, c < G)
         wait(PDL)
-        for s in tl.static_range(PARTS):
-            part = tl.load(parts + b * PARTS + s)
-            row = ((part // R * K + head) * R + part % R) * G + c
-            taken = (c < G) & (part >= 0)
-            other_top = tl.load(part_stats + row * 2, taken, other=-1e30, cache_modifier=".cg")
-            other_weight = tl.load(part_stats + row * 2 + 1, taken, other=0.0, cache_modifier=".cg")
-            other_acc = tl.load(part_acc + row[None, :] * E + e, taken[None, :], other=0.0, cache_modifier=".cg")
-            best = tl.maximum(top, other_top)
-            mine, theirs = tl.exp2(top - best), tl.exp2(other_top - best)
-            acc = acc * mine[None, :] + other_acc * theirs[None, :]
-            weight = weight * mine + other_weight * theirs
-            top = best
-    acc = acc / weight[None, :]
-    tl.store(out + b.to(tl.int64) * H * E + (head * G + c)[None, :] * E + e, acc.to(out.dtype.element_ty), inside)
+    else:
+        tl.store(out + row * E + e, (acc / weight[None, :]).to(out.dtype.element_ty), c < G)
 
 
 @triton.jit
 def shared_kernel(
-    qkv, q_scale, cos, sin, keys, values,
-    active, state, table, table_row, stretches, members, part_acc, part_stats, eps, scale_log2,
+    q, keys, values, active, table, table_row, stretches, members, part_acc, part_stats, scale_log2,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    R: tl.constexpr, GP: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, GP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Stretch i: pages stretches[i, 0] … stretches[i, 1] of its members' tables, all full; members[i] R batch rows."""
     G: tl.constexpr = H // K
     C: tl.constexpr = R * GP
     i, head = tl.program_id(0), tl.program_id(1)
-    c, e = tl.arange(0, C), tl.arange(0, E)[None, :]
-    swap = e ^ (E // 2)
+    c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
     r, g = c // GP, c % GP
-    first, end = tl.load(stretches + i * 2) * PAGE, tl.load(stretches + i * 2 + 1) * PAGE
-    if first == end:
-        wait(PDL)
-        return
+    first, end = tl.load(stretches + i * 2).to(tl.int32) * PAGE, tl.load(stretches + i * 2 + 1).to(tl.int32) * PAGE
     b = tl.load(members + i * R + r)
     inside = (b >= 0) & (g < G)
-    b = tl.maximum(b, 0)
-    L = tl.load(state + tl.load(active + b) * FIELDS + LENGTH)
-    turn = L[:, None] * E + e
-    turn_cos, turn_sin = tl.load(cos + turn).to(tl.float32), tl.load(sin + turn).to(tl.float32)
-    pages = table + tl.load(active + tl.load(members + i * R)) * table_row
+    leader = tl.maximum(tl.load(members + i * R), 0)
+    pages = table + tl.load(active + leader) * table_row
     wait(PDL)
-    q_at = b[:, None].to(tl.int64) * ((H + 2 * K) * E) + (head * G + g)[:, None] * E
-    q = _turned(qkv, q_at, e, swap, inside[:, None], q_scale, turn_cos, turn_sin, eps, E, NORM)
-    q = tl.trans(q.to(qkv.dtype.element_ty))
-    top = tl.full((C,), -1e30, tl.float32)
-    weight, acc = tl.zeros((C,), tl.float32), tl.zeros((E, C), tl.float32)
-    top, weight, acc = _mix(
-        q, scale_log2, top, weight, acc, keys, values, pages, first, end, head, K, E, PAGE, TILE, STAGES
-    )
+    if first == end:
+        return
+    columns = tl.load(q + ((tl.maximum(b, 0) * H + head * G + g) * E)[None, :] + e, inside[None, :], other=0.0)
+    top, weight, acc = _mix(columns, scale_log2, keys, values, pages, first, end, head, K, E, C, PAGE, TILE, STAGES)
     row = ((i * K + head) * R + r) * G + g
     tl.store(part_stats + row * 2, top, inside)
     tl.store(part_stats + row * 2 + 1, weight, inside)
-    tl.store(part_acc + row[None, :] * E + tl.arange(0, E)[:, None], acc, inside[None, :])
+    tl.store(part_acc + row[None, :] * E + e, acc, inside[None, :])
 
 
-MEMBERS = 16  # sequences that one block of shared_kernel serves
+@triton.jit
+def merge_kernel(
+    own_acc, own_stats, part_acc, part_stats, parts, out,
+    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What head h of batch row b has of its own and of the stretches that it shares, put together."""
+    G: tl.constexpr = H // K
+    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    e = tl.arange(0, E)
+    own = b * H + h
+    wait(PDL)
+    top, weight = tl.load(own_stats + own * 2), tl.load(own_stats + own * 2 + 1)
+    acc = tl.load(own_acc + own * E + e)
+    for s in tl.static_range(PARTS):
+        part = tl.load(parts + b * PARTS + s)
+        row = ((part // R * K + h // G) * R + part % R) * G + h % G
+        taken = part >= 0
+        other_top = tl.load(part_stats + row * 2, taken, other=-1e30)
+        other_weight = tl.load(part_stats + row * 2 + 1, taken, other=0.0)
+        other_acc = tl.load(part_acc + row * E + e, (e >= 0) & taken, other=0.0)
+        best = tl.maximum(top, other_top)
+        mine, theirs = tl.exp2(top - best), tl.exp2(other_top - best)
+        acc, weight, top = acc * mine + other_acc * theirs, weight * mine + other_weight * theirs, best
+    tl.store(out + own * E + e, (acc / weight).to(out.dtype.element_ty))
 
 
 @dataclass(frozen=True)
@@ -211,24 +184,23 @@ def decode(
     """
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
-    qkv = qkv.contiguous()
+    q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)
     out = qkv.new_empty(B, H * E)
-    norm = q_scale is not None
-    q_scale, k_scale = (q_scale, k_scale) if norm else (qkv, qkv)
-    rows, scale = (active, state, table, table.shape[1]), math.log2(math.e) / math.sqrt(E)
-    sizes = {"H": H, "K": K, "E": E, "PAGE": PAGE, "R": MEMBERS, "NORM": norm}
-    width = power_of_2(H // K)
+    scale = math.log2(math.e) / math.sqrt(E)
+    sizes, width = {"H": H, "K": K, "E": E}, power_of_2(H // K)
+    own: tuple[Tensor, Tensor] = (q, q)
     if shared is not None:
+        own = (torch.empty(B, H, E, device=q.device), torch.empty(B, H, 2, device=q.device))
         shared_kernel[(len(shared.stretches_I2), K)](
-            qkv, q_scale, cos, sin, keys, values, *rows, shared.stretches_I2, shared.members_IR, shared.acc,
-            shared.stats, eps, scale, **sizes, TILE=min(64, PAGE), GP=width, STAGES=2, **options(4),
+            q, keys, values, active, table, table.shape[1], shared.stretches_I2, shared.members_IR, shared.acc,
+            shared.stats, scale, **sizes, PAGE=PAGE, R=MEMBERS, TILE=min(64, PAGE), GP=width, STAGES=2, **options(4),
         )  # fmt: skip
-        results, parts = (shared.parts_BS, shared.acc, shared.stats), shared.parts_BS.shape[1]
-    else:
-        results, parts = (qkv, qkv, qkv), 0
     tile, warps, stages = block_shape(B * K, is_wide, shared is not None)
     decode_kernel[(B, K)](
-        qkv, q_scale, k_scale, cos, sin, keys, values, out, *rows, *results, eps, scale, **sizes, TILE=min(tile, PAGE),
-        C=max(8, width), PARTS=parts, STAGES=stages, **options(warps),
+        q, keys, values, out, active, state, table, table.shape[1], *own, scale, **sizes, PAGE=PAGE,
+        TILE=min(tile, PAGE), C=max(8, width), IS_PART=shared is not None, STAGES=stages, **options(warps),
     )  # fmt: skip
+    if shared is not None:
+        results = (*own, shared.acc, shared.stats, shared.parts_BS, out)
+        merge_kernel[(B, H)](*results, **sizes, R=MEMBERS, PARTS=shared.parts_BS.shape[1], **options(1))
     return out

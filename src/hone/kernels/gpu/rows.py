@@ -5,8 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hone.kernels import row_state
 from hone.kernels.gpu import options, power_of_2
 from hone.kernels.gpu.launching import wait
+
+FIELDS, LENGTH = tl.constexpr(row_state.FIELDS), tl.constexpr(row_state.LENGTH)
 
 
 @triton.jit
@@ -81,16 +84,32 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def heads_kernel(
-    qkv, q_scale, k_scale, cos, sin, positions, cells, q_out, k_out, v_out, keys, values, eps,
-    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr,
+    qkv, q_scale, k_scale, cos, sin, positions, cells, active, state, table, table_row, q_out, k_out, v_out, keys,
+    values, eps,
+    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Heads of token t of a projection T x (H + 2K) x E, normalised and rotated: q, k, v, and k, v in the cache too."""
+    """Heads of token t of a projection T x (H + 2K) x E, normalised and rotated: q, and k and v in the cache.
+
+    PAGE 0: position and cell are given, and k and v also go to k_out and v_out. Else token t is the newest one of the
+    sequence active[t], whose row of state and table say where it stands.
+    """
     t = tl.program_id(0).to(tl.int64)
+    if PAGE:
+        slot = tl.load(active + t)
+        position = tl.load(state + slot * FIELDS + LENGTH)
+        cell = tl.load(table + slot * table_row + position // PAGE) * PAGE + position % PAGE
+    else:
+        position, cell = tl.load(positions + t), tl.load(cells + t)
     half: tl.constexpr = E // 2
     n, e = tl.arange(0, N)[:, None], tl.arange(0, half)[None, :]
     is_q, is_k = n < H, (n >= H) & (n < H + K)
     is_v = (n >= H + K) & (n < H + 2 * K)
     row = qkv + (t * (H + 2 * K) + n) * E + e
+    turn = position * E + e
+    cos_x, cos_y = tl.load(cos + turn).to(tl.float32), tl.load(cos + turn + half).to(tl.float32)
+    sin_x, sin_y = tl.load(sin + turn).to(tl.float32), tl.load(sin + turn + half).to(tl.float32)
+    wait(PDL)
     first, second = tl.load(row, n < H + 2 * K, other=0.0), tl.load(row + half, n < H + 2 * K, other=0.0)
     x, y = first.to(tl.float32), second.to(tl.float32)
     if NORM:
@@ -99,22 +118,19 @@ def heads_kernel(
         y = (y * rstd).to(first.dtype).to(tl.float32)
         x *= tl.where(is_q, tl.load(q_scale + e), tl.load(k_scale + e)).to(tl.float32)
         y *= tl.where(is_q, tl.load(q_scale + half + e), tl.load(k_scale + half + e)).to(tl.float32)
-    turn = tl.load(positions + t) * E + e
-    cos_x, cos_y = tl.load(cos + turn).to(tl.float32), tl.load(cos + turn + half).to(tl.float32)
-    sin_x, sin_y = tl.load(sin + turn).to(tl.float32), tl.load(sin + turn + half).to(tl.float32)
     turned_x, turned_y = (x * cos_x + y * sin_x).to(first.dtype), (y * cos_y + x * sin_y).to(first.dtype)
-    cell = tl.load(cells + t)
     q_row, k_row, v_row = (t * H + n) * E + e, n - H, n - H - K
     tl.store(q_out + q_row, turned_x, is_q)
     tl.store(q_out + q_row + half, turned_y, is_q)
-    tl.store(k_out + (t * K + k_row) * E + e, turned_x, is_k)
-    tl.store(k_out + (t * K + k_row) * E + e + half, turned_y, is_k)
     tl.store(keys + (cell * K + k_row) * E + e, turned_x, is_k)
     tl.store(keys + (cell * K + k_row) * E + e + half, turned_y, is_k)
-    tl.store(v_out + (t * K + v_row) * E + e, first, is_v)
-    tl.store(v_out + (t * K + v_row) * E + e + half, second, is_v)
     tl.store(values + (cell * K + v_row) * E + e, first, is_v)
     tl.store(values + (cell * K + v_row) * E + e + half, second, is_v)
+    if not PAGE:
+        tl.store(k_out + (t * K + k_row) * E + e, turned_x, is_k)
+        tl.store(k_out + (t * K + k_row) * E + e + half, turned_y, is_k)
+        tl.store(v_out + (t * K + v_row) * E + e, first, is_v)
+        tl.store(v_out + (t * K + v_row) * E + e + half, second, is_v)
 
 
 def heads(
@@ -126,9 +142,32 @@ def heads(
     K = (N - H) // 2
     qkv = qkv.contiguous()
     q, k, v = qkv.new_empty(T, H, E), qkv.new_empty(T, K, E), qkv.new_empty(T, K, E)
-    norm = q_scale is not None
+    scales, norm = _scales(qkv, q_scale, k_scale)
     heads_kernel[(T,)](
-        qkv, q_scale if norm else qkv, k_scale if norm else qkv, cos, sin, positions, cells, q, k, v, keys, values, eps,
-        H=H, K=K, E=E, N=power_of_2(N), NORM=norm, num_warps=4,
+        qkv, *scales, cos, sin, positions, cells, qkv, qkv, qkv, 0, q, k, v, keys, values, eps,
+        H=H, K=K, E=E, N=power_of_2(N), PAGE=0, NORM=norm, **options(4),
     )  # fmt: skip
     return q, k, v
+
+
+def newest_heads(
+    qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, cos: Tensor, sin: Tensor,
+    active: Tensor, state: Tensor, table: Tensor, keys: Tensor, values: Tensor, eps: float, H: int,
+) -> Tensor:  # fmt: skip
+    """q of the newest token of each active sequence, whose k and v go into its pages: keys, values … x PAGE x K x E."""
+    B, N, E = qkv.shape
+    K = (N - H) // 2
+    qkv = qkv.contiguous()
+    q = qkv.new_empty(B, H, E)
+    scales, norm = _scales(qkv, q_scale, k_scale)
+    heads_kernel[(B,)](
+        qkv, *scales, cos, sin, qkv, qkv, active, state, table, table.shape[1], q, q, q, keys, values, eps,
+        H=H, K=K, E=E, N=power_of_2(N), PAGE=keys.shape[1], NORM=norm, **options(4),
+    )  # fmt: skip
+    return q
+
+
+def _scales(qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None) -> tuple[tuple[Tensor, Tensor], bool]:
+    if q_scale is None or k_scale is None:
+        return (qkv, qkv), False
+    return (q_scale, k_scale), True
