@@ -66,7 +66,7 @@ def decode_kernel(
 ):  # fmt: skip
     """Mixed values of batch row b, out B x (H * E); IS_PART: the partial sums of the pages that are its own."""
     G: tl.constexpr = H // K
-    b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)  # heads of a sequence lie side by side, and run so
     c, e = tl.arange(0, C)[None, :], tl.arange(0, E)[:, None]
     slot = tl.load(active + b)
     L = tl.load(state + slot * FIELDS + LENGTH).to(tl.int32) + 1
@@ -99,7 +99,7 @@ def shared_kernel(
     """Stretch i: pages stretches[i, 0] … stretches[i, 1] of its members' tables, all full; members[i] R batch rows."""
     G: tl.constexpr = H // K
     C: tl.constexpr = R * GP
-    i, head = tl.program_id(0), tl.program_id(1)
+    head, i = tl.program_id(0), tl.program_id(1)
     c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
     r, g = c // GP, c % GP
     first, end = tl.load(stretches + i * 2).to(tl.int32) * PAGE, tl.load(stretches + i * 2 + 1).to(tl.int32) * PAGE
@@ -125,7 +125,7 @@ def merge_kernel(
 ):  # fmt: skip
     """What head h of batch row b has of its own and of the stretches that it shares, put together."""
     G: tl.constexpr = H // K
-    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     e = tl.arange(0, E)
     own = b * H + h
     wait(PDL)
@@ -191,16 +191,16 @@ def decode(
     own: tuple[Tensor, Tensor] = (q, q)
     if shared is not None:
         own = (torch.empty(B, H, E, device=q.device), torch.empty(B, H, 2, device=q.device))
-        shared_kernel[(len(shared.stretches_I2), K)](
+        shared_kernel[(K, len(shared.stretches_I2))](
             q, keys, values, active, table, table.shape[1], shared.stretches_I2, shared.members_IR, shared.acc,
             shared.stats, scale, **sizes, PAGE=PAGE, R=MEMBERS, TILE=min(64, PAGE), GP=width, STAGES=2, **options(4),
         )  # fmt: skip
     tile, warps, stages = block_shape(B * K, is_wide, shared is not None)
-    decode_kernel[(B, K)](
+    decode_kernel[(K, B)](
         q, keys, values, out, active, state, table, table.shape[1], *own, scale, **sizes, PAGE=PAGE,
         TILE=min(tile, PAGE), C=max(8, width), IS_PART=shared is not None, STAGES=stages, **options(warps),
     )  # fmt: skip
     if shared is not None:
         results = (*own, shared.acc, shared.stats, shared.parts_BS, out)
-        merge_kernel[(B, H)](*results, **sizes, R=MEMBERS, PARTS=shared.parts_BS.shape[1], **options(1))
+        merge_kernel[(H, B)](*results, **sizes, R=MEMBERS, PARTS=shared.parts_BS.shape[1], **options(1))
     return out
