@@ -1,5 +1,6 @@
 """The engine against plain forwards of the same model."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 import torch
 
 from hone.engine.engine import Engine
-from hone.engine.sampler import uniforms
+from hone.engine.sampler import draw, pick, thresholds, uniforms
+from hone.engine.slots import Slots
 from hone.kernels import cpu
+from hone.kernels import row_state as column
 from hone.kernels.linear import HAS_AVX512
 from hone.models.attention import PackedAttention
 from hone.models.spec import ModelSpec
@@ -72,7 +75,9 @@ def test_logprobs_are_the_same_to_the_bit_whatever_else_runs():
     wide = Transformer(replace(SPEC, hidden_size=64, head_dim=32))
     wide.init_weights(torch.Generator().manual_seed(0))
     rng = np.random.default_rng(1)
-    requests = [request(rng.integers(4, 50, 1 + i % 30).tolist(), seed=i, max_tokens=5 + i % 9) for i in range(60)]
+    starts = [list(range(4, 40)), []]  # every second prompt starts alike: its pages are shared
+    prompts = [starts[i % 2] + rng.integers(4, 50, 1 + i % 30).tolist() for i in range(60)]
+    requests = [request(prompt, seed=i, max_tokens=5 + i % 9) for i, prompt in enumerate(prompts)]
     together = Engine(wide).generate(requests)
     by_few = Engine(wide, max_batch_size=7).generate(requests)
     alone = [Engine(wide).generate([one])[0] for one in requests]
@@ -125,3 +130,258 @@ def test_uniforms_are_pinned_and_uniform():
     assert draws.min() >= 0 and draws.max() < 1
     counts = np.histogram(draws, bins=50, range=(0, 1))[0]
     assert ((counts - 2000) ** 2 / 2000).sum() < 100  # chi-squared, 49 degrees of freedom
+
+
+# -------------------------------------------------------------------------------------- pages and scheduling
+
+
+def drain(engine):
+    while not engine.is_idle:
+        engine.step()
+
+
+def assert_all_returned(engine):
+    assert engine.pool.available == engine.pool.pages - 1 and not any(engine.pool.users)
+    assert sorted(engine.slots.free) == list(range(engine.max_batch_size))
+
+
+def test_a_group_stores_its_prompt_once(model):
+    engine = Engine(model)
+    prompt = list(range(4, 44))  # two full pages and half of a third
+    for seed in range(8):
+        engine.add(request(prompt, seed=seed, max_tokens=30, stop=frozenset()), lambda done: None)
+    engine.step()
+    pages = [s.pages for s in engine.decoding]
+    assert len({tuple(p[:2]) for p in pages}) == 1 and len({p[2] for p in pages}) == 8
+    assert engine.pool.pages - 1 - engine.pool.available == 2 + 8 * 3  # 70 tokens: five pages, of which two are shared
+    drain(engine)
+    assert_all_returned(engine)
+
+
+def test_a_prompt_that_starts_like_an_earlier_one_is_not_computed_again(model, monkeypatch):
+    engine = Engine(model)
+    computed = []
+    forward = type(model).forward
+
+    def counting(self, tokens, *rest):
+        computed.append(len(tokens))
+        return forward(self, tokens, *rest)
+
+    start = list(range(4, 37))  # two pages and a token
+    alone = Engine(model).generate([request([*start, 9, 9], seed=5)])[0]
+    engine.generate([request([*start, 8], max_tokens=1)])
+    monkeypatch.setattr(type(model), "forward", counting)
+    again = engine.generate([request([*start, 9, 9], seed=5)])[0]
+    assert computed[0] == 3 and again.ids == alone.ids
+    torch.testing.assert_close(torch.tensor(again.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-5)
+    engine.set_version(1)
+    computed.clear()
+    engine.generate([request([*start, 9, 9], seed=5)])
+    assert computed[0] == 35  # keys of another policy are not used again
+
+
+def test_the_next_turn_of_a_conversation_finds_its_own_tokens(model):
+    engine = Engine(model)
+    first = engine.generate([request([5, 6, 7], seed=1, max_tokens=40, stop=frozenset())])[0]
+    matched = engine.pool.match([5, 6, 7, *first.ids, 8, 9])
+    assert len(matched) == (3 + 39) // 16
+
+
+def test_prompts_longer_than_a_pass_are_computed_in_pieces(model, monkeypatch):
+    prompts = [[4 + (7 * i + j) % 40 for j in range(n)] for i, n in enumerate((50, 3, 61, 50))]
+    requests = [request(p, seed=i, max_tokens=10) for i, p in enumerate(prompts)] + [request(prompts[0], seed=9)]
+    whole = Engine(model).generate(requests)
+    monkeypatch.setattr("hone.engine.engine.PASS_TOKENS", 16)
+    pieces = Engine(model, prefill_tokens=16).generate(requests)
+    assert [c.ids for c in whole] == [c.ids for c in pieces]
+    for one, two in zip(whole, pieces, strict=True):
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(two.logprobs), rtol=0, atol=1e-5)
+
+
+def test_requests_are_admitted_in_the_order_they_came(model):
+    engine, started = Engine(model, max_batch_size=2, kv_cache_gib=1e-9), []
+    for i, n in enumerate((90, 2, 2, 60)):  # the first fills the cache, the small ones behind it must wait
+        engine.add(request([5] * n, seed=i, max_tokens=6, stop=frozenset()), lambda done, i=i: started.append(i))
+    drain(engine)
+    assert started == [0, 1, 2, 3]
+
+
+def test_a_request_ends_at_its_deadline_with_what_it_has(model):
+    engine, done = Engine(model), []
+    engine.add(replace(request([5], stop=frozenset(), max_tokens=90), timeout=0.02), done.append)
+    engine.add(replace(request([6], stop=frozenset()), timeout=0.0), done.append)
+    engine.step()
+    assert done[0].finish_reason == "timeout" and done[0].ids == []
+    time.sleep(0.03)
+    engine.step()
+    assert done[1].finish_reason == "timeout" and len(done[1].ids) == 2
+    assert_all_returned(engine)
+
+
+def test_ten_thousand_random_requests_with_aborts_return_everything(model):
+    rng = np.random.default_rng(0)
+    engine, done, alive = Engine(model, max_batch_size=24, kv_cache_gib=3e-4, prefill_tokens=64), [], []
+    prompts = [rng.integers(4, 50, n).tolist() for n in rng.integers(1, 70, 200)]
+    sent = 0
+    while sent < 10_000 or not engine.is_idle:
+        for _ in range(min(int(rng.integers(0, 60)), 10_000 - sent)):
+            prompt = prompts[int(rng.integers(200))]
+            timeout = 0.0 if rng.random() < 0.02 else None
+            one = replace(request(prompt, seed=sent, max_tokens=int(rng.integers(1, 8))), timeout=timeout)
+            alive.append(engine.add(one, done.append))
+            sent += 1
+        for _ in range(int(rng.integers(0, 4))):
+            if alive:
+                engine.abort(alive.pop(int(rng.integers(len(alive)))))  # also such as have ended
+        if rng.random() < 0.02:
+            engine.set_version(engine.version + 1)
+        engine.step()
+    assert len(done) == 10_000
+    reasons = {c.finish_reason for c in done}
+    assert reasons == {"stop", "length", "abort", "timeout"}
+    assert_all_returned(engine)
+
+
+def test_fifty_updates_under_load_are_seen_in_order(model):
+    engine, done = Engine(model, max_batch_size=8), []
+    for seed in range(60):
+        engine.add(request([5, seed % 40 + 4], seed=seed, max_tokens=30, stop=frozenset()), done.append)
+    for version in range(1, 51):
+        for _ in range(1 + version % 5):
+            engine.step()
+        engine.set_version(version)
+    drain(engine)
+    seen = set()
+    for completion in done:
+        assert completion.versions == sorted(completion.versions) and len(completion.versions) == 30
+        seen |= set(completion.versions)
+    assert seen == set(range(51)), "a version that no token came from"
+
+
+# -------------------------------------------------------------------------------------------------- sampling
+
+
+def sampled(model, n=None, **sampling):
+    prompt = [5, 6, 7]
+    sampling = {"temperature": 1.0, "max_tokens": 20, "seed": 3} | sampling
+    return Engine(model).generate([GenerateRequest(prompt, Sampling(**sampling), frozenset())])[0]
+
+
+def plain_distributions(model, ids, temperature=1.0):
+    tokens = torch.tensor([5, 6, 7, *ids[:-1]])
+    packed = PackedAttention([len(tokens)])
+    with torch.no_grad():
+        return model.logits(model(tokens, packed.positions(), packed))[2:] / temperature
+
+
+def test_filters_draw_from_what_they_leave_and_report_the_models_logprob(model):
+    for sampling in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.7, "temperature": 0.8}):
+        done = sampled(model, **sampling)
+        logits = plain_distributions(model, done.ids, sampling.get("temperature", 1.0))
+        probs = torch.softmax(logits, -1)
+        ranks = (probs > probs.gather(1, torch.tensor(done.ids)[:, None])).sum(-1)
+        assert ranks.max() < sampling.get("top_k", 50)
+        chosen = probs.gather(1, torch.tensor(done.ids)[:, None]).squeeze(1)
+        assert (chosen >= sampling.get("min_p", 0.0) * probs.max(-1).values - 1e-6).all()
+        expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(done.ids)[:, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(done.logprobs), expected, rtol=0, atol=1e-4)
+
+
+def test_raw_logprobs_are_those_at_temperature_one(model):
+    done = sampled(model, temperature=0.5, raw_logprobs=True)
+    assert done.ids == sampled(model, temperature=0.5).ids
+    logits = plain_distributions(model, done.ids)
+    expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(done.ids)[:, None]).squeeze(1)
+    torch.testing.assert_close(torch.tensor(done.logprobs), expected, rtol=0, atol=1e-4)
+
+
+def test_likeliest_tokens_on_request(model):
+    done = sampled(model, top_logprobs=3)
+    assert done.ids == sampled(model).ids and len(done.alternatives) == 20
+    expected = torch.log_softmax(plain_distributions(model, done.ids), -1).topk(3)
+    for row, ids, values in zip(done.alternatives, expected.indices.tolist(), expected.values.tolist(), strict=True):
+        assert [i for i, _ in row] == ids and [v for _, v in row] == pytest.approx(values, abs=1e-4)
+
+
+def test_bias_and_penalties_change_the_draw(model):
+    assert set(sampled(model, logit_bias=((9, 100.0),)).ids) == {9}
+    assert len(set(sampled(model, presence_penalty=1000.0).ids)) == 20  # no token twice
+    assert len(set(sampled(model, frequency_penalty=1000.0).ids)) == 20
+    unlike = sampled(model, repetition_penalty=1e6, temperature=0.0).ids
+    first = plain_distributions(model, [4])[0]
+    weaker = torch.where(first > 0, first / 1e6, first * 1e6)
+    first = torch.where(torch.isin(torch.arange(50), torch.tensor([5, 6, 7])), weaker, first)
+    assert unlike[0] == int(first.argmax())
+
+
+def test_min_tokens_and_ignore_eos(model):
+    free = sampled(model)
+    stop = frozenset({free.ids[2]})
+    prompt = [5, 6, 7]
+    cut = Engine(model).generate([GenerateRequest(prompt, Sampling(max_tokens=20, seed=3), stop)])[0]
+    assert cut.ids == free.ids[: free.ids.index(free.ids[2]) + 1]
+    held = Engine(model).generate([GenerateRequest(prompt, Sampling(max_tokens=20, seed=3, min_tokens=8), stop)])[0]
+    assert not stop & set(held.ids[:7]) and len(held.ids) >= 8
+    ignoring = Sampling(max_tokens=20, seed=3, ignore_eos=True)
+    assert Engine(model).generate([GenerateRequest(prompt, ignoring, stop)])[0].ids == free.ids
+
+
+def test_a_condition_of_the_caller_ends_a_sequence(model):
+    free = sampled(model)
+    one = GenerateRequest(
+        [5, 6, 7], Sampling(max_tokens=20, seed=3), frozenset(), lambda ids: 4 if len(ids) > 5 else None
+    )
+    done = Engine(model).generate([one])[0]
+    assert done.ids == free.ids[:4] and done.finish_reason == "stop" and len(done.versions) == 4
+
+
+LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -3.0]
+FILTERS = {
+    "plain": ({}, [0, 1, 2, 3, 4, 5]),
+    "temperature": ({"temperature": 0.5}, [0, 1, 2, 3, 4, 5]),
+    "top_p": ({"top_p": 0.8}, [0, 1, 2]),
+    "top_k": ({"top_k": 4}, [0, 1, 2, 3]),
+    "min_p": ({"min_p": 0.1}, [0, 1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("is_one_seed", [True, False])
+def test_frequencies_of_200000_draws(name, is_one_seed):
+    """Chi-squared at p = 0.001, for one seed's stream and for the first draws of many seeds."""
+    sampling, kept = FILTERS[name]
+    n, logits = 200_000, torch.tensor(LOGITS)
+    slots = Slots(n, 1, 1, 1, torch.device("cpu"))
+    rows = torch.arange(n)
+    slots.state[:n, column.SEED] = 7 if is_one_seed else rows
+    slots.state[:n, column.MAX] = n + 1
+    T = sampling.get("temperature", 1.0)
+    slots.parameters[:, column.TEMPERATURE] = slots.parameters[:, column.LOGPROB_TEMPERATURE] = T
+    slots.parameters[:, column.TOP_P] = sampling.get("top_p", 1.0)
+    slots.parameters[:, column.TOP_K] = sampling.get("top_k", 0)
+    slots.parameters[:, column.MIN_P] = sampling.get("min_p", 0.0)
+    logits_BV = logits.expand(n, -1).contiguous()
+    if is_one_seed:  # draw i of the stream, one after the other: the counter moves, the logits stay
+        tokens = pick(logits_BV, torch.full((n,), T), uniforms(torch.tensor([7]), rows))
+        if name not in ("plain", "temperature"):
+            keep = logits_BV >= thresholds(logits_BV[:1], slots.parameters[:1])[:, None]
+            masked = logits_BV.masked_fill(~keep, -1e30)
+            tokens = pick(masked, torch.full((n,), T), uniforms(torch.tensor([7]), rows))
+    else:
+        is_filtered = name not in ("plain", "temperature")
+        draw(
+            logits_BV,
+            logits_BV,
+            thresholds(logits_BV, slots.parameters[:n]) if is_filtered else None,
+            slots,
+            rows,
+            False,
+        )
+        tokens = slots.state[:n, column.LAST]
+        expected = torch.log_softmax(logits / T, 0)[tokens]
+        torch.testing.assert_close(slots.logprobs[:n, 0], expected, rtol=0, atol=1e-5)
+    p = torch.softmax(logits[kept].double() / T, 0)
+    counts = torch.bincount(tokens, minlength=6)
+    assert counts[kept].sum() == n
+    chi = float(((counts[kept] - n * p) ** 2 / (n * p)).sum())
+    assert chi < {2: 13.8, 3: 16.3, 5: 20.5}[len(kept) - 1]

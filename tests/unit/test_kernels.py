@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from hone.engine.cache import DecodeAttention, KVCache
-from hone.engine.sampler import sample, sample_reference
+from hone.engine.sampler import FILTERED_OUT, draw, draw_reference
+from hone.engine.slots import Slots
 from hone.kernels import cpu
+from hone.kernels import row_state as column
+from hone.kernels.decode import Rows, attend_by_pages, attend_by_pages_reference
 from hone.kernels.flat_attention import Sequences, flat_attention, flat_attention_reference
 from hone.kernels.linear import HAS_AVX512, linear, linear_reference
 from hone.kernels.logprobs import target_logprobs, target_logprobs_reference
@@ -17,7 +19,6 @@ from hone.kernels.norm import add_norm, add_norm_reference
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
 from hone.kernels.rows import put_rows, put_rows_reference, take_rows, take_rows_reference
 from hone.kernels.swiglu import swiglu, swiglu_reference
-from hone.models.spec import ModelSpec
 
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 compiled = pytest.mark.skipif(not cpu.IS_AVAILABLE, reason="needs numba")
@@ -129,36 +130,46 @@ def test_flat_attention(kind, H, K, E):
 
 
 @compiled
-def test_attention_to_the_cache_is_the_same_compiled_and_plain(monkeypatch):
-    spec = ModelSpec.__new__(ModelSpec)
-    object.__setattr__(spec, "num_hidden_layers", 2)
-    object.__setattr__(spec, "num_key_value_heads", 2)
-    object.__setattr__(spec, "head_dim", 32)
-    lengths = torch.tensor([0, 5, 63, 17])
-    q, k, v = (torch.randn(4, n, 32) for n in (4, 2, 2))
-    before = torch.randn(2, 2, 4, 64, 2, 32)
-    outs, stores = [], []
-    for is_available in (True, False):
-        monkeypatch.setattr(cpu, "IS_AVAILABLE", is_available)
-        cache = KVCache(spec, torch.float32, torch.device("cpu"), 2**30)
-        cache.reserve(4, 64, keep=0)
-        cache.store.copy_(before)
-        outs.append(DecodeAttention(cache, lengths)(1, q, k, v))
-        stores.append(cache.store)
-    torch.testing.assert_close(*outs)
-    assert torch.equal(*stores)
+@pytest.mark.parametrize("H, K, E", [(4, 2, 32), (3, 3, 16), (4, 1, 48)])
+def test_attention_by_pages(H, K, E):
+    lengths, PAGE = torch.tensor([0, 5, 63, 17, 16]), 16
+    q, k, v = (torch.randn(5, n, E) for n in (H, K, K))
+    active = torch.tensor([3, 0, 4, 1, 6])
+    state = torch.zeros(7, column.FIELDS, dtype=torch.int64)
+    state[active, column.LENGTH] = lengths
+    table = torch.randperm(7 * 4).view(7, 4)
+    before = torch.randn(2, 28, PAGE, K, E)
+    one, two = before.clone(), before.clone()
+    rows = Rows(active, state, table)
+    torch.testing.assert_close(
+        attend_by_pages(q, k, v, *one, rows), attend_by_pages_reference(q, k, v, *two, rows), rtol=1e-5, atol=1e-5
+    )
+    assert torch.equal(one, two)
 
 
 @compiled
-def test_sample():
-    logits = 3 * torch.randn(400, 151)
-    temperature = torch.tensor([1.0, 0.5, 0.0, 2.0]).repeat(100)
-    uniform = torch.rand(400, dtype=torch.float64)
-    uniform[:8] = 0.0
-    uniform[8:16] = 1 - 1e-16
-    (tokens, logprobs), (expected, of_expected) = (f(logits, temperature, uniform) for f in (sample, sample_reference))
-    assert torch.equal(tokens, expected)
-    torch.testing.assert_close(logprobs, of_expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("is_filtered", [False, True])
+def test_draw(is_filtered):
+    """Compiled and plain agree on tokens, logprobs and on all that is noted."""
+    B = 400
+    logits = 3 * torch.randn(B, 151)
+    slots = [Slots(B, 4, 1, 2, torch.device("cpu")) for _ in range(2)]
+    active = torch.randperm(B)
+    for s in slots:
+        s.state[:B, column.SEED] = torch.arange(B) * 7919 - 50_000
+        s.state[:B, column.COUNT] = torch.arange(B) % 3
+        s.state[:B, column.MAX] = 3
+        s.state[:B, column.DONE] = (torch.arange(B) % 7 == 0).long()
+        s.state[:B, column.MIN] = torch.arange(B) % 5
+        s.parameters[:B, column.TEMPERATURE] = torch.tensor([1.0, 0.5, 0.0, 2.0]).repeat(100)
+        s.parameters[:B, column.LOGPROB_TEMPERATURE] = torch.tensor([1.0, 0.5, 1.0, 2.0]).repeat(100)
+        s.stops[:B] = torch.arange(2 * B).view(B, 2) % 151
+    threshold = logits.sort(descending=True).values[:, 20] if is_filtered else None
+    draw(logits, logits, threshold, slots[0], active, True)
+    kept = logits if threshold is None else logits.masked_fill(logits < threshold[:, None], FILTERED_OUT)
+    draw_reference(kept, logits, slots[1], active, True)
+    assert torch.equal(slots[0].state, slots[1].state) and torch.equal(slots[0].tokens, slots[1].tokens)
+    torch.testing.assert_close(slots[0].logprobs, slots[1].logprobs, rtol=1e-5, atol=1e-5)
 
 
 @both

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hone.engine.pages import PagePool
-from hone.engine.slots import untouched_zeros
+from hone.engine.slots import to_device, untouched_zeros
 from hone.kernels import gpu
 from hone.kernels.decode import Rows, attend_by_pages, attend_by_pages_reference, takes_pages
 from hone.models.attention import ContinuedAttention, Heads, PackedAttention
@@ -37,7 +37,8 @@ class KVCache:
         return 2 * spec.num_hidden_layers * spec.num_key_value_heads * spec.head_dim * dtype.itemsize
 
     def copy_pages(self, source: list[int], target: list[int]) -> None:
-        self.store[:, :, target] = self.store[:, :, source]
+        device = self.store.device
+        self.store[:, :, to_device(target, device)] = self.store[:, :, to_device(source, device)]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class PrefillAttention:
         device, size = cache.store.device, cache.pool.size
         offsets = [np.arange(s.start, s.end) for s in stretches]
         cells = [_cells(s.pages, at, size) for s, at in zip(stretches, offsets, strict=True)]
-        self.positions_T, self.cells_T = (torch.from_numpy(np.concatenate(x)).to(device) for x in (offsets, cells))
+        self.positions_T, self.cells_T = (to_device(np.concatenate(x), device) for x in (offsets, cells))
         self.lengths = [s.end - s.start for s in stretches]
 
     @cached_property
@@ -74,7 +75,7 @@ class PrefillAttention:
         device, size = self.cache.store.device, self.cache.pool.size
         cells = np.concatenate([_cells(s.pages, np.arange(s.end), size) for s in self.stretches])
         attention = ContinuedAttention(self.lengths, [s.start for s in self.stretches], device)
-        return torch.from_numpy(cells).to(device), attention
+        return to_device(cells, device), attention
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
         keys, values = (x.flatten(0, 1) for x in self.cache.store[layer])

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from hone.engine.cache import DecodeAttention, KVCache, PrefillAttention, Stretc
 from hone.engine.graphs import DecodeGraphs
 from hone.engine.sampler import Sampler
 from hone.engine.sequence import Sequence
-from hone.engine.slots import Slots
+from hone.engine.slots import Slots, to_device
 from hone.kernels import gpu
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows
@@ -31,7 +32,8 @@ from hone.kernels.linear import exact_logits
 from hone.models.transformer import Transformer
 from hone.records import Completion, GenerateRequest
 
-PREFILL_TOKENS = 16384  # prompt tokens computed in one pass, between which decoding goes on
+PREFILL_TOKENS = 16384  # prompt tokens computed before decoding goes on …
+PASS_TOKENS = 4096  # … in passes of so many: the host plans the next one while the device computes
 WINDOW = 8  # decode steps on a GPU before the host looks
 STOPS = 8  # stop tokens of a sequence for which there is room from the start
 
@@ -185,15 +187,15 @@ class Engine:
         if self._has_deadlines:
             for sequence in [s for s in self.sequences() if s.is_late]:
                 self.abort(sequence, "timeout")
-        stretches = self._plan(admit)
-        if stretches:
-            self._prefill(stretches)
+        budget = self.prefill_tokens
+        while budget > 0 and (planned := self._plan(admit, min(budget, PASS_TOKENS))):
+            self._prefill(planned)
+            budget -= sum(stretch.end - stretch.start for _, stretch in planned)
         if self.decoding:
             self._decode()
 
-    def _plan(self, admit: bool) -> list[tuple[Sequence, Stretch]]:
+    def _plan(self, admit: bool, budget: int) -> list[tuple[Sequence, Stretch]]:
         """What the next pass computes: the rest of prompts begun, then new ones, up to the budget of tokens."""
-        budget = self.prefill_tokens
         planned: list[tuple[Sequence, Stretch]] = []
 
         def plan(sequence: Sequence) -> None:
@@ -238,7 +240,7 @@ class Engine:
         """Computes the keys and values of these stretches, and the first token of every prompt they complete."""
         stretches = [stretch for _, stretch in planned]
         attention = PrefillAttention(self.cache, stretches)
-        tokens = torch.tensor([t for s in stretches for t in s.ids[s.start : s.end]], device=self.device)
+        tokens = to_device(np.concatenate([np.asarray(s.ids[s.start : s.end]) for s in stretches]), self.device)
         leaders, last, end = [], [], -1
         for sequence, stretch in planned:
             end += stretch.end - stretch.start
@@ -249,10 +251,7 @@ class Engine:
         started = [sequence for leader in leaders for sequence in (leader, *leader.siblings)]
         which = [i for i, leader in enumerate(leaders) for _ in range(1 + len(leader.siblings))]
         # What the host does comes first: the device then has the rest before it.
-        kept_P, which_B, active_B = (
-            torch.tensor(x, dtype=torch.int64, device=self.device)
-            for x in (last or [0], which, [s.slot for s in started])
-        )
+        kept_P, which_B, active_B = (to_device(x, self.device) for x in (last or [0], which, [s.slot for s in started]))
         if started:
             if self.slots.widen_stops(max(len(s.request.stop_ids) for s in started)) and self.graphs is not None:
                 self.graphs.clear()
@@ -312,7 +311,7 @@ class Engine:
     def _next_turn(self) -> "_Turn":
         """What holds until sequences come or go; tells the device who decodes."""
         slots = [s.slot for s in self.decoding] + [self.slots.count] * (self.max_batch_size - len(self.decoding))
-        self.slots.active[:-1] = torch.tensor(slots, device=self.device)
+        self.slots.active[:-1] = to_device(slots, self.device)
         watched = [i for i, s in enumerate(self.decoding) if s.request.ends is not None]
         return _Turn(
             Sampler.kind(self.decoding),
@@ -362,7 +361,8 @@ class Engine:
                 kept = sequences[i].request.ends(ids[: counts[i]])  # type: ignore[misc]
                 if kept is not None:
                     counts[i], reasons[i] = kept, "stop"
-        self._finish([(sequences[i], counts[i], reason) for i, reason in reasons.items()])
+        if reasons:
+            self._finish([(sequences[i], counts[i], reason) for i, reason in reasons.items()])
 
     def _finish(self, ended: list[tuple[Sequence, int, str]]) -> None:
         """Hands over sequences that decode, with so many tokens, for that reason."""

@@ -8,11 +8,12 @@ between replays (who is active, pages, lengths) stands in tensors that stay wher
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hone.engine.slots import to_device
 from hone.kernels import gpu
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from hone.kernels.gpu.decode import Shared
 
 WORTH_SHARING = 4096  # tokens that a step must be spared, to pay for the kernel that reads pages for groups
-ENOUGH_BLOCKS = 96  # of the kernel that reads shared pages: stretches are not made shorter for more
+ENOUGH_BLOCKS = 160  # of the kernel that reads shared pages: stretches are not made shorter for more
 LONG = 384  # mean tokens of a sequence from which wide blocks are faster
 
 
@@ -48,7 +49,7 @@ class DecodeGraphs:
         self.processors = torch.cuda.get_device_properties(engine.device).multi_processor_count
         self.graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.shared: dict[tuple[int, int], Shared] = {}
-        self.pool: tuple[int, int] | None = None
+        self.pool: Any = None
         self.key: Key | None = None
         self.plan: list[tuple[int, int, list[int]]] = []
 
@@ -140,11 +141,11 @@ class DecodeGraphs:
             for place, row in enumerate(rows):
                 parts[row][parts[row].index(-1)] = i * MEMBERS + place
                 own[row] = max(own[row], end)
-        shared.stretches_I2.copy_(torch.tensor(stretches))
-        shared.members_IR.copy_(torch.tensor(members))
-        shared.parts_BS.copy_(torch.tensor(parts))
-        slots = [s.slot for s in engine.decoding]
-        engine.slots.state[slots, column.OWN_PAGE] = torch.tensor(own, device=engine.device)
+        shared.stretches_I2.copy_(to_device(stretches, engine.device))
+        shared.members_IR.copy_(to_device(members, engine.device))
+        shared.parts_BS.copy_(to_device(parts, engine.device))
+        slots = to_device([s.slot for s in engine.decoding], engine.device)
+        engine.slots.state[slots, column.OWN_PAGE] = to_device(own, engine.device)
 
     def _capture(self, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         engine, slots = self.engine, self.engine.slots

@@ -33,8 +33,7 @@ class Sequence:
 
     def completion(self, ids: list[int], logprobs: list[float], reason: str) -> Completion:
         versions: list[int] = []
-        ends = [start for start, _ in self.versions[1:]] + [len(ids)]
-        for (start, version), end in zip(self.versions, ends, strict=True) if self.versions else ():
-            versions += [version] * (min(end, len(ids)) - start)
+        for start, version in reversed(self.versions):
+            versions[:0] = [version] * (len(ids) - len(versions) - start)
         alternatives = self.alternatives[: len(ids)] if self.request.sampling.top_logprobs else None
         return Completion(ids, logprobs, versions, reason, alternatives)

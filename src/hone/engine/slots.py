@@ -5,6 +5,7 @@ steps run before the host looks (`kernels/row_state.py` has the columns).
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ class Slots:
 
     def fill(self, sequences: list[Sequence]) -> None:
         """Sets the slots of these sequences to their start."""
-        index = torch.tensor([s.slot for s in sequences], device=self.device)
+        index = to_device([s.slot for s in sequences], self.device)
         most = min(max(len(s.pages) for s in sequences) + 1, self.table.shape[1])  # 0 behind the last: the spare page
         state = np.zeros((len(sequences), column.FIELDS), dtype=np.int64)
         parameters = np.ones((len(sequences), column.PARAMETERS), dtype=np.float32)
@@ -62,10 +63,10 @@ class Slots:
             table[i, : len(s.pages)] = s.pages
             own = () if sampling.ignore_eos else sorted(s.request.stop_ids)
             stops[i, : len(own)] = own
-        self.state[index] = torch.from_numpy(state).to(self.device)
-        self.parameters[index] = torch.from_numpy(parameters).to(self.device)
-        self.table[index, :most] = torch.from_numpy(table).to(self.device)
-        self.stops[index] = torch.from_numpy(stops).to(self.device)
+        self.state[index] = to_device(state, self.device)
+        self.parameters[index] = to_device(parameters, self.device)
+        self.table[index, :most] = to_device(table, self.device)
+        self.stops[index] = to_device(stops, self.device)
 
     def on_host(self) -> NDArray[np.int64]:
         """The state as it is now; waits for the device."""
@@ -88,6 +89,12 @@ class Slots:
         tokens: list[list[int]] = self.tokens[index, :width].tolist()
         logprobs: list[list[float]] = self.logprobs[index, :width].tolist()
         return tokens, logprobs
+
+
+def to_device(values: Any, device: torch.device) -> Tensor:
+    """int64 (or what an array holds) on the device, without waiting for what the device is doing."""
+    host = torch.from_numpy(np.asarray(values) if len(values) else np.zeros(0, dtype=np.int64))
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -18,7 +18,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from hone.engine.engine import Engine, Sequence
+from hone.engine.engine import Engine
+from hone.engine.sequence import Sequence
 from hone.records import Completion, GenerateRequest, Message, Sampling, Turn
 from hone.text.tokenizer import Tokenizer
 

@@ -36,7 +36,8 @@ def main() -> None:
         product(x, x.t())
         ones = torch.ones(T, dtype=torch.int64)
         rows = Rows(ones, torch.zeros(T, row_state.FIELDS, dtype=torch.int64), ones[:, None])
-        attend_by_pages(q, k, v, *torch.zeros(2, 2, 16, 1, E), rows)
+        keys, values = torch.zeros(2, 2, 16, 1, E)
+        attend_by_pages(q, k, v, keys, values, rows)
         tokens, chosen, stops = torch.zeros(T, E, dtype=torch.int64), torch.zeros(T, E), ones[:, None]
         parameters, logits = torch.ones(T, row_state.PARAMETERS), x.contiguous()
         inputs = [t.data_ptr() for t in (parameters, rows.state, ones, stops)]

@@ -165,13 +165,11 @@ class Shared:
         )  # fmt: skip
 
 
-def block_shape(blocks: int, is_wide: bool, is_shared: bool) -> tuple[int, int, int]:
+def block_shape(is_wide: bool, is_shared: bool) -> tuple[int, int, int]:
     """Tokens of a tile, warps and stages of decode_kernel, as measured (benchmarks/RESULTS.md)."""
     if is_wide:
         return 64, 4, 3
-    if is_shared:
-        return 16, 1, 2
-    return (16, 1, 1) if blocks >= 2048 else (32, 1, 1)
+    return (16, 1, 2) if is_shared else (32, 1, 1)
 
 
 def decode(
@@ -195,7 +193,7 @@ def decode(
             q, keys, values, active, table, table.shape[1], shared.stretches_I2, shared.members_IR, shared.acc,
             shared.stats, scale, **sizes, PAGE=PAGE, R=MEMBERS, TILE=min(64, PAGE), GP=width, STAGES=2, **options(4),
         )  # fmt: skip
-    tile, warps, stages = block_shape(B * K, is_wide, shared is not None)
+    tile, warps, stages = block_shape(is_wide, shared is not None)
     decode_kernel[(K, B)](
         q, keys, values, out, active, state, table, table.shape[1], *own, scale, **sizes, PAGE=PAGE,
         TILE=min(tile, PAGE), C=max(8, width), IS_PART=shared is not None, STAGES=stages, **options(warps),
