@@ -92,7 +92,8 @@ def test_greedy_generation_equals_transformers(tmp_path, family):
     done = engine.generate([GenerateRequest(p, Sampling(0.0, 30), frozenset()) for p in prompts])
     for prompt, completion in zip(prompts, done, strict=True):
         ids = torch.tensor([prompt])
-        expected = theirs.generate(ids, do_sample=False, max_new_tokens=30, eos_token_id=None, pad_token_id=0)
+        length = {"max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 0}
+        expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **length)
         assert completion.ids == expected[0, len(prompt) :].tolist()
 
 
