@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import subprocess
+import time
 
 import httpx
 import openai
@@ -75,6 +76,45 @@ def test_a_seed_gives_the_same_answer_among_many(server, trained):
     assert many[7] == alone and len({tuple(ids) for ids in many}) > 5
 
 
+def ask(server, trained, **fields):
+    answer = chat(server, trained, max_tokens=24, seed=5, return_token_ids=True, **fields).json()
+    return answer["choices"][0]
+
+
+def test_stop_strings_end_the_text_across_tokens(server, trained):
+    free = ask(server, trained, ignore_eos=True)
+    text = free["message"]["content"]
+    stop = text[3:6]  # three characters, each a token of its own
+    cut = ask(server, trained, ignore_eos=True, stop=["never there", stop])
+    assert cut["message"]["content"] == text[: text.find(stop)] and cut["finish_reason"] == "stop"
+    assert cut["token_ids"] == free["token_ids"][: len(cut["token_ids"])] and len(cut["token_ids"]) < 24
+    kept = ask(server, trained, ignore_eos=True, stop=stop, include_stop_str_in_output=True)
+    assert kept["message"]["content"] == text[: text.find(stop) + 3]
+
+
+def test_the_ways_of_drawing_reach_the_engine(server, trained):
+    banned = ask(server, trained)["token_ids"][0]
+    assert ask(server, trained, logit_bias={str(banned): -1000})["token_ids"][0] != banned
+    assert ask(server, trained, top_k=1)["token_ids"] == ask(server, trained, temperature=0)["token_ids"]
+    assert ask(server, trained, top_p=1e-9)["token_ids"] == ask(server, trained, min_p=1.0)["token_ids"]
+    assert len(ask(server, trained, min_tokens=20)["token_ids"]) >= 20
+    assert len(ask(server, trained, stop_token_ids=list(range(Tokenizer(trained).vocab_size)))["token_ids"]) == 1
+    assert len(set(ask(server, trained, presence_penalty=1e4, ignore_eos=True)["token_ids"])) == 24
+    entries = ask(server, trained, logprobs=True, top_logprobs=2)["logprobs"]["content"]
+    assert all(len(e["top_logprobs"]) == 2 and e["top_logprobs"][0]["logprob"] >= e["logprob"] - 1e-6 for e in entries)
+    cold, raw = (ask(server, trained, logprobs=True, temperature=0.5, raw_logprobs=r) for r in (False, True))
+    assert cold["token_ids"] == raw["token_ids"] and cold["logprobs"] != raw["logprobs"]
+
+
+def test_a_client_that_hangs_up_frees_its_place(server, trained):
+    with pytest.raises(httpx.ReadTimeout):
+        body = {"model": str(trained), "messages": MESSAGES, "max_tokens": 1900, "n": 200, "ignore_eos": True}
+        httpx.post(f"{server.url}/chat/completions", json=body, timeout=0.3)
+    start = time.perf_counter()
+    assert chat(server, trained).status_code == 200
+    assert time.perf_counter() - start < 1.5  # 200 x 1900 tokens would take ten seconds and more
+
+
 def test_curl(server, trained):
     body = json.dumps({"model": str(trained), "messages": MESSAGES, "max_tokens": 4})
     words = ["curl", "-s", f"{server.url}/chat/completions", "-H", "content-type: application/json", "-d", body]
@@ -95,8 +135,17 @@ def test_curl(server, trained):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text parts only"),
         ({"temperature": -1}, 400, "temperature"),
         ({"temperature": "hot"}, 400, "temperature"),
-        ({"top_p": 0.5}, 400, "top_p = 0.5 is not supported"),
-        ({"stream": True}, 400, "stream"),
+        ({"top_p": 0.0}, 400, "top_p"),
+        ({"top_k": -2}, 400, "top_k"),
+        ({"min_p": 2}, 400, "min_p"),
+        ({"logit_bias": {"5000": 1}}, 400, "token id 5000 is not one of the model's"),
+        ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"top_logprobs": 3}, 400, "top_logprobs needs logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs"),
+        ({"repetition_penalty": 0}, 400, "repetition_penalty"),
+        ({"stop": [1]}, 400, "stop"),
+        ({"stop": "", "top_k": -1, "top_p": 1, "logit_bias": {}, "timeout": 60.0}, 200, ""),
+        ({"stream": True}, 400, "stream = True is not supported"),
         ({"n": 0}, 400, "n:"),
         ({"messages": [{"role": "user", "content": None}]}, 400, "the chat template refuses"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, ""),
@@ -173,8 +222,8 @@ def test_vf_eval_against_the_server(server, trained, tmp_path):
 
 def test_vf_eval_fails_when_every_rollout_did(server, trained, tmp_path):
     options = ["-b", server.url, "-n", 2, "-r", 1, "-a", '{"texts": "generated"}']
-    done = command("vf-eval", "reverse-text", "-m", trained, *options, "-S", '{"top_p": 0.5}', ok=False, cwd=tmp_path)
-    assert "every rollout failed" in done.stderr and "top_p = 0.5 is not supported" in done.stderr
+    done = command("vf-eval", "reverse-text", "-m", trained, *options, "-S", '{"stream": true}', ok=False, cwd=tmp_path)
+    assert "every rollout failed" in done.stderr and "stream = True is not supported" in done.stderr
     done = command("vf-eval", "reverse-text", "-m", "other", *options, ok=False, cwd=tmp_path)
     assert "does not serve 'other'" in done.stderr
     with socket.socket() as sock:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import os
+from dataclasses import asdict, replace
 from typing import Any
 
 import httpx
@@ -83,9 +84,7 @@ class HttpClient:
         body = {
             "model": self.model,
             "messages": messages,
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "seed": sampling.seed,
+            **_drawing(sampling),
             **({"return_token_logprobs": True} if self.is_hone else {"logprobs": True}),
             "return_token_ids": True,
             **({"n": count} if count > 1 else {}),
@@ -138,6 +137,14 @@ class HttpClient:
         raise AssertionError("unreachable")
 
 
+def _drawing(sampling: Sampling) -> dict[str, Any]:
+    """The keys of a request that say how to draw: those every server knows, and of the rest what is not the default."""
+    given = asdict(sampling)
+    always, default = ("max_tokens", "temperature", "seed"), asdict(Sampling())
+    given["logit_bias"], default["logit_bias"] = dict(sampling.logit_bias), {}
+    return {key: value for key, value in given.items() if key in always or value != default[key]}
+
+
 def connect(config: ClientConfig, model: str, **options: Any) -> list[HttpClient]:
     """A client for every server of a configuration. Raises ValueError when the variable of the key is not set."""
     key = None
@@ -181,7 +188,7 @@ class Fleet:
         if not self._asked:
             loop.call_soon(self._send)
         future: asyncio.Future[Turn] = loop.create_future()
-        key = json.dumps([messages, sampling.temperature, sampling.max_tokens])
+        key = json.dumps([messages, asdict(replace(sampling, seed=0))])
         self._asked.setdefault(key, []).append((sampling, messages, future))
         return await future
 

@@ -6,23 +6,21 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from hone.records import Completion
+from hone.records import Completion, Sampling
+from hone.text.stops import cut
 from hone.text.tokenizer import Tokenizer
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # what the engine cannot do, with the values that ask for nothing
-    "top_p": (None, 1, 1.0),
-    "top_k": (None, -1, 0),
-    "min_p": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "logit_bias": (None, {}),
-    "stop": (None, [], ""),
     "stream": (None, False),
-    "top_logprobs": (None, 0),
     "tool_choice": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
 }
+
+
+DRAW_KEYS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "min_tokens", "ignore_eos", "raw_logprobs", "top_logprobs",
+)  # fmt: skip
 
 
 class ChatMessage(BaseModel):
@@ -50,15 +48,36 @@ class ChatRequest(BaseModel):
     max_completion_tokens: int | None = Field(None, ge=1)
     max_total_tokens: int | None = Field(None, ge=1)  # prompt and completion; cuts max_tokens to what that leaves
     temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)  # -1 and 0: all
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    ignore_eos: bool | None = None
+    timeout: float | None = Field(None, gt=0)  # seconds until it ends with what it has
     n: int | None = Field(None, ge=1, le=1024)
     seed: int | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    raw_logprobs: bool | None = None  # at temperature 1
     return_token_ids: bool | None = None
     return_token_logprobs: bool | None = None  # plain numbers, beside or instead of the entries of `logprobs`
     return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _as_list(cls, value: str | list[str] | None) -> list[str]:
+        strings = [value] if isinstance(value, str) else value or []
+        return [string for string in strings if string]
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -74,7 +93,18 @@ class ChatRequest(BaseModel):
             value = (self.model_extra or {}).get(key)
             if value not in neutral:
                 raise ValueError(f"{key} = {value!r} is not supported by this server; leave it out")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs = true")
         return self
+
+    def sampling(self, max_tokens: int, seed: int, vocab_size: int) -> Sampling:
+        """How to draw. Raises ValueError for tokens that the model does not have."""
+        beyond = [i for i in [*(self.logit_bias or {}), *(self.stop_token_ids or [])] if not 0 <= i < vocab_size]
+        if beyond:
+            raise ValueError(f"token id {beyond[0]} is not one of the model's: it has {vocab_size}")
+        given = {name: value for name in DRAW_KEYS if (value := getattr(self, name)) is not None}
+        given["top_k"] = max(given.get("top_k", 0), 0)
+        return Sampling(max_tokens=max_tokens, seed=seed, logit_bias=tuple((self.logit_bias or {}).items()), **given)
 
 
 def chat_response(
@@ -85,6 +115,8 @@ def chat_response(
     choices = []
     for index, completion in enumerate(completions):
         text = tokenizer.decode(completion.ids, skip_special_tokens=skip)
+        if request.stop:
+            text = cut(text, request.stop, keep=bool(request.include_stop_str_in_output))
         choice: dict[str, Any] = {
             "index": index,
             "message": {"role": "assistant", "content": text},
@@ -119,12 +151,16 @@ def chat_response(
 
 
 def _logprob_entries(completion: Completion, tokenizer: Tokenizer, by_id: bool) -> list[dict[str, Any]]:
-    entries = []
-    for token_id, logprob in zip(completion.ids, completion.logprobs, strict=True):
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
         token = tokenizer.token(token_id)
         name = f"token_id:{token_id}" if by_id else token
-        entries.append({"token": name, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []})
-    return entries
+        return {"token": name, "logprob": logprob, "bytes": list(token.encode())}
+
+    likeliest = completion.alternatives or [[]] * len(completion.ids)
+    return [
+        {**entry(token_id, logprob), "top_logprobs": [entry(*other) for other in others]}
+        for token_id, logprob, others in zip(completion.ids, completion.logprobs, likeliest, strict=True)
+    ]
 
 
 def error_body(

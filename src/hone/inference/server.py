@@ -2,7 +2,7 @@
 
     GET  /health                 200 once the model is loaded; the only route without a key
     GET  /v1/models              the one model, under the name it was given
-    POST /v1/chat/completions    not streaming; with logprobs and token ids on request
+    POST /v1/chat/completions    not streaming; with logprobs and token ids on request; ends when the client hangs up
     and the control routes of inference/control.py
 
 Every refusal is a 4xx with a message in the OpenAI error form.
@@ -15,7 +15,8 @@ import os
 import signal
 import socket
 import time
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -31,9 +32,11 @@ from hone.engine.engine import Engine
 from hone.inference.control import Served, add_control
 from hone.inference.protocol import ChatRequest, chat_response, error_body
 from hone.inference.service import EngineService
-from hone.records import GenerateRequest, Sampling
+from hone.records import GenerateRequest
+from hone.text.stops import StopStrings
 
 log = logging.getLogger("hone.inference")
+T = TypeVar("T")
 
 
 def build_app(served: Served, api_key: str | None = None) -> FastAPI:
@@ -74,7 +77,7 @@ def build_app(served: Served, api_key: str | None = None) -> FastAPI:
         return {"object": "list", "data": [card]}
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(body: ChatRequest) -> Response:
+    async def chat_completions(body: ChatRequest, connection: Request) -> Response:
         if body.model != served.name:
             return _refuse(
                 404, f"model {body.model!r} is not served here; this server has {served.name!r}", param="model"
@@ -83,8 +86,8 @@ def build_app(served: Served, api_key: str | None = None) -> FastAPI:
         try:
             messages = [message.as_message() for message in body.messages]
             prompt_ids = tokenizer.prompt_ids(messages, tools=body.tools, **(body.chat_template_kwargs or {}))
-            requests = _requests(body, prompt_ids, served.stop_ids, served.engine.max_model_len)
-            completions = await asyncio.gather(*(service.generate(request) for request in requests))
+            requests = _requests(body, prompt_ids, served)
+            completions = await unless_gone(connection, *(service.generate(request) for request in requests))
         except ValueError as error:
             return _refuse(400, str(error))
         return JSONResponse(chat_response(body, prompt_ids, completions, tokenizer))
@@ -108,10 +111,19 @@ class KeyGuard:
         await self.app(scope, receive, send)
 
 
-def _requests(
-    body: ChatRequest, prompt_ids: list[int], stop_ids: frozenset[int], max_model_len: int
-) -> list[GenerateRequest]:
-    wanted = body.max_completion_tokens or body.max_tokens
+async def unless_gone(connection: Request, *work: Coroutine[Any, Any, T]) -> list[T]:
+    """The results, in order. When the client hangs up first, all of it is cancelled."""
+    results = asyncio.gather(*work)
+    hung_up = asyncio.ensure_future(connection.receive())  # after the body this says only that the client is gone
+    hung_up.add_done_callback(lambda _: results.cancel())
+    try:
+        return await results
+    finally:
+        hung_up.cancel()
+
+
+def _requests(body: ChatRequest, prompt_ids: list[int], served: Served) -> list[GenerateRequest]:
+    wanted, max_model_len = body.max_completion_tokens or body.max_tokens, served.engine.max_model_len
     if body.max_total_tokens is not None:
         max_model_len = min(max_model_len, body.max_total_tokens)
         wanted = max(1, min(wanted or max_model_len, max_model_len - len(prompt_ids)))
@@ -120,10 +132,21 @@ def _requests(
             f"This model's maximum context length is {max_model_len} tokens, but {len(prompt_ids) + wanted} were "
             f"requested ({len(prompt_ids)} in the messages, {wanted} in the completion)"
         )
-    temperature = 1.0 if body.temperature is None else body.temperature
     seed = body.seed if body.seed is not None else int.from_bytes(os.urandom(7), "little")
+    tokenizer, stop_ids = served.tokenizer, served.stop_ids | set(body.stop_token_ids or ())
+    vocab_size = served.engine.model.spec.vocab_size
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
     return [
-        GenerateRequest(prompt_ids, Sampling(temperature, wanted or max_model_len, seed + i), stop_ids)
+        GenerateRequest(
+            prompt_ids,
+            body.sampling(wanted or max_model_len, seed + i, vocab_size),
+            stop_ids,
+            StopStrings(decode, body.stop) if body.stop else None,
+            body.timeout,
+        )
         for i in range(body.n or 1)
     ]
 

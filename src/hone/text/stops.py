@@ -1,0 +1,33 @@
+"""Stop strings: found across the borders of tokens, as soon as the last of their characters is there."""
+
+from collections.abc import Callable, Sequence
+
+
+class StopStrings:
+    """Of the ids so far: how many to keep, once their text holds one of the strings. One object a sequence."""
+
+    def __init__(self, decode: Callable[[list[int]], str], strings: Sequence[str]) -> None:
+        self.decode, self.strings = decode, strings
+        self.checked = 0
+        # A token has at least one character or is part of one, so a string begins within so many tokens.
+        self.reach = 4 * max(map(len, strings)) + 4
+
+    def __call__(self, ids: list[int]) -> int | None:
+        start = max(0, self.checked - self.reach)
+        if self._is_in(ids[start:]):
+            for count in range(self.checked + 1, len(ids) + 1):
+                if self._is_in(ids[start:count]):
+                    return count
+        self.checked = len(ids)
+        return None
+
+    def _is_in(self, ids: list[int]) -> bool:
+        text = self.decode(ids)
+        return any(string in text for string in self.strings)
+
+
+def cut(text: str, strings: Sequence[str], keep: bool = False) -> str:
+    """The text up to the first of the strings; with `keep` that string too."""
+    found = [(at, len(s) if keep else 0) for s in strings if (at := text.find(s)) >= 0]
+    at, kept = min(found, default=(len(text), 0))
+    return text[: at + kept]
