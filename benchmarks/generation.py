@@ -1,7 +1,7 @@
 """The same generation work for ours and a peer: workloads, and a worker that runs them when told to.
 
     python generation.py ours|vllm|transformers MODEL_DIR < commands
-    a line in: {"workload": NAME, "logprobs": BOOL}         a line out: {"seconds": S, "tokens": N}
+    a line in: {"workload": NAME, "logprobs": BOOL, "save": PATH?}      a line out: {"seconds": S, "tokens": N}
 
 Tokens are random, ends of sequences are ignored, and every sequence is as long as its workload says.
 """
@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 VOCABULARY = range(1000, 150_000)
 
@@ -43,8 +44,6 @@ def workload(name: str, seed: int = 0, vocabulary: range = VOCABULARY) -> Worklo
 
 
 def ours(model_dir: str):
-    from pathlib import Path
-
     import torch
 
     from hone.engine.engine import Engine
@@ -57,13 +56,13 @@ def ours(model_dir: str):
     limit = min(2048, model.spec.max_position_embeddings)
     engine = Engine(model, max_batch_size=512, max_model_len=limit, kv_cache_gib=60.0 if on_gpu else 8.0)
 
-    def run(work: Workload, logprobs: bool) -> int:
+    def run(work: Workload, logprobs: bool) -> list[tuple[list[int], list[float]]]:
         requests = [
             GenerateRequest(prompt, Sampling(1.0, n, seed=i), frozenset())
             for i, (prompt, n) in enumerate(zip(work.prompts, work.outputs, strict=True))
         ]
         engine.set_version(engine.version + 1)  # nothing is reused from the run before
-        return sum(len(done.ids) for done in engine.generate(requests))
+        return [(done.ids, done.logprobs) for done in engine.generate(requests)]
 
     return run, engine
 
@@ -76,7 +75,7 @@ def vllm(model_dir: str):
         disable_log_stats=True,
     )  # fmt: skip
 
-    def run(work: Workload, logprobs: bool) -> int:
+    def run(work: Workload, logprobs: bool) -> list[tuple[list[int], list[float]]]:
         sampling = [
             SamplingParams(
                 temperature=1.0, max_tokens=n, ignore_eos=True, logprobs=0 if logprobs else None, detokenize=False
@@ -85,7 +84,8 @@ def vllm(model_dir: str):
         ]
         llm.reset_prefix_cache()
         outputs = llm.generate([{"prompt_token_ids": p} for p in work.prompts], sampling, use_tqdm=False)
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
+        results = [(list(o.outputs[0].token_ids), o.outputs[0].logprobs or []) for o in outputs]
+        return [(ids, [place[i].logprob for i, place in zip(ids, logprobs)]) for ids, logprobs in results]
 
     return run, llm
 
@@ -96,14 +96,14 @@ def transformers(model_dir: str):
 
     model = AutoModelForCausalLM.from_pretrained(model_dir)
 
-    def run(work: Workload, logprobs: bool) -> int:
+    def run(work: Workload, logprobs: bool) -> list[tuple[list[int], list[float]]]:
         ids = torch.tensor(work.prompts)
         n = work.outputs[0]
         with torch.no_grad():
             out = model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=n, min_new_tokens=n
             )
-        return out.shape[0] * (out.shape[1] - ids.shape[1])
+        return [(row, []) for row in out[:, ids.shape[1] :].tolist()]
 
     return run, model
 
@@ -117,8 +117,11 @@ def main(engine: str, model_dir: str) -> None:
         command = json.loads(line)
         work = workload(command["workload"], command.get("seed", 0), vocabulary)
         start = time.perf_counter()
-        tokens = run(work, command.get("logprobs", True))
-        print(json.dumps({"seconds": time.perf_counter() - start, "tokens": tokens}), flush=True)
+        done = run(work, command.get("logprobs", True))
+        seconds = time.perf_counter() - start
+        if "save" in command:
+            Path(command["save"]).write_text(json.dumps({"prompts": work.prompts, "completions": done}))
+        print(json.dumps({"seconds": seconds, "tokens": sum(len(ids) for ids, _ in done)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,139 @@
+"""Output tokens a second on one GPU, against vLLM: Qwen3-0.6B's shape, random weights, ends of sequences ignored.
+
+    python benchmarks/generate_gpu.py [--vllm PYTHON] [--rounds N]
+
+Both engines stay up in processes of their own and take turns on the same work. `--vllm` is a Python that has vLLM;
+without it ours runs alone. Start-up is from the start of the process to its first token, weights on local disk.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from peer import ROOT, finish, median
+
+WORKER = ROOT / "benchmarks" / "generation.py"
+WORKLOADS = ("batch_128", "batch_256", "groups", "mixed")
+QWEN3_06B = {
+    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16", "hidden_act": "silu", "attention_bias": False,
+}  # fmt: skip
+WEIGHT_BYTES, KV_BYTES = 1.192e9, 114_688  # of the model; of a token
+
+
+class Worker:
+    def __init__(self, python: str, engine: str, model: Path) -> None:
+        start = time.perf_counter()
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        self.process = subprocess.Popen(
+            [python, WORKER, engine, model], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.read()
+        self.startup = time.perf_counter() - start
+
+    def read(self) -> dict:
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        sys.exit(f"{self.process.args[2]} ended")
+
+    def run(self, **command: object) -> float:
+        """Tokens a second."""
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        answer = self.read()
+        return answer["tokens"] / answer["seconds"]
+
+
+def write_model(directory: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from hone.models.hf import hf_tensors
+    from hone.models.spec import parse_model_config
+    from hone.models.transformer import Transformer
+
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = Transformer(parse_model_config(QWEN3_06B))
+    torch.set_default_dtype(torch.float32)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(parameter, 0, 0.02)
+    save_file({name: tensor.contiguous().cpu() for name, tensor in hf_tensors(model)}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(QWEN3_06B))
+
+
+def bandwidth() -> float:
+    """Bytes a second of a large copy on the device, read and written."""
+    import torch
+
+    source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(6):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return 2 * 2**32 / median(times)
+
+
+def limit(name: str, rate: float) -> float:
+    """Tokens a second if a step did nothing but read the weights and every key and value once (a group's prompt once
+    for the group): what the memory's bandwidth allows."""
+    from generation import workload
+
+    work = workload(name)
+    shared = 16 if name == "groups" else 1
+    seconds = 0.0
+    for step in range(max(work.outputs)):
+        running = [(len(p), n) for p, n in zip(work.prompts, work.outputs, strict=True) if n > step]
+        tokens = sum(length / shared + step for length, _ in running)
+        seconds += (WEIGHT_BYTES + tokens * KV_BYTES) / rate
+    return sum(work.outputs) / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", help="a Python that has vLLM")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(Path(directory))
+        rate = bandwidth()
+        print(f"memory: {rate / 1e12:.2f} TB/s", flush=True)
+        engines = {"ours": Worker(sys.executable, "ours", Path(directory))}
+        if arguments.vllm:
+            engines["vllm"] = Worker(arguments.vllm, "vllm", Path(directory))
+        print(*(f"{name}: {worker.startup:.1f} s to the first token" for name, worker in engines.items()), sep="\n")
+        figures: dict[str, float] = {f"{name}_startup_s": worker.startup for name, worker in engines.items()}
+        for name in WORKLOADS:
+            results: dict[str, list[float]] = {}
+            for number in range(arguments.rounds + 1):
+                for engine, worker in engines.items():
+                    for logprobs in (True, False) if engine == "vllm" and name != "mixed" else (True,):
+                        speed = worker.run(workload=name, logprobs=logprobs, seed=number)
+                        if number:  # the first is for warming up
+                            results.setdefault(engine + ("" if logprobs else " without logprobs"), []).append(speed)
+            most = limit(name, rate)
+            for engine, speeds in results.items():
+                share = f"{median(speeds) / most:4.0%} of the memory's {most:,.0f}"
+                print(
+                    f"{name:>10} {engine:>22}: {median(speeds):>9,.0f} tokens/s  {share}  {[round(s) for s in speeds]}"
+                )
+                figures[f"{name}_{engine}".replace(" ", "_")] = median(speeds)
+            sys.stdout.flush()
+    finish(**figures)
+
+
+if __name__ == "__main__":
+    main()
