@@ -65,6 +65,7 @@ class GenerateRequest:
     stop_ids: frozenset[int]
     ends: Callable[[list[int]], int | None] | None = None
     timeout: float | None = None  # seconds from being taken until it ends with what it has
+    adapter: str | None = None  # name of a LoRA adapter that the engine has
 
 
 @dataclass

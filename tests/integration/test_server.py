@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from hone.models.attention import PackedAttention
 from hone.models.hf import load_model
@@ -104,6 +105,41 @@ def test_the_ways_of_drawing_reach_the_engine(server, trained):
     assert all(len(e["top_logprobs"]) == 2 and e["top_logprobs"][0]["logprob"] >= e["logprob"] - 1e-6 for e in entries)
     cold, raw = (ask(server, trained, logprobs=True, temperature=0.5, raw_logprobs=r) for r in (False, True))
     assert cold["token_ids"] == raw["token_ids"] and cold["logprobs"] != raw["logprobs"]
+
+
+def write_adapter(directory, model_dir, rank=2):
+    """A LoRA adapter of every query projection, in peft's format."""
+    directory.mkdir()
+    tensors = {}
+    for file in model_dir.glob("*.safetensors"):
+        for key, tensor in load_file(file).items():
+            if "q_proj" in key:
+                name = f"base_model.model.{key.removesuffix('.weight')}"
+                tensors[f"{name}.lora_A.weight"] = torch.randn(rank, tensor.shape[1])
+                tensors[f"{name}.lora_B.weight"] = torch.randn(tensor.shape[0], rank)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    return str(directory)
+
+
+def test_adapters_are_models_by_name(server, client, trained, tmp_path):
+    control = server.url.removesuffix("/v1") + "/v1/load_lora_adapter"
+    path = write_adapter(tmp_path / "a", trained)
+    assert httpx.post(control, json={"lora_name": "a", "lora_path": path}).json()["adapters"] == ["a"]
+    try:
+        assert [model.id for model in client.models.list()] == [str(trained), "a"]
+        plain, other = (ask(server, model, ignore_eos=True)["token_ids"] for model in (trained, "a"))
+        assert plain != other
+        for body, words in (
+            ({"lora_name": "b", "lora_path": str(trained)}, "is not an adapter"),
+            ({"lora_name": str(trained), "lora_path": path}, "is the name of the model itself"),
+        ):
+            answer = httpx.post(control, json=body)
+            assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+    finally:
+        httpx.post(control.replace("/load", "/unload"), json={"lora_name": "a"})
+    refused = chat(server, "a")
+    assert refused.status_code == 404 and "'a' is not served here" in refused.json()["error"]["message"]
 
 
 def test_a_client_that_hangs_up_frees_its_place(server, trained):

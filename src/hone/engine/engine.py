@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,11 +30,12 @@ from hone.kernels import gpu
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows
 from hone.kernels.linear import exact_logits
+from hone.models.lora import Adapters, read_adapter
 from hone.models.transformer import Transformer
 from hone.records import Completion, GenerateRequest
 
-PREFILL_TOKENS = 16384  # prompt tokens computed before decoding goes on …
-PASS_TOKENS = 4096  # … in passes of so many: the host plans the next one while the device computes
+PREFILL_TOKENS = 32768  # prompt tokens computed before decoding goes on …
+PASS_TOKENS = 16384  # … in passes of so many
 WINDOW = 8  # decode steps on a GPU before the host looks
 STOPS = 8  # stop tokens of a sequence for which there is room from the start
 
@@ -43,6 +45,7 @@ class _Turn:
     """What is known of the sequences that decode, until one comes or goes."""
 
     kind: int  # of sampling
+    has_adapters: bool
     watched: list[int]  # those with a stop condition of the host's
     each_step: bool  # whether the host looks at every token
     last_step: int  # the engine's step by which all have their last token
@@ -75,6 +78,7 @@ class Engine:
         self.pool = self.cache.pool
         self.slots = Slots(max_batch_size, self.max_model_len, self.pool.needed(self.max_model_len), STOPS, self.device)
         self.sampler = Sampler(self.slots, spec.vocab_size)
+        self.adapters = Adapters(model)
         self.graphs = DecodeGraphs(self) if weight.is_cuda and gpu.IS_AVAILABLE else None
         self.version, self.completions = version, 0  # completions: handed over so far
         self.waiting: deque[Sequence] = deque()
@@ -100,7 +104,10 @@ class Engine:
     # ------------------------------------------------------------------------------------------ requests
 
     def add(self, request: GenerateRequest, on_finish: Callable[[Completion], None]) -> Sequence:
-        """Queues a request. Raises ValueError for an empty or overlong prompt; max_tokens is cut to what fits."""
+        """Queues a request; max_tokens is cut to what fits.
+
+        Raises ValueError for an empty or overlong prompt and an adapter that is not loaded.
+        """
         room = self.max_model_len - len(request.prompt_ids)
         if not request.prompt_ids:
             raise ValueError("the prompt is empty")
@@ -110,7 +117,8 @@ class Engine:
                 f"the prompt alone has {len(request.prompt_ids)}"
             )
         deadline = None if request.timeout is None else time.monotonic() + request.timeout
-        sequence = Sequence(request, on_finish, min(request.sampling.max_tokens, room), deadline)
+        adapter = self.adapters.number(request.adapter)
+        sequence = Sequence(request, on_finish, min(request.sampling.max_tokens, room), deadline, adapter)
         self._has_deadlines |= deadline is not None
         self.waiting.append(sequence)
         return sequence
@@ -179,6 +187,27 @@ class Engine:
             self.step()
         return [done[i] for i in range(len(requests))]
 
+    def load_adapter(self, name: str, directory: Path) -> None:
+        """Takes a LoRA adapter in peft's format, for requests that name it, instead of one that had the name before.
+
+        Requests under way go on with it, as they do with new weights. Raises ValueError for what does not fit.
+        """
+        self.adapters.load(name, read_adapter(directory))
+        self.set_version(self.version)  # what was computed with the old one is not used again
+        self._forget_adapters()
+
+    def unload_adapter(self, name: str) -> None:
+        """Raises ValueError where there is none of that name or requests of it are under way."""
+        number = self.adapters.number(name)
+        if any(s.adapter == number for s in self.sequences()):
+            raise ValueError(f"adapter {name!r} has requests under way")
+        self.adapters.unload(name)
+        self._forget_adapters()
+
+    def _forget_adapters(self) -> None:
+        if self.graphs is not None:
+            self.graphs.clear()
+
     # ---------------------------------------------------------------------------------------------- steps
 
     @torch.no_grad()
@@ -203,20 +232,20 @@ class Engine:
             end = min(len(sequence.prompt), sequence.computed + budget)
             planned.append((sequence, Stretch(sequence.prompt, sequence.pages, sequence.computed, end)))
             budget -= end - sequence.computed
-            self.pool.remember(sequence.prompt[:end], sequence.pages)
+            self.pool.remember(sequence.prompt[:end], sequence.pages, sequence.adapter)
 
         for sequence in self.prefilling:
             if budget > 0:
                 plan(sequence)
-        leaders = {tuple(s.prompt): s for s in self.prefilling}
+        leaders = {s.start: s for s in self.prefilling}
         while admit and self.waiting and self.slots.free:
             sequence = self.waiting[0]
-            prompt = tuple(sequence.prompt)
-            leader = leaders.get(prompt)
+            prompt = sequence.prompt
+            leader = leaders.get(sequence.start)
             if leader is None and budget <= 0:
                 break
             if leader is None:
-                shared = self.pool.match(sequence.prompt)
+                shared = self.pool.match(prompt, sequence.adapter)
             else:
                 shared = leader.pages[: len(prompt) // self.pool.size]
             # The last token's keys are never needed.
@@ -231,7 +260,7 @@ class Engine:
                 leader.siblings.append(sequence)
                 continue
             sequence.computed = len(shared) * self.pool.size
-            leaders[prompt] = sequence
+            leaders[sequence.start] = sequence
             self.prefilling.append(sequence)
             plan(sequence)
         return planned
@@ -257,7 +286,11 @@ class Engine:
                 self.graphs.clear()
             self.slots.fill(started)
             self.sampler.fill(started)
-        hidden_PD = self.model(tokens, attention.positions_T, attention, kept_P)
+        which_T = None
+        if any(s.adapter for s, _ in planned):
+            which_T = to_device(np.repeat([s.adapter for s, _ in planned], attention.lengths), self.device)
+        with self.adapters.used_by(which_T, kept_P):
+            hidden_PD = self.model(tokens, attention.positions_T, attention, kept_P)
         if not started:
             return
         logits_PV = self._logits(hidden_PD)
@@ -297,10 +330,11 @@ class Engine:
         turn, slots = self._turn, self.slots
         if self.graphs is not None:
             steps = 1 if turn.each_step else max(1, min(WINDOW, turn.last_step - self.steps))
-            logits_BV = self.graphs.run(turn.kind, steps, self._has_changed)
+            logits_BV = self.graphs.run(turn.kind, turn.has_adapters, steps, self._has_changed)
         else:
             steps = 1
-            logits_BV = self.decode_step(len(self.decoding), turn.kind, Rows(slots.active, slots.state, slots.table))
+            rows = Rows(slots.active, slots.state, slots.table)
+            logits_BV = self.decode_step(len(self.decoding), turn.kind, turn.has_adapters, rows)
         self._has_changed = False
         self.steps += steps
         if turn.each_step:
@@ -315,18 +349,20 @@ class Engine:
         watched = [i for i, s in enumerate(self.decoding) if s.request.ends is not None]
         return _Turn(
             Sampler.kind(self.decoding),
+            any(s.adapter for s in self.decoding),
             watched,
             bool(watched) or any(s.request.sampling.top_logprobs for s in self.decoding),
             max(s.first_step + s.max_tokens - 1 for s in self.decoding),
         )
 
-    def decode_step(self, B: int, kind: int, rows: Rows) -> Tensor:
+    def decode_step(self, B: int, kind: int, has_adapters: bool, rows: Rows) -> Tensor:
         """One token for the first B active slots, all on the device; returns the logits it was drawn from."""
         active_B = rows.active_B[:B]
         state_BF = self.slots.state[active_B]
         rows = Rows(active_B, rows.state, rows.table, rows.shared, rows.is_wide)
         attention = DecodeAttention(self.cache, rows)
-        hidden_BD = self.model(state_BF[:, column.LAST], state_BF[:, column.LENGTH], attention)
+        with self.adapters.used_by(state_BF[:, column.ADAPTER] if has_adapters else None):
+            hidden_BD = self.model(state_BF[:, column.LAST], state_BF[:, column.LENGTH], attention)
         logits_BV = self._logits(hidden_BD)
         self.sampler.sample(logits_BV, active_B, kind, advance=True)
         return logits_BV
@@ -372,7 +408,7 @@ class Engine:
         self._has_changed = True
         for (sequence, n, reason), ids, values in zip(ended, tokens, logprobs, strict=True):
             if len(sequence.versions) == 1 and sequence.versions[0][1] == self.version:
-                self.pool.remember([*sequence.prompt, *ids[: n - 1]], sequence.pages)
+                self.pool.remember([*sequence.prompt, *ids[: n - 1]], sequence.pages, sequence.adapter)
             self._release(sequence)
             self._hand_over(sequence, ids[:n], values[:n], reason)
 

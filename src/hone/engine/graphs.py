@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: one launch a step instead of some 230, and several steps before the host looks.
 
-A graph is captured, when it is first needed, for a number of rows (padded with the spare slot), a kind of sampling, and
-a way to read the cache: alone or with the pages that groups share, in wide blocks or narrow ones. All that changes
-between replays (who is active, pages, lengths) stands in tensors that stay where they are. So do the weights.
+A graph is captured, when it is first needed, for a number of rows (padded with the spare slot), a kind of sampling,
+with or without adapters, and a way to read the cache: alone or with the pages that groups share, in wide blocks or in
+narrow ones. All that changes between replays (who is active, pages, lengths) stands in tensors that stay where they
+are. So do the weights.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ LONG = 384  # mean tokens of a sequence from which wide blocks are faster
 class Key(NamedTuple):
     rows: int
     kind: int
+    has_adapters: bool
     stretches: int  # room for so many stretches of shared pages; 0: every sequence reads its own
     parts: int  # … and so many of one sequence
     is_wide: bool
@@ -57,10 +59,10 @@ class DecodeGraphs:
         self.graphs.clear()
         self.pool = self.key = None
 
-    def run(self, kind: int, steps: int, has_changed: bool) -> Tensor:
+    def run(self, kind: int, has_adapters: bool, steps: int, has_changed: bool) -> Tensor:
         """That many decode steps of the active slots; returns the logits of the last."""
         if has_changed or self.key is None or self.key.kind != kind:
-            self.key = self._key(kind)
+            self.key = self._key(kind, has_adapters)
             if self.key.stretches:
                 self._write_plan(self.key)
         if self.key not in self.graphs:
@@ -70,7 +72,7 @@ class DecodeGraphs:
             graph.replay()
         return logits
 
-    def _key(self, kind: int) -> Key:
+    def _key(self, kind: int, has_adapters: bool) -> Key:
         engine = self.engine
         B = padded(len(engine.decoding))
         mean = sum(len(s.prompt) + engine.steps - s.first_step for s in engine.decoding) / len(engine.decoding)
@@ -83,7 +85,7 @@ class DecodeGraphs:
         parts = gpu.power_of_2(max(taken.values())) if taken else 0
         heads = engine.model.spec.num_key_value_heads
         is_wide = not stretches and (mean > LONG or B * heads <= 4 * self.processors)
-        return Key(min(B, engine.max_batch_size), kind, stretches, parts, is_wide)
+        return Key(min(B, engine.max_batch_size), kind, has_adapters, stretches, parts, is_wide)
 
     def _stretches(self) -> list[tuple[int, int, list[int]]]:
         """Pages first … end and the rows that share them: of groups whose prompts are the same in full pages."""
@@ -153,11 +155,11 @@ class DecodeGraphs:
         # Everything is compiled and set up by a step of the spare slot alone.
         active = slots.active.clone()
         slots.active.fill_(slots.count)
-        engine.decode_step(key.rows, key.kind, rows)
+        engine.decode_step(key.rows, key.kind, key.has_adapters, rows)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            logits = engine.decode_step(key.rows, key.kind, rows)
+            logits = engine.decode_step(key.rows, key.kind, key.has_adapters, rows)
         self.pool = self.pool or graph.pool()
         slots.active.copy_(active)
         return graph, logits

@@ -2,7 +2,8 @@
 
 A page holds the keys and values of PAGE tokens in a row. Full pages of prompts and of finished sequences are remembered
 by their tokens and the page before them, so a request that starts alike shares them; nobody's pages stay remembered
-until room is needed, the longest unused go first. A new policy version makes all of them strangers (`forget`).
+until room is needed, the longest unused go first. An adapter has chains of its own, and a new policy version makes all
+of them strangers (`forget`).
 """
 
 from collections import OrderedDict
@@ -32,10 +33,10 @@ class PagePool:
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
-    def match(self, ids: Sequence[int]) -> list[int]:
+    def match(self, ids: Sequence[int], adapter: int = 0) -> list[int]:
         """Remembered pages that hold the start of these tokens, short of the last one: its logits are wanted."""
         pages: list[int] = []
-        chain = 0
+        chain = -adapter
         for start in range(0, len(ids) - self.size, self.size):
             found = self._known.get((chain, tuple(ids[start : start + self.size])))
             if found is None:
@@ -75,9 +76,9 @@ class PagePool:
                 else:
                     self.free.append(page)
 
-    def remember(self, ids: Sequence[int], pages: list[int]) -> None:
+    def remember(self, ids: Sequence[int], pages: list[int], adapter: int = 0) -> None:
         """The full pages among these hold these tokens."""
-        chain = 0
+        chain = -adapter
         for page, start in zip(pages, range(0, len(ids) - self.size + 1, self.size), strict=False):
             key = (chain, tuple(ids[start : start + self.size]))
             if key not in self._known:

@@ -15,6 +15,7 @@ class Sequence:
     on_finish: Callable[[Completion], None]
     max_tokens: int
     deadline: float | None = None  # time.monotonic
+    adapter: int = 0  # its number
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # prompt tokens whose keys are in the cache
@@ -26,6 +27,11 @@ class Sequence:
     @property
     def prompt(self) -> list[int]:
         return self.request.prompt_ids
+
+    @property
+    def start(self) -> tuple[int, tuple[int, ...]]:
+        """What has to be the same for keys and values to be the same."""
+        return self.adapter, tuple(self.request.prompt_ids)
 
     @property
     def is_late(self) -> bool:

@@ -48,6 +48,7 @@ class Slots:
             sampling = s.request.sampling
             state[i, column.LENGTH], state[i, column.MAX] = len(s.prompt), s.max_tokens
             state[i, column.MIN] = min(sampling.min_tokens, s.max_tokens)
+            state[i, column.ADAPTER] = s.adapter
             state[i, column.SEED] = (sampling.seed + 2**63) % 2**64 - 2**63
             is_raw = sampling.raw_logprobs or sampling.temperature < 1e-5
             parameters[i] = (

@@ -6,12 +6,15 @@ machine alone.
     POST /resume                         go on
     GET  /version                        version, checksum, dtype, model, completions so far, is_paused
     POST /score                          {"ids": […]}: logprobs of every token after the first
+    POST /v1/load_lora_adapter           {"lora_name": NAME, "lora_path": DIR}, in peft's format; again to replace it
+    POST /v1/unload_lora_adapter         {"lora_name": NAME}
 
 A directory of another shape of model, or with a tokenizer of its own, replaces model and tokenizer; what runs is ended
 first where the shape differs.
 """
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -63,6 +66,18 @@ class Served:
         log.info("Took version %d of %s from %s", version, self.name, directory)
         return self.state()
 
+    def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
+        """Takes a LoRA adapter, on the compute thread; requests name it as their model."""
+        if name == self.name:
+            raise ValueError(f"lora_name: {name!r} is the name of the model itself")
+        self.engine.load_adapter(name, directory)
+        log.info("Took adapter %s from %s", name, directory)
+        return self.state()
+
+    def unload_adapter(self, name: str) -> dict[str, Any]:
+        self.engine.unload_adapter(name)
+        return self.state()
+
     def state(self) -> dict[str, Any]:
         model = self.engine.model
         return {
@@ -72,6 +87,7 @@ class Served:
             "model": self.name,
             "completions": self.engine.completions,
             "is_paused": self.service.is_paused,
+            "adapters": list(self.engine.adapters.loaded),
         }
 
 
@@ -79,6 +95,15 @@ class Update(BaseModel):
     weight_dir: str
     version: int = Field(ge=0)
     model_name: str | None = None
+
+
+class LoadAdapter(BaseModel):
+    lora_name: str = Field(min_length=1)
+    lora_path: str
+
+
+class UnloadAdapter(BaseModel):
+    lora_name: str
 
 
 class Ids(BaseModel):
@@ -96,6 +121,13 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
 
     guard = [Depends(from_here)]
 
+    async def changed(change: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The state after a change on the compute thread."""
+        try:
+            return await service.run(change)
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+
     @app.post("/pause", dependencies=guard)
     async def pause(mode: Annotated[Literal["keep", "wait", "abort"], Query()] = "keep") -> dict[str, Any]:
         await service.pause(mode)
@@ -108,10 +140,15 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
 
     @app.post("/update_weights", dependencies=guard)
     async def update_weights(body: Update) -> dict[str, Any]:
-        try:
-            return await service.run(lambda: served.update(Path(body.weight_dir), body.version, body.model_name))
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from None
+        return await changed(lambda: served.update(Path(body.weight_dir), body.version, body.model_name))
+
+    @app.post("/v1/load_lora_adapter", dependencies=guard)
+    async def load_lora_adapter(body: LoadAdapter) -> dict[str, Any]:
+        return await changed(lambda: served.load_adapter(body.lora_name, Path(body.lora_path)))
+
+    @app.post("/v1/unload_lora_adapter", dependencies=guard)
+    async def unload_lora_adapter(body: UnloadAdapter) -> dict[str, Any]:
+        return await changed(lambda: served.unload_adapter(body.lora_name))
 
     @app.get("/version", dependencies=guard)
     async def version() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The server: an engine behind the OpenAI chat API.
 
     GET  /health                 200 once the model is loaded; the only route without a key
-    GET  /v1/models              the one model, under the name it was given
+    GET  /v1/models              the model, under the name it was given, and its adapters
     POST /v1/chat/completions    not streaming; with logprobs and token ids on request; ends when the client hangs up
     and the control routes of inference/control.py
 
@@ -67,21 +67,16 @@ def build_app(served: Served, api_key: str | None = None) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        card = {
-            "id": served.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "hone",
-            "max_model_len": served.engine.max_model_len,
-        }
-        return {"object": "list", "data": [card]}
+        card = {"object": "model", "created": 0, "owned_by": "hone", "max_model_len": served.engine.max_model_len}
+        adapters = [{"id": name, **card, "parent": served.name} for name in served.engine.adapters.loaded]
+        return {"object": "list", "data": [{"id": served.name, **card}, *adapters]}
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, connection: Request) -> Response:
-        if body.model != served.name:
-            return _refuse(
-                404, f"model {body.model!r} is not served here; this server has {served.name!r}", param="model"
-            )
+        names = [served.name, *served.engine.adapters.loaded]
+        if body.model not in names:
+            known = ", ".join(map(repr, names))
+            return _refuse(404, f"model {body.model!r} is not served here; this server has {known}", param="model")
         tokenizer = served.tokenizer
         try:
             messages = [message.as_message() for message in body.messages]
@@ -146,6 +141,7 @@ def _requests(body: ChatRequest, prompt_ids: list[int], served: Served) -> list[
             stop_ids,
             StopStrings(decode, body.stop) if body.stop else None,
             body.timeout,
+            None if body.model == served.name else body.model,
         )
         for i in range(body.n or 1)
     ]
@@ -189,7 +185,10 @@ def serve(config: InferenceConfig) -> None:
         kv_cache_gib=config.kv_cache_gib,
     )
     service = EngineService(engine)
-    app = build_app(Served(service, loaded.tokenizer, config.model.name), api_key)
+    served = Served(service, loaded.tokenizer, config.model.name)
+    for name, directory in config.adapters.items():
+        served.load_adapter(name, directory)
+    app = build_app(served, api_key)
     url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
     log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - STARTED)
     # No proxy headers: who may control the server is told by the connection. Open requests get some seconds to end.

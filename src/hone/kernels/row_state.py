@@ -1,7 +1,7 @@
 """Where a running sequence's numbers stand: columns of two matrices that kernels read and write, a row a sequence."""
 
 # state, int64
-FIELDS = 8
+FIELDS = 9
 LAST = 0  # the newest token, whose keys are not in the cache yet
 LENGTH = 1  # tokens whose keys are in the cache: the newest token's position
 COUNT = 2  # tokens generated …
@@ -10,6 +10,7 @@ MIN = 4  # … and must be before a stop token counts
 SEED = 5
 DONE = 6  # 0 while running, then STOPPED or FULL
 OWN_PAGE = 7  # the first page that is read for this sequence alone; those before it are read once for a group
+ADAPTER = 8  # number of its LoRA adapter, 0 for none
 STOPPED, FULL = 1, 2
 
 # parameters, float32

@@ -12,6 +12,7 @@ Shapes: T tokens, D hidden, H query heads, K key/value heads, E head size, F fee
 """
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -42,12 +43,17 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.delta: Callable[[Tensor], Tensor | None] | None = None  # what adapters add (`models/lora.py`)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        y = linear(x, self.weight, self.bias)
+        added = None if self.delta is None else self.delta(x)
+        return y if added is None else y + added
 
     def parts(self, x: Tensor) -> Tensor:
         """The result, or for few tokens on a GPU parts S x T x O that add up to it: `add_norm` takes either."""
+        if self.delta is not None:
+            return self(x)
         return linear_parts(x, self.weight, self.bias)
 
 

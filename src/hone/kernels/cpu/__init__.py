@@ -32,7 +32,8 @@ def takes(x: Tensor) -> bool:
 @functools.cache
 def _numba() -> tuple[Any, bool]:
     """numba, set up, and whether compiled code can be kept. Its settings come from the environment, also later on."""
-    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    here = Path(__file__).parent
+    sources = b"".join(path.read_bytes() for path in [*sorted(here.glob("*.py")), here.parent / "row_state.py"])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hone" / "kernels"
     directory = cache / hashlib.sha256(sources).hexdigest()[:12]
     log, keeps = logging.getLogger("hone"), True

@@ -1,0 +1,137 @@
+"""LoRA adapters beside the weights, against the same adapters merged into them."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hone.engine.engine import Engine
+from hone.models.hf import hf_names, split_rows
+from hone.models.lora import read_adapter
+from hone.models.spec import ModelSpec
+from hone.models.transformer import Transformer
+from hone.records import GenerateRequest, Sampling
+
+SPEC = ModelSpec(50, 32, 64, 2, 4, 2, 16, 1e-6, 1000.0, True, 96, 0.5, False)
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture
+def model():
+    model = Transformer(SPEC)
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+def sources(model):
+    """HF linears and the row blocks of our weights that they are."""
+    parameters = dict(model.named_parameters())
+    for ours, theirs in hf_names(SPEC).items():
+        for name, part in zip(theirs, split_rows(SPEC, ours, parameters[ours].detach()), strict=True):
+            yield name.removesuffix(".weight"), part
+
+
+def write_adapter(directory, model, rank, targets, seed, **config):
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, part in sources(model):
+        if name.split(".")[-1] in targets:
+            for letter, shape in (("A", (rank, part.shape[1])), ("B", (part.shape[0], rank))):
+                key = f"base_model.model.{name}.lora_{letter}.weight"
+                tensors[key] = 0.3 * torch.randn(shape, generator=generator)
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(settings | config))
+    return directory
+
+
+@torch.no_grad()
+def merged(model, directory):
+    model = copy.deepcopy(model)
+    adapter = read_adapter(directory)
+    for name, part in sources(model):
+        if name in adapter.weights:
+            a, b = adapter.weights[name]
+            part += b @ a
+    return model
+
+
+def request(seed, adapter=None, prompt=(5, 6, 7), max_tokens=12):
+    return GenerateRequest([*prompt], Sampling(1.0, max_tokens, seed), frozenset(), adapter=adapter)
+
+
+def same(one, two):
+    assert one.ids == two.ids
+    torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(two.logprobs), rtol=0, atol=1e-4)
+
+
+def test_each_request_is_answered_by_its_adapter(model, tmp_path):
+    paths = {
+        "a": write_adapter(tmp_path / "a", model, 4, ALL, 1),
+        "b": write_adapter(tmp_path / "b", model, 3, ("q_proj", "v_proj", "down_proj"), 2, use_rslora=True),
+    }
+    engine = Engine(model)
+    for name, path in paths.items():
+        engine.load_adapter(name, path)
+    names = [None, "a", "b"] * 4
+    prompt = range(4, 25)  # a full page: adapters must not share it
+    done = engine.generate([request(i, name, prompt) for i, name in enumerate(names)])
+    plain = {None: model, **{name: merged(model, path) for name, path in paths.items()}}
+    for i, (name, completion) in enumerate(zip(names, done, strict=True)):
+        same(completion, Engine(plain[name]).generate([request(i, None, prompt)])[0])
+
+
+def test_scale_and_replacement(model, tmp_path):
+    write_adapter(tmp_path / "a", model, 4, ALL, 1)
+    write_adapter(tmp_path / "b", model, 4, ALL, 1, use_rslora=True)
+    one, two = read_adapter(tmp_path / "a"), read_adapter(tmp_path / "b")
+    name = "model.layers.0.self_attn.q_proj"
+    torch.testing.assert_close(one.weights[name][1] / 2, two.weights[name][1] / (8 / math.sqrt(4)))
+
+    engine, done = Engine(model), []
+    engine.load_adapter("x", tmp_path / "a")
+    engine.add(request(3, "x", max_tokens=20), done.append)
+    engine.step()
+    write_adapter(tmp_path / "c", model, 2, ALL, 9)
+    engine.load_adapter("x", tmp_path / "c")  # the request goes on with the new one
+    with pytest.raises(ValueError, match="under way"):
+        engine.unload_adapter("x")
+    while not engine.is_idle:
+        engine.step()
+    old = Engine(merged(model, tmp_path / "a")).generate([request(3, max_tokens=20)])[0]
+    assert done[0].ids[:2] == old.ids[:2] and done[0].logprobs[2:] != old.logprobs[2:]
+    same(engine.generate([request(4, "x")])[0], Engine(merged(model, tmp_path / "c")).generate([request(4)])[0])
+    engine.unload_adapter("x")
+    with pytest.raises(ValueError, match="no adapter 'x' is loaded; loaded: none"):
+        engine.add(request(1, "x"), print)
+    same(engine.generate([request(5)])[0], Engine(model).generate([request(5)])[0])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+        ({"bias": "all"}, "bias = 'all'"),
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"r": 5}, "of rank 5"),
+    ],
+)
+def test_adapters_that_would_do_something_else_are_refused(model, tmp_path, config, message):
+    with pytest.raises(ValueError, match=message):
+        read_adapter(write_adapter(tmp_path / "a", model, 4, ALL, 1, **config))
+
+
+def test_an_adapter_of_another_model_is_refused(model, tmp_path):
+    from dataclasses import replace
+
+    other = Transformer(replace(SPEC, hidden_size=48))
+    write_adapter(tmp_path / "a", other, 4, ("q_proj",), 1)
+    with pytest.raises(ValueError, match="is for 64 x 48 weights, the model's are 64 x 32"):
+        Engine(model).load_adapter("a", tmp_path / "a")
+    with pytest.raises(ValueError, match="not an adapter"):
+        Engine(model).load_adapter("a", tmp_path)
