@@ -80,7 +80,7 @@ def test_a_group_reads_its_prompt_once(model):
 def test_a_long_prompt_in_pieces_and_a_prefix_that_is_known(model):
     (long,) = prompts([1500])
     engine = Engine(model, max_batch_size=8, max_model_len=2048, kv_cache_gib=1, prefill_tokens=256)
-    requests = [request(long), request([*long[:1000], 9, 9, 9], seed=1), request(long[:64] + [10], seed=2)]
+    requests = [request(long), request([*long[:1000], 9, 9, 9], seed=1), request([*long[:64], 10], seed=2)]
     for one in requests:
         assert_logprobs(model, [one], engine.generate([one]))
 

@@ -79,7 +79,7 @@ class PrefillAttention:
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
         keys, values = (x.flatten(0, 1) for x in self.cache.store[layer])
-        if gpu.takes(qkv_TNE) and gpu.is_power_of_2(qkv_TNE.shape[2]):
+        if gpu.takes(qkv_TNE) and gpu.takes_heads(qkv_TNE.shape[2]):
             from hone.kernels.gpu import rows
 
             rotation = heads.rotation
@@ -110,7 +110,7 @@ class DecodeAttention:
     def __call__(self, layer: int, qkv_BNE: Tensor, heads: Heads) -> Tensor:
         keys, values = self.cache.store[layer]
         rows = self.rows
-        if gpu.takes(qkv_BNE) and gpu.is_power_of_2(qkv_BNE.shape[2]):
+        if gpu.takes(qkv_BNE) and gpu.takes_heads(qkv_BNE.shape[2]):
             from hone.kernels.gpu.decode import decode
 
             scales, tables = (heads.q_scale_E, heads.k_scale_E), (heads.rotation.cos_PE, heads.rotation.sin_PE)

@@ -79,7 +79,7 @@ class Engine:
         self.slots = Slots(max_batch_size, self.max_model_len, self.pool.needed(self.max_model_len), STOPS, self.device)
         self.sampler = Sampler(self.slots, spec.vocab_size)
         self.adapters = Adapters(model)
-        self.graphs = DecodeGraphs(self) if weight.is_cuda and gpu.IS_AVAILABLE else None
+        self.graphs = DecodeGraphs(self) if gpu.takes_model(weight, spec.head_dim) else None
         self.version, self.completions = version, 0  # completions: handed over so far
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []

@@ -16,12 +16,18 @@ import torch
 from torch import Tensor
 
 IS_AVAILABLE = importlib.util.find_spec("triton") is not None and os.environ.get("HONE_GPU_KERNELS", "1") != "0"
+HALF = (torch.bfloat16, torch.float16)
 FEW_TOKENS = 256  # up to here a product is bound by fetching weights
 
 
 def takes(x: Tensor) -> bool:
     """Whether the Triton kernels take this tensor."""
-    return IS_AVAILABLE and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
+    return IS_AVAILABLE and x.is_cuda and x.dtype in HALF and not torch.is_grad_enabled()
+
+
+def takes_model(weight: Tensor, head_size: int) -> bool:
+    """Whether all that a decode step of such a model does stays on the device."""
+    return IS_AVAILABLE and weight.is_cuda and weight.dtype in HALF and takes_heads(head_size)
 
 
 @functools.cache
@@ -44,7 +50,7 @@ def power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def is_power_of_2(head_size: int) -> bool:
+def takes_heads(head_size: int) -> bool:
     """Whether attention kernels take heads of this size."""
     return 16 <= head_size <= 256 and head_size & (head_size - 1) == 0
 
