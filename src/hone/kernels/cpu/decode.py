@@ -53,34 +53,42 @@ def attend(B, H, K, E, q, q_row, k, k_row, v, v_row, keys, values, PAGE, active,
         starts = np.empty((L + PAGE - 1) // PAGE, np.int64)
         for p in range(len(starts)):
             starts[p] = get_integer(table, pages + p) * PAGE * step
-        scores = np.empty(L, np.float32)
-        query = np.empty(E, np.float32)
-        for h in range(H):
-            head = h // (H // K) * E
-            for e in range(E):
-                query[e] = get(q, b * q_row + h * E + e) * scale
-            top = _f(-1e30)
-            for p in range(len(starts)):
-                at = starts[p] + head
-                for j in range(min(PAGE, L - p * PAGE)):
+        # Token by token, all heads of one: the cache passes by once, from its start to its end.
+        scores = np.empty(H * L, np.float32)
+        query = np.empty(H * E, np.float32)
+        for i in range(H * E):
+            query[i] = get(q, b * q_row + i) * scale
+        group = H // K
+        for p in range(len(starts)):
+            for j in range(min(PAGE, L - p * PAGE)):
+                token, at = p * PAGE + j, starts[p] + j * step
+                for h in range(H):
                     products = splat(_f(0))
                     for e in range(0, E, 16):
-                        products = multiply_add(load(query, e), load(keys, at + j * step + e), products)
-                    score = total(products)
-                    scores[p * PAGE + j] = score
-                    top = max(top, score)
-            weight = _f(0)
-            for j in range(L):
-                scores[j] = exp(scores[j] - top)
-                weight += scores[j]
+                        products = multiply_add(load(query, h * E + e), load(keys, at + h // group * E + e), products)
+                    put(scores, h * L + token, total(products))
+        for h in range(H):
+            top, weight = _f(-1e30), _f(0)
+            for j in range(h * L, h * L + L):
+                top = max(top, get(scores, j))
+            for j in range(h * L, h * L + L):
+                share = exp(get(scores, j) - top)
+                put(scores, j, share)
+                weight += share
             weight = _f(1) / weight
-            for e in range(0, E, 16):
-                mixed = splat(_f(0))
-                for p in range(len(starts)):
-                    at = starts[p] + head + e
-                    for j in range(min(PAGE, L - p * PAGE)):
-                        mixed = multiply_add(scores[p * PAGE + j] * weight, load(values, at + j * step), mixed)
-                store(out, (b * H + h) * E + e, mixed)
+            for j in range(h * L, h * L + L):
+                put(scores, j, get(scores, j) * weight)
+        mixed = np.zeros(H * E, np.float32)
+        for p in range(len(starts)):
+            for j in range(min(PAGE, L - p * PAGE)):
+                token, at = p * PAGE + j, starts[p] + j * step
+                for h in range(H):
+                    share = get(scores, h * L + token)
+                    for e in range(0, E, 16):
+                        sum_so_far = load(mixed, h * E + e)
+                        store(mixed, h * E + e, multiply_add(share, load(values, at + h // group * E + e), sum_so_far))
+        for i in range(0, H * E, 16):
+            store(out, b * H * E + i, load(mixed, i))
 
 
 @inlined
