@@ -28,6 +28,8 @@ def main() -> None:
                 speed = worker.run(workload="tiny_128", seed=number)
                 if number:  # the first is for warming up
                     speeds[engine].append(speed)
+        for worker in workers.values():
+            worker.end()
         for engine, values in speeds.items():
             print(f"{engine:>12}: {median(values):>9,.0f} tokens/s  {[round(v) for v in values]}")
     mine, theirs = median(speeds["ours"]), median(speeds["transformers"])

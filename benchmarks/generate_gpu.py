@@ -2,8 +2,9 @@
 
     python benchmarks/generate_gpu.py [--vllm PYTHON] [--rounds N]
 
-Both engines stay up in processes of their own and take turns on the same work. `--vllm` is a Python that has vLLM;
-without it ours runs alone. Start-up is from the start of the process to its first token, weights on local disk.
+Each engine has the GPU to itself: ours runs, then vLLM, then ours again, each in a process of its own and on the same
+work. `--vllm` is a Python that has vLLM; without it ours runs alone. Start-up is from the start of the process to its
+first token, weights on local disk.
 """
 
 import argparse
@@ -43,6 +44,10 @@ class Worker:
             if line.startswith("{"):
                 return json.loads(line)
         sys.exit(f"{self.process.args[2]} ended")
+
+    def end(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(60)
 
     def run(self, **command: object) -> float:
         """Tokens a second."""
@@ -111,27 +116,26 @@ def main() -> None:
         write_model(Path(directory))
         rate = bandwidth()
         print(f"memory: {rate / 1e12:.2f} TB/s", flush=True)
-        engines = {"ours": Worker(sys.executable, "ours", Path(directory))}
-        if arguments.vllm:
-            engines["vllm"] = Worker(arguments.vllm, "vllm", Path(directory))
-        print(*(f"{name}: {worker.startup:.1f} s to the first token" for name, worker in engines.items()), sep="\n")
-        figures: dict[str, float] = {f"{name}_startup_s": worker.startup for name, worker in engines.items()}
-        for name in WORKLOADS:
-            results: dict[str, list[float]] = {}
-            for number in range(arguments.rounds + 1):
-                for engine, worker in engines.items():
-                    for logprobs in (True, False) if engine == "vllm" and name != "mixed" else (True,):
-                        speed = worker.run(workload=name, logprobs=logprobs, seed=number)
-                        if number:  # the first is for warming up
-                            results.setdefault(engine + ("" if logprobs else " without logprobs"), []).append(speed)
+        results: dict[str, dict[str, list[float]]] = {name: {} for name in WORKLOADS}
+        figures: dict[str, float] = {}
+        for phase, engine in enumerate(("ours", "vllm", "ours") if arguments.vllm else ("ours",)):
+            worker = Worker(arguments.vllm if engine == "vllm" else sys.executable, engine, Path(directory))
+            print(f"{engine}: {worker.startup:.1f} s to the first token", flush=True)
+            figures[f"{engine}_startup_s" if phase < 2 else "ours_second_startup_s"] = worker.startup
+            for name in WORKLOADS:
+                for logprobs in (True, False) if engine == "vllm" else (True,):
+                    speeds = [worker.run(workload=name, logprobs=logprobs, seed=i) for i in range(arguments.rounds + 1)]
+                    label = engine if logprobs else f"{engine} without logprobs"
+                    results[name].setdefault(label, []).extend(speeds[1:])  # the first is for warming up
+            worker.end()
+        for name, of_engines in results.items():
             most = limit(name, rate)
-            for engine, speeds in results.items():
+            for label, speeds in of_engines.items():
                 share = f"{median(speeds) / most:4.0%} of the memory's {most:,.0f}"
                 print(
-                    f"{name:>10} {engine:>22}: {median(speeds):>9,.0f} tokens/s  {share}  {[round(s) for s in speeds]}"
+                    f"{name:>10} {label:>22}: {median(speeds):>9,.0f} tokens/s  {share}  {[round(s) for s in speeds]}"
                 )
-                figures[f"{name}_{engine}".replace(" ", "_")] = median(speeds)
-            sys.stdout.flush()
+                figures[f"{name}_{label}".replace(" ", "_")] = median(speeds)
     finish(**figures)
 
 

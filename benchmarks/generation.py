@@ -71,7 +71,7 @@ def vllm(model_dir: str):
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=model_dir, skip_tokenizer_init=True, max_model_len=2048, gpu_memory_utilization=0.4, max_num_seqs=512,
+        model=model_dir, skip_tokenizer_init=True, max_model_len=2048, gpu_memory_utilization=0.8, max_num_seqs=512,
         disable_log_stats=True,
     )  # fmt: skip
 
