@@ -77,18 +77,18 @@ class PrefillAttention:
         attention = ContinuedAttention(self.lengths, [s.start for s in self.stretches], device)
         return to_device(cells, device), attention
 
-    def __call__(self, layer: int, qkv: Tensor, heads: Heads) -> Tensor:
+    def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
         keys, values = (x.flatten(0, 1) for x in self.cache.store[layer])
-        if gpu.takes(qkv) and gpu.takes_heads(qkv.shape[-1]):
+        if gpu.takes(qkv_TNE) and gpu.takes_heads(qkv_TNE.shape[2]):
             from hone.kernels.gpu import rows
 
             rotation = heads.rotation
             tables = (rotation.cos_PE, rotation.sin_PE, rotation.positions_T)
             q, k, v = rows.heads(
-                qkv, heads.q_scale_E, heads.k_scale_E, *tables, self.cells_T, keys, values, heads.eps, heads.H
+                qkv_TNE, heads.q_scale_E, heads.k_scale_E, *tables, self.cells_T, keys, values, heads.eps, heads.H
             )
         else:
-            q, k, v = heads(qkv)
+            q, k, v = heads(qkv_TNE)
             keys.index_copy_(0, self.cells_T, k)
             values.index_copy_(0, self.cells_T, v)
         if self.fresh is not None:
@@ -107,15 +107,17 @@ class DecodeAttention:
     def __init__(self, cache: KVCache, rows: Rows) -> None:
         self.cache, self.rows = cache, rows
 
-    def __call__(self, layer: int, qkv: Tensor, heads: Heads) -> Tensor:
+    def __call__(self, layer: int, qkv_BNE: Tensor, heads: Heads) -> Tensor:
         keys, values = self.cache.store[layer]
         rows = self.rows
-        if gpu.takes(qkv) and gpu.takes_heads(qkv.shape[-1]):
+        if gpu.takes(qkv_BNE) and gpu.takes_heads(qkv_BNE.shape[2]):
             from hone.kernels.gpu.decode import decode
 
             scales, tables = (heads.q_scale_E, heads.k_scale_E), (heads.rotation.cos_PE, heads.rotation.sin_PE)
             where = (rows.active_B, rows.state, rows.table)
-            return decode(qkv, *scales, *tables, heads.eps, heads.H, keys, values, *where, rows.shared, rows.is_wide)
-        q, k, v = heads(qkv)
+            return decode(
+                qkv_BNE, *scales, *tables, heads.eps, heads.H, keys, values, *where, rows.shared, rows.is_wide
+            )
+        q, k, v = heads(qkv_BNE)
         attend = attend_by_pages if takes_pages(q) else attend_by_pages_reference
         return attend(q, k, v, keys, values, rows)

@@ -39,7 +39,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Heads:
-    """What becomes of a layer's fused projection T x (H + 2K) x E, or of parts of it, before it is attended to."""
+    """What becomes of a layer's fused projection T x (H + 2K) x E before it is attended; called, it does it."""
 
     H: int
     q_scale_E: Tensor | None
@@ -47,9 +47,8 @@ class Heads:
     eps: float
     rotation: Rotation
 
-    def __call__(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, qkv_TNE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, normalised and rotated."""
-        qkv_TNE = qkv if qkv.dim() == 3 else qkv.float().sum(dim=0).to(qkv.dtype)
         turn = (self.rotation.cos_T1E, self.rotation.sin_T1E)
         return norm_rope(qkv_TNE, self.q_scale_E, self.k_scale_E, *turn, self.eps, self.H)
 
@@ -65,8 +64,8 @@ class PackedAttention:
         """Position of every flat token inside its own sequence."""
         return torch.from_numpy(np.concatenate([np.arange(n) for n in self.lengths])).to(self.device)
 
-    def __call__(self, layer: int, qkv: Tensor, heads: Heads) -> Tensor:
-        return self.attend(*heads(qkv))
+    def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
+        return self.attend(*heads(qkv_TNE))
 
     def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
         """Mixed values, T x (H * E)."""

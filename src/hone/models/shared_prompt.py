@@ -43,8 +43,8 @@ class SharedPromptAttention:
         parts = [np.arange(length) + prefix for _, length, _, prefix in self.sequences.rows.tolist()]
         return torch.from_numpy(np.concatenate(parts)).to(self.device)
 
-    def __call__(self, layer: int, qkv: Tensor, heads: Heads) -> Tensor:
-        q_THE, k_TKE, v_TKE = heads(qkv)
+    def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
+        q_THE, k_TKE, v_TKE = heads(qkv_TNE)
         if takes(q_THE):
             return flat_attention(q_THE, k_TKE, v_TKE, self.sequences).reshape(len(q_THE), -1)
         return self.rectangle.attend(q_THE, k_TKE, v_TKE)

@@ -28,12 +28,12 @@ from hone.models.spec import Llama3Rope, ModelSpec
 
 
 class Attention(Protocol):
-    """Mixes the values of the tokens that each query may see: qkv T x (H + 2K) x E, or parts of it, -> T x (H * E).
+    """Mixes the values of the tokens that each query may see: qkv T x (H + 2K) x E -> T x (H * E).
 
     `heads` makes q, k and v of the projection; a kernel may do that and the mixing in one.
     """
 
-    def __call__(self, layer: int, qkv: Tensor, heads: Heads) -> Tensor: ...
+    def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor: ...
 
 
 class Linear(nn.Module):
@@ -51,7 +51,7 @@ class Linear(nn.Module):
         return y if added is None else y + added
 
     def parts(self, x: Tensor) -> Tensor:
-        """The result, or for few tokens on a GPU parts S x T x O that add up to it: norms and attention take either."""
+        """The result, or for few tokens on a GPU parts S x T x O that add up to it: `add_norm` takes either."""
         if self.delta is not None:
             return self(x)
         return linear_parts(x, self.weight, self.bias)
@@ -90,12 +90,8 @@ class SelfAttention(nn.Module):
         self.k_norm = nn.Parameter(torch.ones(spec.head_dim)) if spec.qk_norm else None
 
     def forward(self, layer: int, x_TD: Tensor, rotation: Rotation, attend: Attention) -> Tensor:
-        qkv = self.qkv.parts(x_TD)
-        return attend(
-            layer,
-            qkv.view(*qkv.shape[:-1], -1, self.head_dim),
-            Heads(self.heads, self.q_norm, self.k_norm, self.eps, rotation),
-        )
+        qkv_TNE = self.qkv(x_TD).view(len(x_TD), -1, self.head_dim)
+        return attend(layer, qkv_TNE, Heads(self.heads, self.q_norm, self.k_norm, self.eps, rotation))
 
 
 class MLP(nn.Module):

@@ -60,13 +60,7 @@ def splits(x_TI: Tensor, weight_OI: Tensor) -> int:
     rows, columns = weight_OI.shape
     if x_TI.dim() != 2 or len(x_TI) > FEW_TOKENS or not takes(x_TI):
         return 1
-    tiles = -(-rows // tile_width(len(x_TI), rows)) * -(-len(x_TI) // 128)
-    parts = 1
+    parts, tiles = 1, -(-rows // 64) * -(-len(x_TI) // 128)
     while parts < 8 and tiles * parts * 2 <= 144 and columns % (parts * 128) == 0:
         parts *= 2
     return parts
-
-
-def tile_width(tokens: int, rows: int) -> int:
-    """Rows of the weight in a tile: wide ones read the tokens less often, where there are enough of them."""
-    return 64 if -(-rows // 64) * -(-tokens // 128) <= 72 else 128

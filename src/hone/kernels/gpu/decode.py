@@ -180,7 +180,7 @@ def decode(
 
     is_wide: several warps a block, for few sequences or long ones.
     """
-    B, N, E = qkv.shape[-3:]
+    B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
     q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)
     out = qkv.new_empty(B, H * E)

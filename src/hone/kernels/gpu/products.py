@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels.gpu import options, power_of_2, tile_width
+from hone.kernels.gpu import options, power_of_2
 from hone.kernels.gpu.launching import prefetch, wait
 
 
@@ -41,7 +41,7 @@ def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int) -> Tensor
     x = x.contiguous()
     (M, K), N = x.shape, len(weight)
     out = x.new_empty(splits, M, N)
-    BM, BN = min(max(power_of_2(M), 16), 128), tile_width(M, N)
+    BM, BN = min(max(power_of_2(M), 16), 128), 64
     product_kernel[(-(-N // BN), -(-M // BM), splits)](
         x, weight, weight if bias is None else bias, out, M, N, K, K // splits,
         BM=BM, BN=BN, BK=64, LINES=power_of_2(K // splits // 64), STAGES=4, HAS_BIAS=bias is not None, **options(4),

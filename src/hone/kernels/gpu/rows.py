@@ -85,11 +85,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
 @triton.jit
 def heads_kernel(
     qkv, q_scale, k_scale, cos, sin, positions, cells, active, state, table, table_row, q_out, k_out, v_out, keys,
-    values, eps, part_stride,
+    values, eps,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Heads of token t of a projection PARTS x T x (H + 2K) x E: added up, normalised, rotated; k and v in the cache.
+    """Heads of token t of a projection T x (H + 2K) x E, normalised and rotated: q, and k and v in the cache.
 
     PAGE 0: position and cell are given, and k and v also go to k_out and v_out. Else token t is the newest one of the
     sequence active[t], whose row of state and table say where it stands.
@@ -112,12 +112,6 @@ def heads_kernel(
     wait(PDL)
     first, second = tl.load(row, n < H + 2 * K, other=0.0), tl.load(row + half, n < H + 2 * K, other=0.0)
     x, y = first.to(tl.float32), second.to(tl.float32)
-    if PARTS > 1:
-        for part in tl.static_range(1, PARTS):
-            x += tl.load(row + part * part_stride, n < H + 2 * K, other=0.0).to(tl.float32)
-            y += tl.load(row + part * part_stride + half, n < H + 2 * K, other=0.0).to(tl.float32)
-        first, second = x.to(first.dtype), y.to(first.dtype)
-        x, y = first.to(tl.float32), second.to(tl.float32)
     if NORM:
         rstd = tl.rsqrt(tl.sum(x * x + y * y, axis=1) / E + eps)[:, None]
         x = (x * rstd).to(first.dtype).to(tl.float32)
@@ -143,15 +137,15 @@ def heads(
     qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor,
     cells: Tensor, keys: Tensor, values: Tensor, eps: float, H: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """q, k and v of a projection T x (H + 2K) x E, or of parts of it; k and v also in cells of keys, values … x K x E."""
-    (T, N, E), parts = qkv.shape[-3:], 1 if qkv.dim() == 3 else len(qkv)
+    """q, k and v of a projection T x (H + 2K) x E; k and v also in the cells given, of keys and values … x K x E."""
+    T, N, E = qkv.shape
     K = (N - H) // 2
     qkv = qkv.contiguous()
     q, k, v = qkv.new_empty(T, H, E), qkv.new_empty(T, K, E), qkv.new_empty(T, K, E)
     scales, norm = _scales(qkv, q_scale, k_scale)
     heads_kernel[(T,)](
         qkv, *scales, cos, sin, positions, cells, qkv, qkv, qkv, 0, q, k, v, keys, values, eps,
-        T * N * E, H=H, K=K, E=E, N=power_of_2(N), PAGE=0, NORM=norm, PARTS=parts, **options(4),
+        H=H, K=K, E=E, N=power_of_2(N), PAGE=0, NORM=norm, **options(4),
     )  # fmt: skip
     return q, k, v
 
@@ -160,18 +154,15 @@ def newest_heads(
     qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, cos: Tensor, sin: Tensor,
     active: Tensor, state: Tensor, table: Tensor, keys: Tensor, values: Tensor, eps: float, H: int,
 ) -> Tensor:  # fmt: skip
-    """q of the newest token of each active sequence, whose k and v go into its pages: keys, values … x PAGE x K x E.
-
-    qkv: B x (H + 2K) x E, or parts of it.
-    """
-    (B, N, E), parts = qkv.shape[-3:], 1 if qkv.dim() == 3 else len(qkv)
+    """q of the newest token of each active sequence, whose k and v go into its pages: keys, values … x PAGE x K x E."""
+    B, N, E = qkv.shape
     K = (N - H) // 2
     qkv = qkv.contiguous()
     q = qkv.new_empty(B, H, E)
     scales, norm = _scales(qkv, q_scale, k_scale)
     heads_kernel[(B,)](
         qkv, *scales, cos, sin, qkv, qkv, active, state, table, table.shape[1], q, q, q, keys, values, eps,
-        B * N * E, H=H, K=K, E=E, N=power_of_2(N), PAGE=keys.shape[1], NORM=norm, PARTS=parts, **options(4),
+        H=H, K=K, E=E, N=power_of_2(N), PAGE=keys.shape[1], NORM=norm, **options(4),
     )  # fmt: skip
     return q
 
