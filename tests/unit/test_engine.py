@@ -198,6 +198,21 @@ def test_prompts_longer_than_a_pass_are_computed_in_pieces(model, monkeypatch):
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(two.logprobs), rtol=0, atol=1e-5)
 
 
+def test_keys_of_two_policies_are_never_used_again(model, monkeypatch):
+    monkeypatch.setattr("hone.engine.engine.PASS_TOKENS", 16)
+    engine, prompt = Engine(model, prefill_tokens=16), list(range(4, 44))
+    for seed in range(2):
+        engine.add(request(prompt, seed=seed, max_tokens=20, stop=frozenset()), lambda done: None)
+    engine.step()  # a page of the prompt
+    assert engine.prefilling and len(engine.pool.match(prompt)) == 1
+    engine.set_version(1)
+    engine.add(request(prompt, seed=2, max_tokens=20, stop=frozenset()), lambda done: None)  # joins the two
+    drain(engine)
+    assert engine.pool.match([*prompt, 9]) == []
+    engine.generate([request(prompt, max_tokens=1)])
+    assert len(engine.pool.match(prompt)) == 2
+
+
 def test_requests_are_admitted_in_the_order_they_came(model):
     engine, started = Engine(model, max_batch_size=2, kv_cache_gib=1e-9), []
     for i, n in enumerate((90, 2, 2, 60)):  # the first fills the cache, the small ones behind it must wait

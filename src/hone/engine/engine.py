@@ -175,6 +175,8 @@ class Engine:
         """Names the weights that the next tokens come from. Prompts computed with the old ones are not used again."""
         self.version = version
         self.pool.forget()
+        for sequence in self.running:
+            sequence.is_of_one_policy = False
         for sequence in self.decoding:
             sequence.versions.append((self._count(sequence), version))
 
@@ -232,7 +234,8 @@ class Engine:
             end = min(len(sequence.prompt), sequence.computed + budget)
             planned.append((sequence, Stretch(sequence.prompt, sequence.pages, sequence.computed, end)))
             budget -= end - sequence.computed
-            self.pool.remember(sequence.prompt[:end], sequence.pages, sequence.adapter)
+            if sequence.is_of_one_policy:
+                self.pool.remember(sequence.prompt[:end], sequence.pages, sequence.adapter)
 
         for sequence in self.prefilling:
             if budget > 0:
@@ -257,6 +260,7 @@ class Engine:
             sequence.pages = shared + self.pool.take(own)
             sequence.slot = self.slots.free.pop()
             if leader is not None:
+                sequence.is_of_one_policy = leader.is_of_one_policy
                 leader.siblings.append(sequence)
                 continue
             sequence.computed = len(shared) * self.pool.size
@@ -407,7 +411,7 @@ class Engine:
         self.decoding = [s for s in self.decoding if id(s) not in gone]
         self._has_changed = True
         for (sequence, n, reason), ids, values in zip(ended, tokens, logprobs, strict=True):
-            if len(sequence.versions) == 1 and sequence.versions[0][1] == self.version:
+            if sequence.is_of_one_policy:
                 self.pool.remember([*sequence.prompt, *ids[: n - 1]], sequence.pages, sequence.adapter)
             self._release(sequence)
             self._hand_over(sequence, ids[:n], values[:n], reason)

@@ -20,6 +20,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # prompt tokens whose keys are in the cache
     siblings: list["Sequence"] = field(default_factory=list)  # the same prompt, computed with this one
+    is_of_one_policy: bool = True  # all of its keys are the present weights', so others may use them again
     first_step: int = 0  # decode steps of the engine before its first
     versions: list[tuple[int, int]] = field(default_factory=list)
     alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
