@@ -20,6 +20,7 @@ from hone.records import GenerateRequest, Sampling
 
 SPEC = ModelSpec(50, 32, 64, 2, 4, 2, 8, 1e-6, 1000.0, True, 96, 0.5, False)
 STOP = frozenset({3})
+ONE_SEQUENCE = 96 * 256 / 2**30  # GiB for the keys and values of one sequence of full length
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +117,19 @@ def test_versions_follow_an_update_in_flight_and_abort_returns_what_there_is(mod
 
 
 def test_cache_budget_bounds_what_runs(model):
-    engine = Engine(model, kv_cache_gib=1e-9)  # room for one sequence of full length
+    engine = Engine(model, kv_cache_gib=ONE_SEQUENCE)
     done = engine.generate([request([5, 6], seed=s, max_tokens=90) for s in range(3)])
     assert engine.pool.pages == 1 + 96 // 16 and len(done) == 3
     assert engine.pool.available == 96 // 16 and sorted(engine.slots.free) == list(range(256))
+
+
+def test_the_cache_keeps_to_what_it_is_allowed(model):
+    engine = Engine(model, kv_cache_gib=ONE_SEQUENCE / 2)
+    assert engine.max_model_len == 48 and engine.pool.pages == 1 + 48 // 16
+    with pytest.raises(ValueError, match="maximum context length is 48 tokens"):
+        engine.add(request([1] * 48), print)
+    with pytest.raises(ValueError, match=r"holds 48 tokens of this model, max_model_len is 60"):
+        Engine(model, max_model_len=60, kv_cache_gib=ONE_SEQUENCE / 2)
 
 
 def test_uniforms_are_pinned_and_uniform():
@@ -214,7 +224,7 @@ def test_keys_of_two_policies_are_never_used_again(model, monkeypatch):
 
 
 def test_requests_are_admitted_in_the_order_they_came(model):
-    engine, started = Engine(model, max_batch_size=2, kv_cache_gib=1e-9), []
+    engine, started = Engine(model, max_batch_size=2, kv_cache_gib=ONE_SEQUENCE), []
     for i, n in enumerate((90, 2, 2, 60)):  # the first fills the cache, the small ones behind it must wait
         engine.add(request([5] * n, seed=i, max_tokens=6, stop=frozenset()), lambda done, i=i: started.append(i))
     drain(engine)

@@ -70,10 +70,16 @@ class Engine:
             raise ValueError(f"max_model_len {max_model_len} is over the model's max_position_embeddings {limit}")
         self.model, self.device = model, weight.device
         self.max_batch_size, self.configured_len, self.kv_cache_gib = max_batch_size, max_model_len, kv_cache_gib
-        self.max_model_len, self.prefill_tokens = max_model_len or limit, prefill_tokens
-        # No more than all slots can fill, no less than one sequence of full length.
-        budget = int(kv_cache_gib * 2**30) // KVCache.bytes_per_token(spec, weight.dtype)
-        tokens = max(min(budget, max_batch_size * self.max_model_len), self.max_model_len)
+        self.prefill_tokens = prefill_tokens
+        # The cache has room for what is allowed, and for no more than all slots can fill.
+        allowed = int(kv_cache_gib * 2**30) // KVCache.bytes_per_token(spec, weight.dtype)
+        wanted = max_model_len or 1
+        if wanted > allowed:
+            raise ValueError(
+                f"kv_cache_gib {kv_cache_gib} holds {allowed} tokens of this model, max_model_len is {wanted}"
+            )
+        self.max_model_len = max_model_len or min(limit, allowed)
+        tokens = min(allowed, max_batch_size * self.max_model_len)
         self.cache = KVCache(spec, weight.dtype, self.device, tokens)
         self.pool = self.cache.pool
         self.slots = Slots(max_batch_size, self.max_model_len, self.pool.needed(self.max_model_len), STOPS, self.device)
