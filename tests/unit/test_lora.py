@@ -119,6 +119,7 @@ def test_scale_and_replacement(model, tmp_path):
         ({"use_dora": True}, "use_dora"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"r": 5}, "of rank 5"),
+        ({"r": None}, "r = None is not a rank"),
     ],
 )
 def test_adapters_that_would_do_something_else_are_refused(model, tmp_path, config, message):
@@ -135,3 +136,9 @@ def test_an_adapter_of_another_model_is_refused(model, tmp_path):
         Engine(model).load_adapter("a", tmp_path / "a")
     with pytest.raises(ValueError, match="not an adapter"):
         Engine(model).load_adapter("a", tmp_path)
+    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"half a file")
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        read_adapter(tmp_path / "a")
+    (tmp_path / "a" / "adapter_config.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        read_adapter(tmp_path / "a")

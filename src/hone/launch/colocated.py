@@ -87,13 +87,13 @@ async def train(
         values = {**collected.metrics, **trained, "time/step": seconds}
         values["perf/throughput"] = values["progress/tokens"] / seconds
         is_last = step == config.max_steps
+        metrics.log(step, values)  # before the checkpoint: a run that resumes from it has the row
         if step in weight_steps:
             await service.run(partial(save_model, loaded.model, loaded.directory, run.weights_for(step)))
         if config.ckpt and (is_last or step % config.ckpt.interval == 0):
             directory = run.checkpoints / f"step_{step}"
             state = (trainer.optimizer, step, config.public(), config.ckpt.keep)
             await service.run(partial(save_checkpoint, directory, *state))
-        metrics.log(step, values)
         console = {"console": is_last or step % config.log_interval == 0}
         if not collected.batch.samples:
             orchestrator_log.warning("Step %d: no group had rollouts of different reward, nothing to learn from", step)

@@ -40,19 +40,28 @@ def read_adapter(directory: Path) -> Adapter:
     path = directory / "adapter_config.json"
     if not path.is_file():
         raise ValueError(f"{directory} is not an adapter: it has no adapter_config.json")
-    config = json.loads(path.read_text())
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type {config.get('peft_type')!r} is not supported; supported: 'LORA'")
     for key, accepted in ACCEPTED.items():
         if key in config and config[key] not in accepted:
             raise ValueError(f"{path}: {key} = {config[key]!r} is not supported")
-    rank = int(config["r"])
+    rank = config.get("r")
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"{path}: r = {rank!r} is not a rank")
     scale = config.get("lora_alpha", rank) / (math.sqrt(rank) if config.get("use_rslora") else rank)
     file = directory / "adapter_model.safetensors"
     if not file.is_file():
         raise ValueError(f"{directory} has no adapter_model.safetensors")
+    try:
+        tensors = load_file(file)
+    except Exception as error:  # safetensors raises its own class for a damaged file
+        raise ValueError(f"{file} is not a readable safetensors file: {error}") from None
     parts: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in load_file(file).items():
+    for key, tensor in tensors.items():
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight", key)
         if match is None:
             raise ValueError(f"{file}: tensor {key} is not of a LoRA layer")
