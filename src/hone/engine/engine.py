@@ -202,7 +202,7 @@ class Engine:
         """
         self.adapters.load(name, read_adapter(directory))
         self.set_version(self.version)  # what was computed with the old one is not used again
-        self._forget_adapters()
+        self._drop_graphs()
 
     def unload_adapter(self, name: str) -> None:
         """Raises ValueError where there is none of that name or requests of it are under way."""
@@ -210,9 +210,10 @@ class Engine:
         if any(s.adapter == number for s in self.sequences()):
             raise ValueError(f"adapter {name!r} has requests under way")
         self.adapters.unload(name)
-        self._forget_adapters()
+        self._drop_graphs()
 
-    def _forget_adapters(self) -> None:
+    def _drop_graphs(self) -> None:
+        """After tensors that graphs read were replaced."""
         if self.graphs is not None:
             self.graphs.clear()
 
@@ -292,8 +293,8 @@ class Engine:
         # What the host does comes first: the device then has the rest before it.
         kept_P, which_B, active_B = (to_device(x, self.device) for x in (last or [0], which, [s.slot for s in started]))
         if started:
-            if self.slots.widen_stops(max(len(s.request.stop_ids) for s in started)) and self.graphs is not None:
-                self.graphs.clear()
+            if self.slots.widen_stops(max(len(s.request.stop_ids) for s in started)):
+                self._drop_graphs()
             self.slots.fill(started)
             self.sampler.fill(started)
         which_T = None

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one launch a step instead of some 230, and several steps before the host looks.
+"""Decode steps as CUDA graphs: one launch a step instead of some 280, and several steps before the host looks.
 
 A graph is captured, when it is first needed, for a number of rows (padded with the spare slot), a kind of sampling,
 with or without adapters, and a way to read the cache: alone or with the pages that groups share, in wide blocks or in
@@ -61,7 +61,7 @@ class DecodeGraphs:
 
     def run(self, kind: int, has_adapters: bool, steps: int, has_changed: bool) -> Tensor:
         """That many decode steps of the active slots; returns the logits of the last."""
-        if has_changed or self.key is None or self.key.kind != kind:
+        if has_changed or self.key is None:
             self.key = self._key(kind, has_adapters)
             if self.key.stretches:
                 self._write_plan(self.key)

@@ -147,19 +147,13 @@ def _pointer_to(kind: types.Type) -> Any:
     return pointer
 
 
-_floats, _doubles, _integers = (_pointer_to(kind) for kind in (types.float32, types.float64, types.int64))
+_floats, _integers = (_pointer_to(kind) for kind in (types.float32, types.int64))
 
 
 @njit
 def floats(address: Any, shape: Any) -> Any:
     """The float32 array at an address, to read."""
     return carray(_floats(address), shape)
-
-
-@njit
-def doubles(address: Any, shape: Any) -> Any:
-    """The float64 array at an address, to read."""
-    return carray(_doubles(address), shape)
 
 
 @njit

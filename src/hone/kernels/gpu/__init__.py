@@ -1,6 +1,6 @@
 """Kernels for the GPU, in Triton. Each has a plain-torch twin beside the function of `hone.kernels` that calls it.
 
-A decode step is some 230 small kernels in a CUDA graph, so what counts is the time between them: each is launched with
+A decode step is some 280 small kernels in a CUDA graph, so what counts is the time between them: each is launched with
 programmatic dependent launch (PDL), so that its blocks start while the kernel before it runs. `wait` stops until that
 kernel is complete and visible, then lets the next one start: before `wait` a kernel may touch what was written two
 kernels earlier and never by the one before it, which is where weights are fetched into the L2 cache.
@@ -38,11 +38,8 @@ def has_dependent_launch() -> bool:
 
 def options(warps: int) -> dict[str, int | bool]:
     """Launch options, and the PDL constant of a kernel."""
-    return {"num_warps": warps, "PDL": True, "launch_pdl": True} if has_dependent_launch() else _plain(warps)
-
-
-def _plain(warps: int) -> dict[str, int | bool]:
-    return {"num_warps": warps, "PDL": False}
+    is_early = has_dependent_launch()
+    return {"num_warps": warps, "PDL": is_early, **({"launch_pdl": True} if is_early else {})}
 
 
 def power_of_2(n: int) -> int:
