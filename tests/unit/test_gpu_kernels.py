@@ -45,6 +45,15 @@ def test_add_norm(parts):
         close(one, two)
 
 
+def test_embeddings_of_the_newest_tokens():
+    from hone.kernels.gpu.rows import newest_embeddings
+
+    embed, active = torch.randn(11, 48, device=DEVICE), torch.tensor([3, 0, 2], device=DEVICE)
+    state = torch.zeros(5, column.FIELDS, dtype=torch.int64, device=DEVICE)
+    state[:, column.LAST] = torch.tensor([9, 1, 4, 10, 3])
+    assert torch.equal(newest_embeddings(embed, active, state), embed[[10, 9, 4]])
+
+
 def test_swiglu():
     from hone.kernels.gpu.rows import swiglu
 
@@ -122,13 +131,14 @@ def test_decoding_by_pages(H, K, with_norm, is_shared, is_wide):
     close(cache, expected_cache)
 
 
-@pytest.mark.parametrize("is_filtered", [False, True])
+@pytest.mark.parametrize("source", ["logits", "filtered logits", "hidden states"])
 @pytest.mark.parametrize("advance", [False, True])
-def test_draw(is_filtered, advance):
-    from hone.kernels.gpu.sampling import draw
+def test_draw(source, advance):
+    from hone.kernels.gpu.sampling import draw, draw_from_hidden
 
-    B, V = 6, 9000  # more than two stretches
-    logits = torch.randn(B, V, device=DEVICE) * 3
+    B, V, D = 6, 9000, 64  # more than two stretches
+    hidden, weight = torch.randn(B, D, device=DEVICE), torch.randn(V, D, device=DEVICE) * 3 / D**0.5
+    logits, is_filtered = hidden @ weight.t(), source == "filtered logits"
     one, two = (Slots(8, 16, 4, 2, torch.device(DEVICE)) for _ in range(2))
     active = torch.tensor([5, 1, 2, 7, 0, 3], device=DEVICE)
     one.state[:8, column.MAX] = 10
@@ -137,9 +147,9 @@ def test_draw(is_filtered, advance):
     one.state[3, column.DONE] = column.STOPPED
     one.parameters[1, column.TEMPERATURE], one.parameters[2, column.TEMPERATURE] = 0.0, 0.5
     one.parameters[2, column.LOGPROB_TEMPERATURE] = 0.5
-    for source, target in zip(vars(one).values(), vars(two).values(), strict=True):
-        if isinstance(source, torch.Tensor):
-            target.copy_(source)
+    for mine, other in zip(vars(one).values(), vars(two).values(), strict=True):
+        if isinstance(mine, torch.Tensor):
+            other.copy_(mine)
     threshold = torch.full((B,), 5.0, device=DEVICE) if is_filtered else None
     kept = logits if threshold is None else logits.masked_fill(logits < 5.0, -1e30)
     draw_reference(kept, logits, two, active, advance)
@@ -147,7 +157,10 @@ def test_draw(is_filtered, advance):
     two.state.copy_(one.state)
     draw_reference(kept, logits, two, active, advance)
     inputs = (one.parameters, one.state, active, one.stops, one.tokens, one.logprobs)
-    draw(logits, logits, threshold, *inputs, advance)
+    if source == "hidden states":
+        draw_from_hidden(hidden, weight, *inputs, advance)
+    else:
+        draw(logits, logits, threshold, *inputs, advance)
     assert torch.equal(one.state, two.state) and torch.equal(one.tokens, two.tokens)
     close(one.logprobs, two.logprobs)
     assert one.state[5, column.DONE] == column.STOPPED

@@ -83,6 +83,7 @@ class PrefillAttention:
             from hone.kernels.gpu import rows
 
             rotation = heads.rotation
+            assert rotation.positions_T is not None
             tables = (rotation.cos_PE, rotation.sin_PE, rotation.positions_T)
             q, k, v = rows.heads(
                 qkv_TNE, heads.q_scale_E, heads.k_scale_E, *tables, self.cells_T, keys, values, heads.eps, heads.H

@@ -4,8 +4,9 @@
                                                                                  ▲          ▼
         handed to `on_finish`, slot and pages free ◄── look: who is done? ◄──────┴── some decode steps
 
-Each `step` prefills what has been admitted, then decodes. On a GPU several decode steps run as CUDA graphs before the
-host looks; sampling and stop tests are on the device, and nothing per token runs in Python (`graphs.py`). Admission is
+Each `step` prefills what has been admitted, then decodes. On a GPU that is a window of several steps as CUDA graphs;
+sampling and stop tests are on the device, nothing per token runs in Python (`graphs.py`), and the host looks at what
+the window before left while this one runs, so that the device never waits for it. Admission is
 in the order of arrival and reserves the pages of a sequence's longest completion, so that no sequence, once admitted,
 waits for another.
 """
@@ -25,7 +26,7 @@ from hone.engine.cache import DecodeAttention, KVCache, PrefillAttention, Stretc
 from hone.engine.graphs import DecodeGraphs
 from hone.engine.sampler import Sampler
 from hone.engine.sequence import Sequence
-from hone.engine.slots import Slots, to_device
+from hone.engine.slots import Slots, Snapshot, to_device
 from hone.kernels import gpu
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows
@@ -36,7 +37,7 @@ from hone.records import Completion, GenerateRequest
 
 PREFILL_TOKENS = 32768  # prompt tokens computed before decoding goes on …
 PASS_TOKENS = 16384  # … in passes of so many
-WINDOW = 8  # decode steps on a GPU before the host looks
+WINDOW = 4  # decode steps that a GPU is given at once; it has up to two such windows before it
 STOPS = 8  # stop tokens of a sequence for which there is room from the start
 
 
@@ -49,6 +50,16 @@ class _Turn:
     watched: list[int]  # those with a stop condition of the host's
     each_step: bool  # whether the host looks at every token
     last_step: int  # the engine's step by which all have their last token
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What the host will see of sequences: the state that all steps so far leave."""
+
+    sequences: list[Sequence]
+    slots: list[int]
+    watched: list[int]
+    snapshot: Snapshot
 
 
 class Engine:
@@ -92,6 +103,7 @@ class Engine:
         self.decoding: list[Sequence] = []
         self.steps = 0  # decode steps so far
         self._has_changed = True  # who decodes, since the last turn
+        self._under_way: _Look | None = None  # what the host has not looked at yet
         self._has_deadlines = False
 
     def with_model(self, model: Transformer, version: int) -> "Engine":
@@ -135,7 +147,9 @@ class Engine:
             self.waiting.remove(sequence)
             self._hand_over(sequence, [], [], reason)
         elif sequence in self.decoding:
-            self._finish([(sequence, self._count(sequence), reason)])
+            self._settle()
+            if sequence in self.decoding:
+                self._finish([(sequence, self._count(sequence), reason)], self.slots.snapshot())
         else:
             leader = next((s for s in self.prefilling if sequence is s or sequence in s.siblings), None)
             if leader is None:
@@ -162,7 +176,7 @@ class Engine:
         for sequence in self.running:
             self._release(sequence)
         self.waiting.clear()
-        self.prefilling, self.decoding, self._has_changed = [], [], True
+        self.prefilling, self.decoding, self._has_changed, self._under_way = [], [], True, None
 
     def sequences(self) -> list[Sequence]:
         """All requests that have not ended."""
@@ -304,10 +318,9 @@ class Engine:
             hidden_PD = self.model(tokens, attention.positions_T, attention, kept_P)
         if not started:
             return
-        logits_PV = self._logits(hidden_PD)
-        logits_BV = logits_PV if len(started) == len(leaders) else logits_PV[which_B]
+        hidden_BD = hidden_PD if len(started) == len(leaders) else hidden_PD[which_B]
         self._copy_last_pages(leaders)
-        self.sampler.sample(logits_BV, active_B, Sampler.kind(started), advance=False)
+        logits_BV = self._draw(hidden_BD, active_B, Sampler.kind(started), advance=False)
         self._note_alternatives(logits_BV, active_B, started)
         self.prefilling = [s for s in self.prefilling if s not in leaders]
         for leader in leaders:
@@ -315,10 +328,10 @@ class Engine:
         for sequence in started:
             sequence.versions.append((0, self.version))
             sequence.first_step = self.steps
-        self.decoding += started
+        self.decoding = [*self.decoding, *started]
         self._has_changed = True
         if self.graphs is None or any(s.max_tokens == 1 or s.request.ends is not None for s in started):
-            self._look(started, [i for i, s in enumerate(started) if s.request.ends is not None])
+            self._look(self._glance(started, [i for i, s in enumerate(started) if s.request.ends is not None]))
 
     def _copy_last_pages(self, leaders: list[Sequence]) -> None:
         """Siblings share the full pages of their prompt; of the last, which they go on writing, each has its own."""
@@ -331,27 +344,39 @@ class Engine:
         if target:
             self.cache.copy_pages(source, target)
 
-    def _logits(self, hidden_PD: Tensor) -> Tensor:
+    def _draw(self, hidden_BD: Tensor, active_B: Tensor, kind: int, advance: bool) -> Tensor | None:
+        """A token for each of these slots; returns the logits where there was a need to have them."""
         head = self.model.embed if self.model.head is None else self.model.head
-        return exact_logits(hidden_PD, head.weight)
+        if kind == Sampler.PLAIN and gpu.takes_head(hidden_BD):
+            self.sampler.sample_hidden(hidden_BD, head.weight, active_B, advance)
+            return None
+        logits_BV = exact_logits(hidden_BD, head.weight)
+        self.sampler.sample(logits_BV, active_B, kind, advance)
+        return logits_BV
 
     def _decode(self) -> None:
         if self._has_changed:
             self._turn = self._next_turn()
-        turn, slots = self._turn, self.slots
-        if self.graphs is not None:
-            steps = 1 if turn.each_step else max(1, min(WINDOW, turn.last_step - self.steps))
-            logits_BV = self.graphs.run(turn.kind, turn.has_adapters, steps, self._has_changed)
-        else:
-            steps = 1
-            rows = Rows(slots.active, slots.state, slots.table)
-            logits_BV = self.decode_step(len(self.decoding), turn.kind, turn.has_adapters, rows)
-        self._has_changed = False
-        self.steps += steps
-        if turn.each_step:
-            B = len(self.decoding)
-            self._note_alternatives(logits_BV[:B], slots.active[:B], self.decoding)
-        self._look(self.decoding, turn.watched)
+        turn, slots, B = self._turn, self.slots, len(self.decoding)
+        before, self._under_way = self._under_way, None
+        left = turn.last_step - self.steps
+        if left > 0:
+            if self.graphs is not None:
+                steps = 1 if turn.each_step else min(WINDOW, left)
+                logits_BV = self.graphs.run(turn.kind, turn.has_adapters, steps, self._has_changed)
+            else:
+                steps = 1
+                rows = Rows(slots.active, slots.state, slots.table)
+                logits_BV = self.decode_step(B, turn.kind, turn.has_adapters, rows)
+            self._has_changed = False
+            self.steps += steps
+            if turn.each_step:
+                self._note_alternatives(logits_BV, slots.active[:B], self.decoding)
+            self._under_way = self._glance(self.decoding, turn.watched)
+        if before is not None:
+            self._look(before)
+        if self.graphs is None or turn.each_step:
+            self._settle()
 
     def _next_turn(self) -> "_Turn":
         """What holds until sequences come or go; tells the device who decodes."""
@@ -366,23 +391,26 @@ class Engine:
             max(s.first_step + s.max_tokens - 1 for s in self.decoding),
         )
 
-    def decode_step(self, B: int, kind: int, has_adapters: bool, rows: Rows) -> Tensor:
-        """One token for the first B active slots, all on the device; returns the logits it was drawn from."""
-        active_B = rows.active_B[:B]
-        state_BF = self.slots.state[active_B]
-        rows = Rows(active_B, rows.state, rows.table, rows.shared, rows.is_wide)
-        attention = DecodeAttention(self.cache, rows)
-        with self.adapters.used_by(state_BF[:, column.ADAPTER] if has_adapters else None):
-            hidden_BD = self.model(state_BF[:, column.LAST], state_BF[:, column.LENGTH], attention)
-        logits_BV = self._logits(hidden_BD)
-        self.sampler.sample(logits_BV, active_B, kind, advance=True)
-        return logits_BV
+    def decode_step(self, B: int, kind: int, has_adapters: bool, rows: Rows) -> Tensor | None:
+        """One token for the first B active slots, all on the device; returns the logits, if the kind asks for them."""
+        active_B, state = rows.active_B[:B], self.slots.state
+        attention = DecodeAttention(self.cache, Rows(active_B, state, rows.table, rows.shared, rows.is_wide))
+        with self.adapters.used_by(state[active_B, column.ADAPTER] if has_adapters else None):
+            if self.graphs is not None:
+                from hone.kernels.gpu.rows import newest_embeddings
+
+                x_BD, positions_B = newest_embeddings(self.model.embed.weight, active_B, state), None
+            else:
+                state_BF = state[active_B]
+                x_BD, positions_B = self.model.embed(state_BF[:, column.LAST]), state_BF[:, column.LENGTH]
+            hidden_BD = self.model.hidden(x_BD, positions_B, attention)
+        return self._draw(hidden_BD, active_B, kind, advance=True)
 
     # --------------------------------------------------------------------------------------------- the end
 
-    def _note_alternatives(self, logits_BV: Tensor, active_B: Tensor, sequences: list[Sequence]) -> None:
+    def _note_alternatives(self, logits_BV: Tensor | None, active_B: Tensor, sequences: list[Sequence]) -> None:
         wanted = [i for i, s in enumerate(sequences) if s.request.sampling.top_logprobs]
-        if not wanted:
+        if logits_BV is None or not wanted:
             return
         number = max(sequences[i].request.sampling.top_logprobs for i in wanted)
         index = torch.tensor(wanted, device=self.device)
@@ -394,26 +422,40 @@ class Engine:
         """Tokens generated for a sequence that decodes."""
         return 1 + self.steps - sequence.first_step
 
-    def _look(self, sequences: list[Sequence], watched: list[int]) -> None:
-        """Ends those of these that are done; `watched`: those that are asked whether they end."""
-        state = self.slots.on_host()[[s.slot for s in sequences]]
-        done = state[:, column.DONE].nonzero()[0].tolist()
+    def _glance(self, sequences: list[Sequence], watched: list[int]) -> _Look:
+        return _Look(sequences, [s.slot for s in sequences], watched, self.slots.snapshot())
+
+    def _settle(self) -> None:
+        """Looks at all that has been computed."""
+        if self._under_way is not None:
+            look, self._under_way = self._under_way, None
+            self._look(look)
+
+    def _look(self, look: _Look) -> None:
+        """Ends those sequences that are done; the `watched` are asked whether they end."""
+        state = look.snapshot.on_host()[look.slots]
+        running = [s.slot == slot for s, slot in zip(look.sequences, look.slots, strict=True)]  # others ended since
+        done = [i for i in state[:, column.DONE].nonzero()[0].tolist() if running[i]]
+        watched = [i for i in look.watched if running[i]]
         if not done and not watched:
             return
+        sequences = look.sequences
         counts: list[int] = state[:, column.COUNT].tolist()
         reasons = {i: "stop" if state[i, column.DONE] == column.STOPPED else "length" for i in done}
         if watched:
-            tokens, _ = self.slots.generated([sequences[i].slot for i in watched], max(counts[i] for i in watched))
+            most = max(counts[i] for i in watched)
+            tokens, _ = self.slots.generated([sequences[i].slot for i in watched], most, look.snapshot)
             for i, ids in zip(watched, tokens, strict=True):
                 kept = sequences[i].request.ends(ids[: counts[i]])  # type: ignore[misc]
                 if kept is not None:
                     counts[i], reasons[i] = kept, "stop"
         if reasons:
-            self._finish([(sequences[i], counts[i], reason) for i, reason in reasons.items()])
+            self._finish([(sequences[i], counts[i], reason) for i, reason in reasons.items()], look.snapshot)
 
-    def _finish(self, ended: list[tuple[Sequence, int, str]]) -> None:
+    def _finish(self, ended: list[tuple[Sequence, int, str]], snapshot: Snapshot) -> None:
         """Hands over sequences that decode, with so many tokens, for that reason."""
-        tokens, logprobs = self.slots.generated([s.slot for s, _, _ in ended], max(n for _, n, _ in ended))
+        most = max(n for _, n, _ in ended)
+        tokens, logprobs = self.slots.generated([s.slot for s, _, _ in ended], most, snapshot)
         gone = {id(s) for s, _, _ in ended}
         self.decoding = [s for s in self.decoding if id(s) not in gone]
         self._has_changed = True

@@ -49,7 +49,7 @@ class DecodeGraphs:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.processors = torch.cuda.get_device_properties(engine.device).multi_processor_count
-        self.graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self.shared: dict[tuple[int, int], Shared] = {}
         self.pool: Any = None
         self.key: Key | None = None
@@ -59,8 +59,8 @@ class DecodeGraphs:
         self.graphs.clear()
         self.pool = self.key = None
 
-    def run(self, kind: int, has_adapters: bool, steps: int, has_changed: bool) -> Tensor:
-        """That many decode steps of the active slots; returns the logits of the last."""
+    def run(self, kind: int, has_adapters: bool, steps: int, has_changed: bool) -> Tensor | None:
+        """That many decode steps of the active slots; returns the logits of the last, if the kind asks for them."""
         if has_changed or self.key is None:
             self.key = self._key(kind, has_adapters)
             if self.key.stretches:
@@ -149,7 +149,7 @@ class DecodeGraphs:
         slots = to_device([s.slot for s in engine.decoding], engine.device)
         engine.slots.state[slots, column.OWN_PAGE] = to_device(own, engine.device)
 
-    def _capture(self, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
         engine, slots = self.engine, self.engine.slots
         rows = Rows(slots.active, slots.state, slots.table, self._shared(key), key.is_wide)
         # Everything is compiled and set up by a step of the spare slot alone.

@@ -117,7 +117,7 @@ def thresholds(logits_BV: Tensor, parameters: Tensor) -> Tensor:
 class Sampler:
     """Draws for slots, with what penalties need to remember. `kind`: how much of it a step's requests ask for."""
 
-    PLAIN, FILTERED, PENALISED = range(3)
+    PLAIN, NOTED, FILTERED, PENALISED = range(4)  # NOTED: plain, but somebody wants to see logits
 
     def __init__(self, slots: Slots, vocab_size: int) -> None:
         self.slots, self.vocab_size = slots, vocab_size
@@ -130,7 +130,9 @@ class Sampler:
         samplings = [s.request.sampling for s in sequences]
         if any(s.is_penalised for s in samplings):
             return cls.PENALISED
-        return cls.FILTERED if any(s.is_filtered for s in samplings) else cls.PLAIN
+        if any(s.is_filtered for s in samplings):
+            return cls.FILTERED
+        return cls.NOTED if any(s.top_logprobs for s in samplings) else cls.PLAIN
 
     def fill(self, sequences: list[Sequence]) -> None:
         """Before the first draw of these sequences."""
@@ -150,7 +152,7 @@ class Sampler:
                 self.bias[s.slot, token] = bias
 
     def sample(self, logits_BV: Tensor, active_B: Tensor, kind: int, advance: bool) -> None:
-        if kind == self.PLAIN:
+        if kind <= self.NOTED:
             draw(logits_BV, logits_BV, None, self.slots, active_B, advance)
             return
         parameters = self.slots.parameters[active_B]
@@ -161,6 +163,14 @@ class Sampler:
             drawn_B = self.slots.state[active_B, column.LAST]
             ones_B = torch.ones_like(drawn_B, dtype=torch.int32)
             self.counts.index_put_((active_B, drawn_B), ones_B, accumulate=True)
+
+    def sample_hidden(self, hidden_BD: Tensor, weight_VD: Tensor, active_B: Tensor, advance: bool) -> None:
+        """`sample` of kind PLAIN from hidden states, on a GPU: their logits never go through memory."""
+        from hone.kernels.gpu import sampling
+
+        slots = self.slots
+        of_slots = (slots.parameters, slots.state, active_B, slots.stops, slots.tokens, slots.logprobs)
+        sampling.draw_from_hidden(hidden_BD, weight_VD, *of_slots, advance)
 
     def _penalised(self, logits_BV: Tensor, active_B: Tensor, parameters: Tensor) -> Tensor:
         assert self.counts is not None

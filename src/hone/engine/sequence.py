@@ -39,8 +39,9 @@ class Sequence:
         return self.deadline is not None and time.monotonic() > self.deadline
 
     def completion(self, ids: list[int], logprobs: list[float], reason: str) -> Completion:
+        ends = [*(start for start, _ in self.versions[1:]), len(ids)]
         versions: list[int] = []
-        for start, version in reversed(self.versions):
-            versions[:0] = [version] * (len(ids) - len(versions) - start)
+        for (_, version), end in zip(self.versions, ends, strict=False):
+            versions += [version] * (min(end, len(ids)) - len(versions))
         alternatives = self.alternatives[: len(ids)] if self.request.sampling.top_logprobs else None
         return Completion(ids, logprobs, versions, reason, alternatives)

@@ -5,7 +5,7 @@ steps run before the host looks (`kernels/row_state.py` has the columns).
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ class Slots:
         self.logprobs = untouched_zeros((rows, capacity), torch.float32, device)
         self.active = integers(rows)
         self.free = list(range(count - 1, -1, -1))
+        self.reader = torch.cuda.Stream() if device.type == "cuda" else None
 
     def fill(self, sequences: list[Sequence]) -> None:
         """Sets the slots of these sequences to their start."""
@@ -69,10 +70,13 @@ class Slots:
         self.table[index, :most] = to_device(table, self.device)
         self.stops[index] = to_device(stops, self.device)
 
-    def on_host(self) -> NDArray[np.int64]:
-        """The state as it is now; waits for the device."""
-        state: NDArray[np.int64] = self.state.cpu().numpy()
-        return state
+    def snapshot(self) -> "Snapshot":
+        """The state as it is when the device has come here, on its way to the host."""
+        if self.device.type == "cpu":
+            return Snapshot(self.state, None)
+        host = torch.empty(self.state.shape, dtype=self.state.dtype, pin_memory=True)
+        host.copy_(self.state, non_blocking=True)
+        return Snapshot(host, torch.cuda.current_stream().record_event())
 
     def widen_stops(self, number: int) -> bool:
         """Makes room for that many stop tokens a sequence; whether the tensor is a new one."""
@@ -83,13 +87,36 @@ class Slots:
         self.stops = wider
         return True
 
-    def generated(self, slots: list[int], count: int) -> tuple[list[list[int]], list[list[float]]]:
-        """The first `count` tokens and logprobs of these slots."""
-        index = torch.tensor(slots, device=self.device)
+    def generated(
+        self, slots: list[int], count: int, snapshot: "Snapshot"
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The first `count` tokens and logprobs of these slots, of what there was at the snapshot.
+
+        On a GPU they are read beside what it computes: nothing writes to them any more.
+        """
         width = max(count, 1)
-        tokens: list[list[int]] = self.tokens[index, :width].tolist()
-        logprobs: list[list[float]] = self.logprobs[index, :width].tolist()
-        return tokens, logprobs
+        if self.reader is None:
+            return self.tokens[slots, :width].tolist(), self.logprobs[slots, :width].tolist()
+        with torch.cuda.stream(self.reader):
+            assert snapshot.arrival is not None
+            self.reader.wait_event(snapshot.arrival)
+            index = to_device(slots, self.device)
+            tokens, logprobs = self.tokens[index, :width].cpu(), self.logprobs[index, :width].cpu()
+        return tokens.tolist(), logprobs.tolist()
+
+
+class Snapshot(NamedTuple):
+    """The state of all slots at one moment."""
+
+    state: Tensor
+    arrival: "torch.cuda.Event | None"
+
+    def on_host(self) -> NDArray[np.int64]:
+        """Waits until it is there."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        state: NDArray[np.int64] = self.state.numpy()
+        return state
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:

@@ -23,9 +23,12 @@ from hone.kernels.rows import put_rows, take_rows
 
 
 class Rotation:
-    """Rotary positions of the tokens of a call. Whole tables, P x E, and the rows of the tokens, T x 1 x E."""
+    """Rotary positions of the tokens of a call. Whole tables, P x E, and the rows of the tokens, T x 1 x E.
 
-    def __init__(self, table: tuple[Tensor, Tensor], positions_T: Tensor) -> None:
+    The latter only where the positions are given: a kernel may know them.
+    """
+
+    def __init__(self, table: tuple[Tensor, Tensor], positions_T: Tensor | None) -> None:
         (self.cos_PE, self.sin_PE), self.positions_T = table, positions_T
 
     @cached_property
@@ -73,20 +76,9 @@ class PackedAttention:
         if takes(q_THE):
             return flat_attention(q_THE, k_TKE, v_TKE, self.sequences).reshape(T, -1)
         if q_THE.is_cuda and q_THE.dtype in (torch.bfloat16, torch.float16):
-            from torch.nn.attention.varlen import varlen_attn
-
             longest = max(self.lengths)
-            out: Tensor = varlen_attn(  # type: ignore[assignment]
-                q_THE,
-                k_TKE,
-                v_TKE.contiguous(),
-                self.cu_seqlens,
-                self.cu_seqlens,
-                longest,
-                longest,
-                window_size=(-1, 0),
-            )
-            return out.reshape(T, -1)
+            boundaries = (self.cu_seqlens, self.cu_seqlens, longest, longest)
+            return _varlen(q_THE, k_TKE, v_TKE.contiguous(), *boundaries).reshape(T, -1)
         buckets, order = self.buckets
         outs = [bucket.attend(q_THE, k_TKE, v_TKE) for bucket in buckets]
         return outs[0] if order is None else take_rows(torch.cat(outs), order)
@@ -137,10 +129,7 @@ class ContinuedAttention:
             mixed = flat_attention(q_SHE, k_SKE, v_SKE, self.sequences)
             return mixed[own_T].reshape(T, -1)
         if q_THE.is_cuda and q_THE.dtype in (torch.bfloat16, torch.float16):
-            from torch.nn.attention.varlen import varlen_attn
-
-            out: Tensor = varlen_attn(q_THE, k_SKE, v_SKE, *self.boundaries, window_size=(-1, 0))  # type: ignore[assignment]
-            return out.reshape(T, -1)
+            return _varlen(q_THE, k_SKE, v_SKE, *self.boundaries).reshape(T, -1)
         return self.attend_reference(q_THE, k_SKE, v_SKE)
 
     @cached_property
@@ -167,6 +156,20 @@ class ContinuedAttention:
         starts = self.ends - np.asarray(self.lengths)
         rows = np.stack([starts, self.lengths, starts - np.asarray(self.before), self.before], axis=1).astype(np.int64)
         return Sequences(rows, np.arange(len(rows) + 1))
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, of_q: Tensor, of_k: Tensor, longest_q: int, longest_k: int) -> Tensor:
+    """Flash attention over the flat layout; the last query of a sequence sees all of its keys."""
+    out: Tensor
+    if torch.is_grad_enabled():
+        from torch.nn.attention.varlen import varlen_attn
+
+        out = varlen_attn(q, k, v, of_q, of_k, longest_q, longest_k, window_size=(-1, 0))  # type: ignore[assignment]
+    else:  # what varlen_attn calls, without 0.2 ms of the host's in every layer
+        out = torch.ops.aten._flash_attention_forward(
+            q, k, v, of_q, of_k, longest_q, longest_k, 0.0, False, False, window_size_left=-1, window_size_right=0
+        )[0]
+    return out
 
 
 class _Bucket:

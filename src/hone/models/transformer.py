@@ -33,7 +33,7 @@ class Attention(Protocol):
     `heads` makes q, k and v of the projection; a kernel may do that and the mixing in one.
     """
 
-    def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor: ...
+    def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads, /) -> Tensor: ...
 
 
 class Linear(nn.Module):
@@ -151,7 +151,13 @@ class Transformer(nn.Module):
         With `keep_N` (indices into T without repeats) only those rows come out, N x D. The last block then
         computes no more of the others than the keys and values that the kept ones look at.
         """
-        x_TD, delta_TD = self.embed(tokens_T), None
+        return self.hidden(self.embed(tokens_T), positions_T, attend, keep_N)
+
+    def hidden(
+        self, x_TD: Tensor, positions_T: Tensor | None, attend: Attention, keep_N: Tensor | None = None
+    ) -> Tensor:
+        """`forward` of embedded tokens. Positions may be left out where `attend` knows them."""
+        delta_TD = None
         rotation = Rotation(self.rope_tables(x_TD.device, x_TD.dtype), positions_T)
         last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):

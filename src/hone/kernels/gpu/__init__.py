@@ -52,6 +52,11 @@ def takes_heads(head_size: int) -> bool:
     return 16 <= head_size <= 256 and head_size & (head_size - 1) == 0
 
 
+def takes_head(hidden_TD: Tensor) -> bool:
+    """Whether tokens can be drawn from these hidden states without their logits in memory."""
+    return takes(hidden_TD) and hidden_TD.shape[1] % 64 == 0
+
+
 def splits(x_TI: Tensor, weight_OI: Tensor) -> int:
     """Into how many parts of its inner dimension a product of few tokens is cut, so that all of the chip has a part."""
     rows, columns = weight_OI.shape

@@ -1,4 +1,4 @@
-"""Residual + RMS norm, SwiGLU, and the heads of a projection: one block a row."""
+"""Embedding, residual + RMS norm, SwiGLU, and the heads of a projection: one block a row."""
 
 import torch
 import triton
@@ -10,6 +10,25 @@ from hone.kernels.gpu import options, power_of_2
 from hone.kernels.gpu.launching import wait
 
 FIELDS, LENGTH = tl.constexpr(row_state.FIELDS), tl.constexpr(row_state.LENGTH)
+LAST = tl.constexpr(row_state.LAST)
+
+
+@triton.jit
+def newest_embeddings_kernel(embed, active, state, out, D, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Row of `embed` V x D of the newest token of the sequence active[b]."""
+    b = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    wait(PDL)
+    token = tl.load(state + tl.load(active + b) * FIELDS + LAST)
+    tl.store(out + b * D + d, tl.load(embed + token * D + d, d < D), d < D)
+
+
+def newest_embeddings(embed: Tensor, active: Tensor, state: Tensor) -> Tensor:
+    """Embeddings B x D of the newest token of each active sequence."""
+    B, D = len(active), embed.shape[1]
+    out = embed.new_empty(B, D)
+    newest_embeddings_kernel[(B,)](embed, active, state, out, D, BLOCK=power_of_2(D), **options(4))
+    return out
 
 
 @triton.jit

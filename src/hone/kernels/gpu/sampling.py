@@ -1,9 +1,13 @@
 """The draw of the next token, its logprob, the stop test and the row's bookkeeping: one block a row.
 
-The vocabulary passes by once, in stretches whose maximum and sum of exponentials are kept; the uniform number then says
-which stretch the token is in, and only that one is read again.
+    logits ─ stretch_kernel ─┬─► maximum and sum of exponentials of ─ sample_kernel ─► token, logprob, state
+    hidden ─ head_kernel ────┘   every stretch of the vocabulary
+
+The uniform number says which stretch the token is in, and only that one is looked at again. From hidden states the
+logits never go through memory: those of the one stretch are computed once more.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -70,6 +74,44 @@ def stretch_kernel(
 
 
 @triton.jit
+def head_kernel(
+    x, weight, parameters, active, stats, M, V,
+    D: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, STRETCHES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What stretch_kernel gives, of the logits x M x D times weight V x D transposed, in stretches of C."""
+    m, v = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BV + tl.arange(0, BV)
+    k = tl.arange(0, BK)
+    rows = x + (m % M)[:, None].to(tl.int64) * D + k[None, :]
+    columns = weight + (v % V)[None, :].to(tl.int64) * D + k[:, None]
+    wait(PDL)
+    acc = tl.zeros((BM, BV), tl.float32)
+    for i in tl.range(0, D // BK, num_stages=STAGES):
+        acc = tl.dot(tl.load(rows + i * BK), tl.load(columns + i * BK), acc)
+    scale, _, _ = _inverse_temperature(parameters, tl.load(active + m, m < M, other=0))
+    acc = tl.where((v < V)[None, :], acc * scale[:, None], -1e30)
+    parts = tl.reshape(acc, (BM, BV // C, C))
+    tops = tl.max(parts, axis=2)
+    sums = tl.sum(tl.exp(parts - tops[:, :, None]), axis=2)
+    s = tl.program_id(1) * (BV // C) + tl.arange(0, BV // C)
+    own = stats + m[:, None].to(tl.int64) * 4 * STRETCHES + s[None, :]
+    inside = (m < M)[:, None] & (s < STRETCHES)[None, :]
+    tl.store(own, tops, inside)
+    tl.store(own + STRETCHES, sums, inside)
+
+
+@triton.jit
+def _logits(x, weight, first, V, D: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
+    """C logits from token `first` on, of one row of hidden states."""
+    v, k = first + tl.arange(0, C), tl.arange(0, BK)
+    columns = weight + (v % V)[:, None].to(tl.int64) * D + k[None, :]
+    acc = tl.zeros((C, BK), tl.float32)
+    for i in tl.range(0, D, BK, num_stages=3):
+        acc += tl.load(columns + i).to(tl.float32) * tl.load(x + i + k).to(tl.float32)[None, :]
+    return tl.sum(acc, axis=1)
+
+
+@triton.jit
 def _total(tops, sums):
     """The largest maximum, and the shares of the stretches relative to it, float64."""
     top = tl.max(tops)
@@ -79,12 +121,13 @@ def _total(tops, sums):
 @triton.jit
 def sample_kernel(
     logits, plain, threshold, parameters, state, active, stops, tokens, logprobs, capacity, num_stops, stats, V,
-    advance, FILTERED: tl.constexpr, C: tl.constexpr, STRETCHES: tl.constexpr, STOPS: tl.constexpr, PDL: tl.constexpr,
+    advance, FILTERED: tl.constexpr, C: tl.constexpr, STRETCHES: tl.constexpr, STOPS: tl.constexpr, D: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Draws the token of batch row b and notes it in the row's state (`kernels/row_state.py`).
 
     The logprob is that of `plain` B x V where FILTERED. advance: 1 where this step stored the last token's keys, 0
-    after a prefill.
+    after a prefill. D not 0: `logits` are hidden states B x D, `plain` the weight V x D that makes logits of them.
     """
     b = tl.program_id(0).to(tl.int64)
     i, s = tl.arange(0, C), tl.arange(0, STRETCHES)
@@ -95,7 +138,7 @@ def sample_kernel(
         return
     count = tl.load(own_state + COUNT)
     scale, plain_scale, greedy = _inverse_temperature(parameters, slot)
-    row, own = logits + b * V, stats + b * 4 * STRETCHES
+    own = stats + b * 4 * STRETCHES
     inside = s < tl.cdiv(V, C)
     tops = tl.load(own + s, inside, other=-1e30)
     top, shares = _total(tops, tl.load(own + STRETCHES + s, inside, other=0.0))
@@ -108,7 +151,11 @@ def sample_kernel(
     before = tl.sum(tl.where(s < chosen, shares, 0.0))
     own_top = tl.sum(tl.where(s == chosen, tops, 0.0))
 
-    x = tl.load(row + chosen * C + i, chosen * C + i < V, other=float("-inf")).to(tl.float32)
+    start = chosen.to(tl.int64) * C
+    if D:
+        x = tl.where(start + i < V, _logits(logits + b * D, plain, start, V, D, 64, C), float("-inf"))
+    else:
+        x = tl.load(logits + b * V + start + i, start + i < V, other=float("-inf")).to(tl.float32)
     if FILTERED:
         x = tl.where(x >= tl.load(threshold + b), x, float("-inf"))
     x *= scale
@@ -116,20 +163,21 @@ def sample_kernel(
     rest = ((target - before) / tl.exp(own_top - top).to(tl.float64)).to(tl.float32)
     drawn = tl.sum((tl.cumsum(weights, 0) <= rest).to(tl.int32))
     drawn = tl.minimum(drawn, tl.max(tl.where(weights > 0, i, 0)))
-    likeliest = tl.min(tl.where(x == own_top, i, C))
-    token = chosen * C + tl.where(greedy, likeliest, drawn)
+    place = tl.where(greedy, tl.min(tl.where(x == tl.max(x), i, C)), drawn)
+    token = start + place
+    value = tl.sum(tl.where(i == place, x, 0.0))
     if FILTERED:
         tops = tl.load(own + 2 * STRETCHES + s, inside, other=-1e30)
         top, shares = _total(tops, tl.load(own + 3 * STRETCHES + s, inside, other=0.0))
-        row, whole, scale = plain + b * V, tl.sum(shares), plain_scale
-    logprob = tl.load(row + token).to(tl.float32) * scale - top - tl.log(whole).to(tl.float32)
-    tl.store(tokens + slot * capacity + count, token.to(tl.int64))
+        value, whole = tl.load(plain + b * V + token).to(tl.float32) * plain_scale, tl.sum(shares)
+    logprob = value - top - tl.log(whole).to(tl.float32)
+    tl.store(tokens + slot * capacity + count, token)
     tl.store(logprobs + slot * capacity + count, logprob)
     n = tl.arange(0, STOPS)
     is_stop = tl.max((tl.load(stops + slot * num_stops + n, n < num_stops, other=-1) == token).to(tl.int32)) > 0
     is_stop = is_stop & (count + 1 >= tl.load(own_state + MIN))
     is_last = count + 1 >= tl.load(own_state + MAX)
-    tl.store(own_state + LAST, token.to(tl.int64))
+    tl.store(own_state + LAST, token)
     tl.store(own_state + LENGTH, tl.load(own_state + LENGTH) + advance)
     tl.store(own_state + COUNT, count + 1)
     tl.store(own_state + DONE, tl.where(is_stop, STOPPED, tl.where(is_last, FULL, 0)).to(tl.int64))
@@ -151,5 +199,27 @@ def draw(
     stretch_kernel[(B, count)](*inputs, active, stats, V, **sizes, **options(4))
     sample_kernel[(B,)](
         *inputs, state, active, stops, tokens, logprobs, tokens.shape[1], stops.shape[1], stats, V, int(advance),
-        **sizes, STOPS=power_of_2(stops.shape[1]), **options(4),
+        **sizes, STOPS=power_of_2(stops.shape[1]), D=0, **options(4),
+    )  # fmt: skip
+
+
+CELL = 64  # logits that sample_kernel computes once more
+
+
+def draw_from_hidden(
+    hidden: Tensor, weight: Tensor, parameters: Tensor, state: Tensor, active: Tensor, stops: Tensor, tokens: Tensor,
+    logprobs: Tensor, advance: bool,
+) -> None:  # fmt: skip
+    """`draw` without filters from hidden states B x D, D a multiple of 64, and the head's weight V x D."""
+    hidden = hidden.contiguous()
+    (B, D), V = hidden.shape, len(weight)
+    stats = torch.empty(B, 4, power_of_2(-(-V // CELL)), device=hidden.device)
+    sizes = {"D": D, "C": CELL, "STRETCHES": stats.shape[2]}
+    BM, BV = min(max(power_of_2(B), 16), 128), 128 if B <= 128 else 256
+    head_kernel[(-(-B // BM), -(-V // BV))](
+        hidden, weight, parameters, active, stats, B, V, **sizes, BM=BM, BV=BV, BK=64, STAGES=3, **options(8),
+    )  # fmt: skip
+    sample_kernel[(B,)](
+        hidden, weight, weight, parameters, state, active, stops, tokens, logprobs, tokens.shape[1], stops.shape[1],
+        stats, V, int(advance), **sizes, FILTERED=False, STOPS=power_of_2(stops.shape[1]), **options(8),
     )  # fmt: skip
