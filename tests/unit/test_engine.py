@@ -171,7 +171,7 @@ def test_a_group_stores_its_prompt_once(model):
 def test_a_prompt_that_starts_like_an_earlier_one_is_not_computed_again(model, monkeypatch):
     engine = Engine(model)
     computed = []
-    forward = type(model).forward
+    forward = type(model).hidden
 
     def counting(self, tokens, *rest):
         computed.append(len(tokens))
@@ -180,7 +180,7 @@ def test_a_prompt_that_starts_like_an_earlier_one_is_not_computed_again(model, m
     start = list(range(4, 37))  # two pages and a token
     alone = Engine(model).generate([request([*start, 9, 9], seed=5)])[0]
     engine.generate([request([*start, 8], max_tokens=1)])
-    monkeypatch.setattr(type(model), "forward", counting)
+    monkeypatch.setattr(type(model), "hidden", counting)
     again = engine.generate([request([*start, 9, 9], seed=5)])[0]
     assert computed[0] == 3 and again.ids == alone.ids
     torch.testing.assert_close(torch.tensor(again.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-5)

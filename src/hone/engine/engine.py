@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hone.engine.cache import DecodeAttention, KVCache, PrefillAttention, Stretch
+from hone.engine.cache import DecodeAttention, KVCache
 from hone.engine.graphs import DecodeGraphs
+from hone.engine.prefill import Prefill, Stretch
 from hone.engine.sampler import Sampler
 from hone.engine.sequence import Sequence
 from hone.engine.slots import Slots, Snapshot, to_device
@@ -96,6 +96,7 @@ class Engine:
         self.slots = Slots(max_batch_size, self.max_model_len, self.pool.needed(self.max_model_len), STOPS, self.device)
         self.sampler = Sampler(self.slots, spec.vocab_size)
         self.adapters = Adapters(model)
+        self.prefill = Prefill(model, self.cache, self.adapters)
         self.graphs = DecodeGraphs(self) if gpu.takes_model(weight, spec.head_dim) else None
         self.version, self.completions = version, 0  # completions: handed over so far
         self.waiting: deque[Sequence] = deque()
@@ -228,6 +229,7 @@ class Engine:
 
     def _drop_graphs(self) -> None:
         """After tensors that graphs read were replaced."""
+        self.prefill.clear()
         if self.graphs is not None:
             self.graphs.clear()
 
@@ -253,7 +255,9 @@ class Engine:
         def plan(sequence: Sequence) -> None:
             nonlocal budget
             end = min(len(sequence.prompt), sequence.computed + budget)
-            planned.append((sequence, Stretch(sequence.prompt, sequence.pages, sequence.computed, end)))
+            planned.append(
+                (sequence, Stretch(sequence.prompt, sequence.pages, sequence.computed, end, sequence.adapter))
+            )
             budget -= end - sequence.computed
             if sequence.is_of_one_policy:
                 self.pool.remember(sequence.prompt[:end], sequence.pages, sequence.adapter)
@@ -292,9 +296,6 @@ class Engine:
 
     def _prefill(self, planned: list[tuple[Sequence, Stretch]]) -> None:
         """Computes the keys and values of these stretches, and the first token of every prompt they complete."""
-        stretches = [stretch for _, stretch in planned]
-        attention = PrefillAttention(self.cache, stretches)
-        tokens = to_device(np.concatenate([np.asarray(s.ids[s.start : s.end]) for s in stretches]), self.device)
         leaders, last, end = [], [], -1
         for sequence, stretch in planned:
             end += stretch.end - stretch.start
@@ -305,17 +306,13 @@ class Engine:
         started = [sequence for leader in leaders for sequence in (leader, *leader.siblings)]
         which = [i for i, leader in enumerate(leaders) for _ in range(1 + len(leader.siblings))]
         # What the host does comes first: the device then has the rest before it.
-        kept_P, which_B, active_B = (to_device(x, self.device) for x in (last or [0], which, [s.slot for s in started]))
+        which_B, active_B = (to_device(x, self.device) for x in (which, [s.slot for s in started]))
         if started:
             if self.slots.widen_stops(max(len(s.request.stop_ids) for s in started)):
                 self._drop_graphs()
             self.slots.fill(started)
             self.sampler.fill(started)
-        which_T = None
-        if any(s.adapter for s, _ in planned):
-            which_T = to_device(np.repeat([s.adapter for s, _ in planned], attention.lengths), self.device)
-        with self.adapters.used_by(which_T, kept_P):
-            hidden_PD = self.model(tokens, attention.positions_T, attention, kept_P)
+        hidden_PD = self.prefill.run([stretch for _, stretch in planned], last)
         if not started:
             return
         hidden_BD = hidden_PD if len(started) == len(leaders) else hidden_PD[which_B]

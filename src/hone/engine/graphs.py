@@ -48,7 +48,6 @@ def padded(rows: int) -> int:
 class DecodeGraphs:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.processors = torch.cuda.get_device_properties(engine.device).multi_processor_count
         self.graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self.shared: dict[tuple[int, int], Shared] = {}
         self.pool: Any = None
@@ -84,7 +83,7 @@ class DecodeGraphs:
                 taken[row] += 1
         parts = gpu.power_of_2(max(taken.values())) if taken else 0
         heads = engine.model.spec.num_key_value_heads
-        is_wide = not stretches and (mean > LONG or B * heads <= 4 * self.processors)
+        is_wide = not stretches and (mean > LONG or B * heads <= 4 * gpu.processors())
         return Key(min(B, engine.max_batch_size), kind, has_adapters, stretches, parts, is_wide)
 
     def _stretches(self) -> list[tuple[int, int, list[int]]]:

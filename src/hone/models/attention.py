@@ -78,7 +78,7 @@ class PackedAttention:
         if q_THE.is_cuda and q_THE.dtype in (torch.bfloat16, torch.float16):
             longest = max(self.lengths)
             boundaries = (self.cu_seqlens, self.cu_seqlens, longest, longest)
-            return _varlen(q_THE, k_TKE, v_TKE.contiguous(), *boundaries).reshape(T, -1)
+            return varlen(q_THE, k_TKE, v_TKE.contiguous(), *boundaries).reshape(T, -1)
         buckets, order = self.buckets
         outs = [bucket.attend(q_THE, k_TKE, v_TKE) for bucket in buckets]
         return outs[0] if order is None else take_rows(torch.cat(outs), order)
@@ -129,7 +129,7 @@ class ContinuedAttention:
             mixed = flat_attention(q_SHE, k_SKE, v_SKE, self.sequences)
             return mixed[own_T].reshape(T, -1)
         if q_THE.is_cuda and q_THE.dtype in (torch.bfloat16, torch.float16):
-            return _varlen(q_THE, k_SKE, v_SKE, *self.boundaries).reshape(T, -1)
+            return varlen(q_THE, k_SKE, v_SKE, *self.boundaries).reshape(T, -1)
         return self.attend_reference(q_THE, k_SKE, v_SKE)
 
     @cached_property
@@ -158,7 +158,7 @@ class ContinuedAttention:
         return Sequences(rows, np.arange(len(rows) + 1))
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, of_q: Tensor, of_k: Tensor, longest_q: int, longest_k: int) -> Tensor:
+def varlen(q: Tensor, k: Tensor, v: Tensor, of_q: Tensor, of_k: Tensor, longest_q: int, longest_k: int) -> Tensor:
     """Flash attention over the flat layout; the last query of a sequence sees all of its keys."""
     out: Tensor
     if torch.is_grad_enabled():

@@ -36,6 +36,12 @@ def has_dependent_launch() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
+@functools.cache
+def processors() -> int:
+    """Multiprocessors of the GPU."""
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
+
+
 def options(warps: int) -> dict[str, int | bool]:
     """Launch options, and the PDL constant of a kernel."""
     is_early = has_dependent_launch()

@@ -1,12 +1,11 @@
 """Attention of one new token a sequence over the pages of the cache.
 
-    qkv ─ newest_heads: norm, rope, k and v into the cache ─► q ─┬─► own pages of a sequence (decode_kernel) ────┬─► out
-                                                                 └─► pages that several share (shared_kernel) ───┘
-                                                                     partial sums of both: merge_kernel
+    qkv ─ newest_heads: norm, rope, k and v into the cache ─► q ─┬─► own pages of a sequence (decode_kernel) ──┬─► out
+                                                                 └─► pages that several share (shared_kernel) ─┘
 
 A block of `decode_kernel` is one sequence and one k/v head; of `shared_kernel` one stretch of shared pages, one k/v
-head and up to MEMBERS sequences, for which it reads the pages once. Softmax is online (Milakov & Gimelshein 2018), in
-base 2.
+head and up to MEMBERS sequences, for which it reads the pages once. Both run at once; a block of `decode_kernel` ends
+by adding what its sequence has of the shared ones. Softmax is online (Milakov & Gimelshein 2018), in base 2.
 """
 
 import math
@@ -17,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels import row_state
+from hone.kernels import gpu, row_state
 from hone.kernels.gpu import options, power_of_2
 from hone.kernels.gpu.launching import wait
 from hone.kernels.gpu.rows import newest_heads
@@ -60,34 +59,41 @@ def _mix(
 
 @triton.jit
 def decode_kernel(
-    q, keys, values, out, active, state, table, table_row, own_acc, own_stats, scale_log2,
+    q, keys, values, out, active, state, table, table_row, part_acc, part_stats, parts, scale_log2,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
-    IS_PART: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Mixed values of batch row b, out B x (H * E); IS_PART: the partial sums of the pages that are its own."""
+    """Mixed values of batch row b, out B x (H * E): over its own pages and PARTS stretches that it shares."""
     G: tl.constexpr = H // K
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)  # heads of a sequence lie side by side, and run so
-    c, e = tl.arange(0, C)[None, :], tl.arange(0, E)[:, None]
+    c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
     slot = tl.load(active + b)
     L = tl.load(state + slot * FIELDS + LENGTH).to(tl.int32) + 1
     first = 0
-    if IS_PART:
+    if PARTS:
         first = tl.load(state + slot * FIELDS + OWN_PAGE).to(tl.int32) * PAGE
     else:  # else the kernel before is shared_kernel, which waited for the one that this needs
         wait(PDL)
-    row = b * H + head * G + c
-    columns = tl.load(q + row * E + e, c < G, other=0.0, cache_modifier=".cg")
+    at = (b * H + head * G + c)[None, :] * E + e
+    inside = (c < G)[None, :]
+    columns = tl.load(q + at, inside, other=0.0, cache_modifier=".cg")
     top, weight, acc = _mix(
         columns, scale_log2, keys, values, table + slot * table_row, first, L, head, K, E, C, PAGE, TILE, STAGES
     )
-    if IS_PART:
-        rows, inside = b * H + head * G + tl.arange(0, C), tl.arange(0, C) < G
-        tl.store(own_stats + rows * 2, top, inside)
-        tl.store(own_stats + rows * 2 + 1, weight, inside)
-        tl.store(own_acc + row * E + e, acc, c < G)
+    if PARTS:
         wait(PDL)
-    else:
-        tl.store(out + row * E + e, (acc / weight[None, :]).to(out.dtype.element_ty), c < G)
+        for s in range(PARTS):
+            part = tl.load(parts + b * PARTS + s)
+            row = ((part // R * K + head) * R + part % R) * G + c
+            taken = (part >= 0) & (c < G)
+            other_top = tl.load(part_stats + row * 2, taken, other=-1e30)
+            other_weight = tl.load(part_stats + row * 2 + 1, taken, other=0.0)
+            other_acc = tl.load(part_acc + row[None, :] * E + e, taken[None, :], other=0.0)
+            best = tl.maximum(top, other_top)
+            mine, theirs = tl.exp2(top - best), tl.exp2(other_top - best)
+            acc = acc * mine[None, :] + other_acc * theirs[None, :]
+            weight, top = weight * mine + other_weight * theirs, best
+    tl.store(out + at, (acc / weight[None, :]).to(out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -118,32 +124,6 @@ def shared_kernel(
     tl.store(part_acc + row[None, :] * E + e, acc, inside[None, :])
 
 
-@triton.jit
-def merge_kernel(
-    own_acc, own_stats, part_acc, part_stats, parts, out,
-    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """What head h of batch row b has of its own and of the stretches that it shares, put together."""
-    G: tl.constexpr = H // K
-    h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    e = tl.arange(0, E)
-    own = b * H + h
-    wait(PDL)
-    top, weight = tl.load(own_stats + own * 2), tl.load(own_stats + own * 2 + 1)
-    acc = tl.load(own_acc + own * E + e)
-    for s in tl.static_range(PARTS):
-        part = tl.load(parts + b * PARTS + s)
-        row = ((part // R * K + h // G) * R + part % R) * G + h % G
-        taken = part >= 0
-        other_top = tl.load(part_stats + row * 2, taken, other=-1e30)
-        other_weight = tl.load(part_stats + row * 2 + 1, taken, other=0.0)
-        other_acc = tl.load(part_acc + row * E + e, (e >= 0) & taken, other=0.0)
-        best = tl.maximum(top, other_top)
-        mine, theirs = tl.exp2(top - best), tl.exp2(other_top - best)
-        acc, weight, top = acc * mine + other_acc * theirs, weight * mine + other_weight * theirs, best
-    tl.store(out + own * E + e, (acc / weight).to(out.dtype.element_ty))
-
-
 @dataclass(frozen=True)
 class Shared:
     """Which pages are read once for several sequences, and where their partial results go."""
@@ -165,11 +145,14 @@ class Shared:
         )  # fmt: skip
 
 
-def block_shape(is_wide: bool, is_shared: bool) -> tuple[int, int, int]:
-    """Tokens of a tile, warps and stages of decode_kernel, as measured (benchmarks/RESULTS.md)."""
+def block_shape(is_wide: bool, is_shared: bool, blocks: int) -> tuple[int, int, int, int | None]:
+    """Tokens of a tile, warps, stages and registers of decode_kernel, as measured (benchmarks/RESULTS.md)."""
     if is_wide:
-        return 64, 4, 3
-    return (16, 1, 2) if is_shared else (32, 1, 1)
+        return 64, 4, 3, None
+    if is_shared:
+        return 16, 1, 2, None
+    # Wide tiles take 205 registers: 9 blocks fit a multiprocessor. More than that had to come in two waves.
+    return (32, 1, 1, None) if blocks <= 9 * gpu.processors() else (16, 1, 1, 128)
 
 
 def decode(
@@ -185,20 +168,18 @@ def decode(
     q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)
     out = qkv.new_empty(B, H * E)
     scale = math.log2(math.e) / math.sqrt(E)
-    sizes, width = {"H": H, "K": K, "E": E}, power_of_2(H // K)
-    own: tuple[Tensor, Tensor] = (q, q)
+    sizes, width = {"H": H, "K": K, "E": E, "PAGE": PAGE, "R": MEMBERS}, power_of_2(H // K)
+    where = (active, state, table, table.shape[1])
+    partial: tuple[Tensor, ...] = (q, q, q)
     if shared is not None:
-        own = (torch.empty(B, H, E, device=q.device), torch.empty(B, H, 2, device=q.device))
+        partial = (shared.acc, shared.stats, shared.parts_BS)
         shared_kernel[(K, len(shared.stretches_I2))](
-            q, keys, values, active, table, table.shape[1], shared.stretches_I2, shared.members_IR, shared.acc,
-            shared.stats, scale, **sizes, PAGE=PAGE, R=MEMBERS, TILE=min(64, PAGE), GP=width, STAGES=2, **options(4),
+            q, keys, values, active, table, table.shape[1], shared.stretches_I2, shared.members_IR, *partial[:2],
+            scale, **sizes, TILE=min(64, PAGE), GP=width, STAGES=2, **options(4),
         )  # fmt: skip
-    tile, warps, stages = block_shape(is_wide, shared is not None)
+    tile, warps, stages, registers = block_shape(is_wide, shared is not None, K * B)
     decode_kernel[(K, B)](
-        q, keys, values, out, active, state, table, table.shape[1], *own, scale, **sizes, PAGE=PAGE,
-        TILE=min(tile, PAGE), C=max(8, width), IS_PART=shared is not None, STAGES=stages, **options(warps),
+        q, keys, values, out, *where, *partial, scale, **sizes, TILE=min(tile, PAGE), C=max(8, width), STAGES=stages,
+        PARTS=0 if shared is None else shared.parts_BS.shape[1], maxnreg=registers, **options(warps),
     )  # fmt: skip
-    if shared is not None:
-        results = (*own, shared.acc, shared.stats, shared.parts_BS, out)
-        merge_kernel[(H, B)](*results, **sizes, R=MEMBERS, PARTS=shared.parts_BS.shape[1], **options(1))
     return out

@@ -215,11 +215,11 @@ def draw_from_hidden(
     (B, D), V = hidden.shape, len(weight)
     stats = torch.empty(B, 4, power_of_2(-(-V // CELL)), device=hidden.device)
     sizes = {"D": D, "C": CELL, "STRETCHES": stats.shape[2]}
-    BM, BV = min(max(power_of_2(B), 16), 128), 128 if B <= 128 else 256
+    BM, BV = min(max(power_of_2(B), 16), 128), 128
     head_kernel[(-(-B // BM), -(-V // BV))](
         hidden, weight, parameters, active, stats, B, V, **sizes, BM=BM, BV=BV, BK=64, STAGES=3, **options(8),
     )  # fmt: skip
     sample_kernel[(B,)](
         hidden, weight, weight, parameters, state, active, stops, tokens, logprobs, tokens.shape[1], stops.shape[1],
-        stats, V, int(advance), **sizes, FILTERED=False, STOPS=power_of_2(stops.shape[1]), **options(8),
+        stats, V, int(advance), **sizes, FILTERED=False, STOPS=power_of_2(stops.shape[1]), **options(4),
     )  # fmt: skip

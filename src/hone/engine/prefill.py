@@ -1,0 +1,181 @@
+"""Prompts through the model: stretches of them, end to end, in one pass.
+
+    stretches ─ tokens, positions, cells ─┬─ one by one ──────────┬─► hidden states of the rows that are kept
+                                          └─ as one CUDA graph ───┘
+
+Launching the kernels of a pass takes the host as long as some 4,000 tokens take an H200 (0.6B parameters). So on a GPU
+passes over whole prompts become graphs when their shape, rounded up, comes for the second time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hone.engine.cache import KVCache
+from hone.engine.slots import to_device
+from hone.kernels import gpu
+from hone.models.attention import ContinuedAttention, Heads, PackedAttention, varlen
+from hone.models.lora import Adapters
+from hone.models.transformer import Transformer
+
+Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens start … end of a prompt, to be computed in one pass; those before are in the cache."""
+
+    ids: list[int]
+    pages: list[int]
+    start: int
+    end: int
+    adapter: int = 0
+
+
+class Prefill:
+    def __init__(self, model: Transformer, cache: KVCache, adapters: Adapters) -> None:
+        self.model, self.cache, self.adapters, self.device = model, cache, adapters, cache.store.device
+        self.has_graphs = gpu.takes_model(model.embed.weight, model.spec.head_dim)
+        self.graphs: dict[Shape, _Graph] = {}
+        self.seen: set[Shape] = set()
+        self.pool: Any = None
+
+    def run(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
+        """Computes keys and values of these stretches; hidden states of the rows `kept`, of all laid end to end."""
+        size = self.cache.pool.size
+        lengths, before = [s.end - s.start for s in stretches], [s.start for s in stretches]
+        positions, cells = _places(stretches, before, size)
+        tokens = np.array(list(chain.from_iterable(s.ids[s.start : s.end] for s in stretches)), dtype=np.int64)
+        numbers = [s.adapter for s in stretches]
+        if self.has_graphs and not any(before) and not any(numbers):
+            shape = Shape.of(lengths)
+            if shape not in self.graphs and shape in self.seen:
+                self.graphs[shape] = self._capture(shape)
+            if shape in self.graphs:
+                return self.graphs[shape].run(tokens, positions, cells, kept, lengths)[: len(kept)]
+            self.seen.add(shape)
+        tokens_T, positions_T, cells_T, kept_P = (
+            to_device(x, self.device) for x in (tokens, positions, cells, kept or [0])
+        )
+        attention = PrefillAttention(self.cache, positions_T, cells_T, self._mix(stretches, lengths, before))
+        which_T = to_device(np.repeat(numbers, lengths), self.device) if any(numbers) else None
+        with self.adapters.used_by(which_T, kept_P):
+            return self.model.hidden(self.model.embed(tokens_T), positions_T, attention, kept_P)
+
+    def clear(self) -> None:
+        """Drops the graphs, after tensors that they read were replaced."""
+        self.graphs.clear()
+        self.seen.clear()
+        self.pool = None
+
+    def _mix(self, stretches: list[Stretch], lengths: list[int], before: list[int]) -> Mix:
+        """How the stretches see what is theirs and, in the cache, what is before them."""
+        if not any(before):
+            fresh = PackedAttention(lengths, self.device)
+            return lambda q, k, v, keys, values: fresh.attend(q, k, v)
+        _, cells = _places(stretches, [0] * len(stretches), self.cache.pool.size)
+        seen, continued = to_device(cells, self.device), ContinuedAttention(lengths, before, self.device)
+        return lambda q, k, v, keys, values: continued.attend(q, keys[seen], values[seen])
+
+    def _capture(self, shape: "Shape") -> "_Graph":
+        graph = _Graph(shape, self.device)
+        attention = PrefillAttention(self.cache, graph.positions_T, graph.cells_T, graph.mix)
+
+        def forward() -> Tensor:
+            x_TD = self.model.embed(graph.tokens_T)
+            return self.model.hidden(x_TD, graph.positions_T, attention, graph.kept_N)
+
+        forward()  # of empty prompts, so that everything is compiled and set up
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph.graph, pool=self.pool):
+            graph.hidden_ND = forward()
+        self.pool = self.pool or graph.graph.pool()
+        return graph
+
+
+class Shape(NamedTuple):
+    """Of a pass, rounded up: its tokens, its prompts, the longest of them."""
+
+    tokens: int
+    prompts: int
+    longest: int
+
+    @staticmethod
+    def of(lengths: list[int]) -> "Shape":
+        tokens = max(sum(lengths), 64)
+        step = max(gpu.power_of_2(tokens) // (8 if tokens <= 4096 else 16), 16)
+        return Shape(-(-tokens // step) * step, gpu.power_of_2(len(lengths)), gpu.power_of_2(max(lengths)))
+
+
+class _Graph:
+    """A pass of one shape and the tensors it reads. Tokens too many write to the spare page and belong to no prompt."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.shape, self.graph = shape, torch.cuda.CUDAGraph()
+        self.inputs = torch.zeros(3 * shape.tokens + shape.prompts, dtype=torch.int64, device=device)
+        self.ends = torch.zeros(shape.prompts + 1, dtype=torch.int32, device=device)
+        sizes = [shape.tokens] * 3 + [shape.prompts]
+        self.tokens_T, self.positions_T, self.cells_T, self.kept_N = self.inputs.split(sizes)
+        self.hidden_ND: Tensor
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        longest = self.shape.longest
+        return varlen(q, k, v, self.ends, self.ends, longest, longest).flatten(1)
+
+    def run(
+        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], cells: NDArray[np.int64], kept: list[int],
+        lengths: list[int],
+    ) -> Tensor:  # fmt: skip
+        T, P = self.shape.tokens, self.shape.prompts
+        inputs = np.zeros(3 * T + P, dtype=np.int64)
+        for i, values in enumerate((tokens, positions, cells, np.array(kept, dtype=np.int64))):
+            inputs[i * T : i * T + len(values)] = values
+        ends = np.full(P + 1, len(tokens), dtype=np.int32)
+        ends[: len(lengths) + 1] = [0, *np.cumsum(lengths)]
+        for target, source in ((self.inputs, inputs), (self.ends, ends)):
+            target.copy_(torch.from_numpy(source).pin_memory(), non_blocking=True)
+        self.graph.replay()
+        return self.hidden_ND
+
+
+def _places(stretches: list[Stretch], starts: list[int], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Positions of the tokens from each start to the stretch's end, end to end, and their cells in the cache."""
+    lengths = np.array([s.end - start for s, start in zip(stretches, starts, strict=True)])
+    pages = [s.pages[: -(-s.end // size)] for s in stretches]
+    before_T = np.repeat(np.cumsum(lengths) - lengths - starts, lengths)
+    positions = np.arange(lengths.sum()) - before_T
+    counts = np.array([len(p) for p in pages])
+    first_T = np.repeat(np.cumsum(counts) - counts, lengths)
+    cells = np.array(list(chain.from_iterable(pages)))[first_T + positions // size] * size + positions % size
+    return positions, cells
+
+
+class PrefillAttention:
+    """Attention of stretches of prompts, end to end; their keys and values go into the cache.
+
+    `mix` does it, from q, k and v of the stretches and all cells of a layer: keys and values, cells x K x E.
+    """
+
+    def __init__(self, cache: KVCache, positions_T: Tensor, cells_T: Tensor, mix: Mix) -> None:
+        self.cache, self.positions_T, self.cells_T, self.mix = cache, positions_T, cells_T, mix
+
+    def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
+        keys, values = (x.flatten(0, 1) for x in self.cache.store[layer])
+        if gpu.takes(qkv_TNE) and gpu.takes_heads(qkv_TNE.shape[2]):
+            from hone.kernels.gpu import rows
+
+            tables = (heads.rotation.cos_PE, heads.rotation.sin_PE, self.positions_T)
+            q, k, v = rows.heads(
+                qkv_TNE, heads.q_scale_E, heads.k_scale_E, *tables, self.cells_T, keys, values, heads.eps, heads.H
+            )
+        else:
+            q, k, v = heads(qkv_TNE)
+            keys.index_copy_(0, self.cells_T, k)
+            values.index_copy_(0, self.cells_T, v)
+        return self.mix(q, k, v, keys, values)
