@@ -305,16 +305,14 @@ class Engine:
                 last.append(end)
         started = [sequence for leader in leaders for sequence in (leader, *leader.siblings)]
         which = [i for i, leader in enumerate(leaders) for _ in range(1 + len(leader.siblings))]
-        # What the host does comes first: the device then has the rest before it.
-        which_B, active_B = (to_device(x, self.device) for x in (which, [s.slot for s in started]))
-        if started:
-            if self.slots.widen_stops(max(len(s.request.stop_ids) for s in started)):
-                self._drop_graphs()
-            self.slots.fill(started)
-            self.sampler.fill(started)
+        if started and self.slots.widen_stops(max(len(s.request.stop_ids) for s in started)):
+            self._drop_graphs()
         hidden_PD = self.prefill.run([stretch for _, stretch in planned], last)
         if not started:
             return
+        which_B, active_B = (to_device(x, self.device) for x in (which, [s.slot for s in started]))
+        self.slots.fill(started)
+        self.sampler.fill(started)
         hidden_BD = hidden_PD if len(started) == len(leaders) else hidden_PD[which_B]
         self._copy_last_pages(leaders)
         logits_BV = self._draw(hidden_BD, active_B, Sampler.kind(started), advance=False)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hone.kernels.gpu.decode import Shared
 
 WORTH_SHARING = 4096  # tokens that a step must be spared, to pay for the kernel that reads pages for groups
-ENOUGH_BLOCKS = 160  # of the kernel that reads shared pages: stretches are not made shorter for more
+ENOUGH_BLOCKS = 100  # of the kernel that reads shared pages: shorter stretches cost more to put together
 LONG = 384  # mean tokens of a sequence from which wide blocks are faster
 
 

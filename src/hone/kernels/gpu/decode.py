@@ -81,18 +81,22 @@ def decode_kernel(
         columns, scale_log2, keys, values, table + slot * table_row, first, L, head, K, E, C, PAGE, TILE, STAGES
     )
     if PARTS:
+        s = tl.arange(0, PARTS)
+        part = tl.load(parts + b * PARTS + s)
+        rows = ((part // R * K + head) * R + part % R)[:, None] * G + c[None, :]
+        taken = (part >= 0)[:, None] & inside
         wait(PDL)
-        for s in range(PARTS):
-            part = tl.load(parts + b * PARTS + s)
-            row = ((part // R * K + head) * R + part % R) * G + c
-            taken = (part >= 0) & (c < G)
-            other_top = tl.load(part_stats + row * 2, taken, other=-1e30)
-            other_weight = tl.load(part_stats + row * 2 + 1, taken, other=0.0)
-            other_acc = tl.load(part_acc + row[None, :] * E + e, taken[None, :], other=0.0)
-            best = tl.maximum(top, other_top)
-            mine, theirs = tl.exp2(top - best), tl.exp2(other_top - best)
-            acc = acc * mine[None, :] + other_acc * theirs[None, :]
-            weight, top = weight * mine + other_weight * theirs, best
+        other_top = tl.load(part_stats + rows * 2, taken, other=-1e30)
+        other_weight = tl.load(part_stats + rows * 2 + 1, taken, other=0.0)
+        best = tl.maximum(top, tl.max(other_top, axis=0))
+        mine, theirs = tl.exp2(top - best), tl.exp2(other_top - best[None, :])
+        weight = weight * mine + tl.sum(other_weight * theirs, axis=0)
+        acc *= mine[None, :]
+        for n in tl.static_range(PARTS):  # their loads do not wait for each other
+            row = tl.sum(tl.where((s == n)[:, None] & taken, rows, 0), axis=0)
+            share = tl.sum(tl.where((s == n)[:, None], theirs, 0.0), axis=0)
+            there = tl.max(tl.where((s == n)[:, None], taken.to(tl.int32), 0), axis=0) > 0
+            acc += tl.load(part_acc + row[None, :] * E + e, there[None, :], other=0.0) * share[None, :]
     tl.store(out + at, (acc / weight[None, :]).to(out.dtype.element_ty), inside)
 
 
@@ -150,7 +154,7 @@ def block_shape(is_wide: bool, is_shared: bool, blocks: int) -> tuple[int, int, 
     if is_wide:
         return 64, 4, 3, None
     if is_shared:
-        return 16, 1, 2, None
+        return 16, 1, 2, 144
     # Wide tiles take 205 registers: 9 blocks fit a multiprocessor. More than that had to come in two waves.
     return (32, 1, 1, None) if blocks <= 9 * gpu.processors() else (16, 1, 1, 128)
 
