@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hone.engine.cache import DecodeAttention, KVCache
 from hone.engine.graphs import DecodeGraphs
+from hone.engine.packed import PackedModel
 from hone.engine.prefill import Prefill, Stretch
 from hone.engine.sampler import Sampler
 from hone.engine.sequence import Sequence
@@ -97,6 +98,7 @@ class Engine:
         self.sampler = Sampler(self.slots, spec.vocab_size)
         self.adapters = Adapters(model)
         self.prefill = Prefill(model, self.cache, self.adapters)
+        self.packed = PackedModel(model, self.cache) if PackedModel.takes(model) else None
         self.graphs = DecodeGraphs(self) if gpu.takes_model(weight, spec.head_dim) else None
         self.version, self.completions = version, 0  # completions: handed over so far
         self.waiting: deque[Sequence] = deque()
@@ -195,6 +197,8 @@ class Engine:
     def set_version(self, version: int) -> None:
         """Names the weights that the next tokens come from. Prompts computed with the old ones are not used again."""
         self.version = version
+        if self.packed is not None:
+            self.packed.is_stale = True
         self.pool.forget()
         for sequence in self.running:
             sequence.is_of_one_policy = False
@@ -389,7 +393,10 @@ class Engine:
     def decode_step(self, B: int, kind: int, has_adapters: bool, rows: Rows) -> Tensor | None:
         """One token for the first B active slots, all on the device; returns the logits, if the kind asks for them."""
         active_B, state = rows.active_B[:B], self.slots.state
-        attention = DecodeAttention(self.cache, Rows(active_B, state, rows.table, rows.shared, rows.is_wide))
+        rows = Rows(active_B, state, rows.table, rows.shared, rows.is_wide)
+        if self.packed is not None and not has_adapters:
+            return self._draw(self.packed.hidden(rows), active_B, kind, advance=True)
+        attention = DecodeAttention(self.cache, rows)
         with self.adapters.used_by(state[active_B, column.ADAPTER] if has_adapters else None):
             if self.graphs is not None:
                 from hone.kernels.gpu.rows import newest_embeddings

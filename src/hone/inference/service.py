@@ -14,6 +14,7 @@ more of them than cores it puts workers to sleep after every operation, which ma
 """
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -153,6 +154,7 @@ class EngineService:
         self._pending = []
 
     def _work(self) -> None:
+        has_run = False
         while True:
             with self._wake:
                 while not self._inbox and not self._has_work() and not self._closing:
@@ -165,6 +167,9 @@ class EngineService:
             try:
                 if self._has_work():
                     self.engine.step(admit=not self._is_paused)
+                    if not has_run:
+                        has_run = True
+                        gc.freeze()  # what is loaded by now stays; going through it would stop everything for 0.1 s
             except Exception as error:  # out of memory, a bug: every waiting request learns of it
                 self.engine.reset()
                 for future in list(self._in_flight):

@@ -6,6 +6,8 @@ import time
 import numpy as np
 import torch
 
+from hone.engine.cache import KVCache
+from hone.engine.packed import PackedModel
 from hone.kernels import cpu, row_state
 from hone.kernels.decode import Rows, attend_by_pages
 from hone.kernels.flat_attention import Sequences, flat_attention
@@ -14,6 +16,8 @@ from hone.kernels.logprobs import target_logprobs
 from hone.kernels.norm import add_norm
 from hone.kernels.norm_rope import norm_rope
 from hone.kernels.swiglu import swiglu
+from hone.models.spec import ModelSpec
+from hone.models.transformer import Transformer
 
 
 def main() -> None:
@@ -38,6 +42,11 @@ def main() -> None:
         rows = Rows(ones, torch.zeros(T, row_state.FIELDS, dtype=torch.int64), ones[:, None])
         keys, values = torch.zeros(2, 2, 16, 1, E)
         attend_by_pages(q, k, v, keys, values, rows)
+        spec = ModelSpec(2 * E, E, 2 * E, 1, 1, 1, E, 1e-6, 1e4, True, 64, 0.1, False)
+        model = Transformer(spec)
+        if PackedModel.takes(model):
+            model.init_weights(torch.Generator())
+            PackedModel(model, KVCache(spec, torch.float32, x.device, 32)).hidden(rows)
         tokens, chosen, stops = torch.zeros(T, E, dtype=torch.int64), torch.zeros(T, E), ones[:, None]
         parameters, logits = torch.ones(T, row_state.PARAMETERS), x.contiguous()
         inputs = [t.data_ptr() for t in (parameters, rows.state, ones, stops)]

@@ -15,7 +15,7 @@ from hone.kernels.cpu.lanes import (
     put_integer,
     splat,
     store,
-    total,
+    totals,
 )
 from hone.kernels.row_state import (
     COUNT,
@@ -36,59 +36,86 @@ from hone.kernels.row_state import (
 _f, _u = np.float32, np.uint64
 
 
-@compiled
-def attend(B, H, K, E, q, q_row, k, k_row, v, v_row, keys, values, PAGE, active, state, table, table_row, out):
-    """Stores k, v of the new token in the cache, then mixes what the sequence has there: out B x (H * E).
+@inlined
+def _scores(query, q_at, keys, at, step, E):
+    """Products of a query with 16 keys, which lie `step` apart."""
+    x0 = x1 = x2 = x3 = x4 = x5 = x6 = x7 = splat(_f(0))
+    x8 = x9 = x10 = x11 = x12 = x13 = x14 = x15 = splat(_f(0))
+    for e in range(0, E, 16):
+        q, k = load(query, q_at + e), at + e
+        x0, x1 = multiply_add(q, load(keys, k), x0), multiply_add(q, load(keys, k + step), x1)
+        x2, x3 = multiply_add(q, load(keys, k + 2 * step), x2), multiply_add(q, load(keys, k + 3 * step), x3)
+        x4, x5 = multiply_add(q, load(keys, k + 4 * step), x4), multiply_add(q, load(keys, k + 5 * step), x5)
+        x6, x7 = multiply_add(q, load(keys, k + 6 * step), x6), multiply_add(q, load(keys, k + 7 * step), x7)
+        x8, x9 = multiply_add(q, load(keys, k + 8 * step), x8), multiply_add(q, load(keys, k + 9 * step), x9)
+        x10, x11 = multiply_add(q, load(keys, k + 10 * step), x10), multiply_add(q, load(keys, k + 11 * step), x11)
+        x12, x13 = multiply_add(q, load(keys, k + 12 * step), x12), multiply_add(q, load(keys, k + 13 * step), x13)
+        x14, x15 = multiply_add(q, load(keys, k + 14 * step), x14), multiply_add(q, load(keys, k + 15 * step), x15)
+    return totals(x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15)
 
-    keys, values: the cache of a layer, pages x PAGE x K x E; row active[b] of `state` and `table` is the sequence's.
+
+@inlined
+def attend_row(H, K, E, q, q_at, k, k_at, v, v_at, keys, values, PAGE, position, table, pages, out, out_at):
+    """Stores k, v of the token at `position` in its sequence's pages, then mixes what there is: out H * E.
+
+    keys, values: the cache of a layer, pages x PAGE x K x E, PAGE a multiple of 16; `pages`: where those of the sequence
+    stand in `table`.
     """
     step, scale = K * E, _f(1) / np.sqrt(_f(E))
+    L = position + 1
+    cell = (get_integer(table, pages + position // PAGE) * PAGE + position % PAGE) * step
+    for d in range(step):
+        put(keys, cell + d, get(k, k_at + d))
+        put(values, cell + d, get(v, v_at + d))
+    starts = np.empty((L + PAGE - 1) // PAGE, np.int64)
+    for p in range(len(starts)):
+        starts[p] = get_integer(table, pages + p) * PAGE * step
+    # 16 tokens at a time, all heads of them: the cache passes by once, from its start to its end.
+    row = len(starts) * PAGE
+    scores = np.empty(H * row, np.float32)
+    query = np.empty(H * E, np.float32)
+    for i in range(H * E):
+        query[i] = get(q, q_at + i) * scale
+    group = H // K
+    for first in range(0, L, 16):
+        at = starts[first // PAGE] + first % PAGE * step
+        for h in range(H):
+            store(scores, h * row + first, _scores(query, h * E, keys, at + h // group * E, step, E))
+    for h in range(H):
+        top, weight = _f(-1e30), _f(0)
+        for j in range(h * row, h * row + L):
+            top = max(top, get(scores, j))
+        for j in range(h * row, h * row + L):
+            share = exp(get(scores, j) - top)
+            put(scores, j, share)
+            weight += share
+        weight = _f(1) / weight
+        for j in range(h * row, h * row + L):
+            put(scores, j, get(scores, j) * weight)
+    mixed = np.zeros(H * E, np.float32)
+    for first in range(0, L, 16):
+        at, count = starts[first // PAGE] + first % PAGE * step, min(16, L - first)
+        for h in range(H):
+            for e in range(0, E, 16):
+                sum_so_far, here = load(mixed, h * E + e), at + h // group * E + e
+                for j in range(count):
+                    share = get(scores, h * row + first + j)
+                    sum_so_far = multiply_add(share, load(values, here + j * step), sum_so_far)
+                store(mixed, h * E + e, sum_so_far)
+    for i in range(0, H * E, 16):
+        store(out, out_at + i, load(mixed, i))
+
+
+@compiled
+def attend(B, H, K, E, q, q_row, k, k_row, v, v_row, keys, values, PAGE, active, state, table, table_row, out):
+    """attend_row for every batch row: out B x (H * E). Row active[b] of `state` and `table` is the sequence's."""
     for b in prange(B):
         row = get_integer(active, b)
-        L, pages = get_integer(state, row * FIELDS + LENGTH) + 1, row * table_row
-        cell = (get_integer(table, pages + (L - 1) // PAGE) * PAGE + (L - 1) % PAGE) * step
-        for d in range(step):
-            put(keys, cell + d, get(k, b * k_row + d))
-            put(values, cell + d, get(v, b * v_row + d))
-        starts = np.empty((L + PAGE - 1) // PAGE, np.int64)
-        for p in range(len(starts)):
-            starts[p] = get_integer(table, pages + p) * PAGE * step
-        # Token by token, all heads of one: the cache passes by once, from its start to its end.
-        scores = np.empty(H * L, np.float32)
-        query = np.empty(H * E, np.float32)
-        for i in range(H * E):
-            query[i] = get(q, b * q_row + i) * scale
-        group = H // K
-        for p in range(len(starts)):
-            for j in range(min(PAGE, L - p * PAGE)):
-                token, at = p * PAGE + j, starts[p] + j * step
-                for h in range(H):
-                    products = splat(_f(0))
-                    for e in range(0, E, 16):
-                        products = multiply_add(load(query, h * E + e), load(keys, at + h // group * E + e), products)
-                    put(scores, h * L + token, total(products))
-        for h in range(H):
-            top, weight = _f(-1e30), _f(0)
-            for j in range(h * L, h * L + L):
-                top = max(top, get(scores, j))
-            for j in range(h * L, h * L + L):
-                share = exp(get(scores, j) - top)
-                put(scores, j, share)
-                weight += share
-            weight = _f(1) / weight
-            for j in range(h * L, h * L + L):
-                put(scores, j, get(scores, j) * weight)
-        mixed = np.zeros(H * E, np.float32)
-        for p in range(len(starts)):
-            for j in range(min(PAGE, L - p * PAGE)):
-                token, at = p * PAGE + j, starts[p] + j * step
-                for h in range(H):
-                    share = get(scores, h * L + token)
-                    for e in range(0, E, 16):
-                        sum_so_far = load(mixed, h * E + e)
-                        store(mixed, h * E + e, multiply_add(share, load(values, at + h // group * E + e), sum_so_far))
-        for i in range(0, H * E, 16):
-            store(out, b * H * E + i, load(mixed, i))
+        position = get_integer(state, row * FIELDS + LENGTH)
+        attend_row(
+            H, K, E, q, b * q_row, k, b * k_row, v, b * v_row, keys, values, PAGE, position, table, row * table_row,
+            out, b * H * E,
+        )  # fmt: skip
 
 
 @inlined

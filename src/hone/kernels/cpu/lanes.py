@@ -211,6 +211,41 @@ def total(typing: Any, x: Any) -> Any:
 
 
 @intrinsic
+def totals(
+    typing: Any,
+    a: Any,
+    b: Any,
+    c: Any,
+    d: Any,
+    e: Any,
+    f: Any,
+    g: Any,
+    h: Any,
+    i: Any,
+    j: Any,
+    k: Any,
+    l: Any,
+    m: Any,
+    n: Any,
+    o: Any,
+    p: Any,
+) -> Any:
+    """`total` of each of 16, as lanes: both halves of all are added, then both halves of those, …"""
+
+    def emit(builder: Any, *rows: Any) -> Any:
+        pieces, width = list(rows), LANES // 2
+        while len(pieces) > 1:
+            low = [start + x for start in range(0, 2 * LANES, 2 * width) for x in range(width)]
+            indices = [ir.Constant(ir.VectorType(_INT, LANES), [x + half for x in low]) for half in (0, width)]
+            pairs = zip(pieces[::2], pieces[1::2], strict=True)
+            pieces = [builder.fadd(*(builder.shuffle_vector(x, y, z) for z in indices)) for x, y in pairs]
+            width //= 2
+        return pieces[0]
+
+    return _operation(emit, lanes, *[lanes] * LANES)
+
+
+@intrinsic
 def largest(typing: Any, x: Any) -> Any:
     """Largest of the 16 lanes."""
     return _operation(

@@ -87,24 +87,48 @@ def edge_tile(a, a_at, a_row, a_column, b, b_at, c, c_at, c_row, K, adds, rows, 
             put(c, c_at + i * c_row + j, get(whole, i * WIDTH + j))
 
 
+@inlined
+def pack_panel(K, N, first, b, b_row, b_column, packed, at):
+    """The 32 columns of B from `first` on as a panel, zeros where there are fewer."""
+    columns = min(WIDTH, N - first)
+    if b_column == 1 and columns == WIDTH:
+        for k in range(K):
+            store(packed, at + k * WIDTH, load(b, k * b_row + first))
+            store(packed, at + k * WIDTH + 16, load(b, k * b_row + first + 16))
+    else:
+        for k in range(K):
+            for j in range(columns):
+                put(packed, at + k * WIDTH + j, get(b, k * b_row + (first + j) * b_column))
+            for j in range(columns, WIDTH):
+                put(packed, at + k * WIDTH + j, _f(0))
+
+
+@compiled
+def pack(N, K, b, b_row, b_column, packed):
+    """B[K x N] as panels: packed (N / 32, rounded up) x K x 32. Addresses."""
+    for panel in prange((N + WIDTH - 1) // WIDTH):
+        pack_panel(K, N, panel * WIDTH, b, b_row, b_column, packed, panel * K * WIDTH)
+
+
+@inlined
+def multiply_packed(rows, N, K, a, a_row, packed, out, out_row):
+    """out[rows x N] = A[rows x K] times a packed B. rows in eights; out has room for N rounded up to 32."""
+    for depth in range(0, K, BLOCK_K):
+        part = min(BLOCK_K, K - depth)
+        for panel in range((N + WIDTH - 1) // WIDTH):
+            b_at = (panel * K + depth) * WIDTH
+            for m in range(0, rows, ROWS):
+                c_at = m * out_row + panel * WIDTH
+                tile(a, m * a_row + depth, a_row, 1, packed, b_at, out, c_at, out_row, part, depth > 0)
+
+
 @compiled
 def multiply(M, N, K, a, a_row, a_column, b, b_row, b_column, out):
     """out M x N, dense. Addresses and strides: A[m, k] is a[m * a_row + k * a_column], and B[k, n] alike."""
     panels = (N + WIDTH - 1) // WIDTH
     packed = np.empty(panels * K * WIDTH, np.float32)
     for panel in prange(panels):
-        first, at = panel * WIDTH, panel * K * WIDTH
-        columns = min(WIDTH, N - first)
-        if b_column == 1 and columns == WIDTH:
-            for k in range(K):
-                store(packed, at + k * WIDTH, load(b, k * b_row + first))
-                store(packed, at + k * WIDTH + 16, load(b, k * b_row + first + 16))
-        else:
-            for k in range(K):
-                for j in range(columns):
-                    put(packed, at + k * WIDTH + j, get(b, k * b_row + (first + j) * b_column))
-                for j in range(columns, WIDTH):
-                    put(packed, at + k * WIDTH + j, _f(0))
+        pack_panel(K, N, panel * WIDTH, b, b_row, b_column, packed, panel * K * WIDTH)
     spans = (panels + PANELS - 1) // PANELS
     blocks = (M + BLOCK_M - 1) // BLOCK_M
     for task in prange(blocks * spans):

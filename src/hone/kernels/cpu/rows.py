@@ -3,11 +3,53 @@
 import numpy as np
 from numba import prange
 
-from hone.kernels.cpu import compiled
+from hone.kernels.cpu import compiled, inlined
 from hone.kernels.cpu.lanes import exp, get, put
 
 CHUNKS = 16  # gradients of weights are summed in this many parts, so that they do not depend on the thread count
 _f = np.float32
+
+
+@inlined
+def norm_row(x, at, D, eps, weight, out, out_at):
+    """out = x * rstd * weight of the D numbers from `at` on; returns rstd."""
+    squares = _f(0)
+    for i in range(at, at + D):
+        squares += get(x, i) * get(x, i)
+    r = _f(1) / np.sqrt(squares / _f(D) + eps)
+    for d in range(D):
+        put(out, out_at + d, get(x, at + d) * r * get(weight, d))
+    return r
+
+
+@inlined
+def norm_rope_head(x, at, E, scale, cos, sin, turn, eps, out, out_at):
+    """One head normalised, scaled and rotated; returns its rstd. scale 0: rotated only."""
+    half, r = E // 2, _f(1)
+    if scale != 0:
+        squares = _f(0)
+        for i in range(at, at + E):
+            squares += get(x, i) * get(x, i)
+        r = _f(1) / np.sqrt(squares / _f(E) + eps)
+        for e in range(half):
+            first = get(x, at + e) * r * get(scale, e)
+            second = get(x, at + half + e) * r * get(scale, half + e)
+            put(out, out_at + e, first * get(cos, turn + e) + second * get(sin, turn + e))
+            put(out, out_at + half + e, second * get(cos, turn + half + e) + first * get(sin, turn + half + e))
+    else:
+        for e in range(half):
+            first, second = get(x, at + e), get(x, at + half + e)
+            put(out, out_at + e, first * get(cos, turn + e) + second * get(sin, turn + e))
+            put(out, out_at + half + e, second * get(cos, turn + half + e) + first * get(sin, turn + half + e))
+    return r
+
+
+@inlined
+def swiglu_row(gate_up, at, F, out, out_at):
+    """silu of F numbers from `at` on, times the F behind them."""
+    for f in range(F):
+        x = get(gate_up, at + f)
+        put(out, out_at + f, x / (_f(1) + exp(-x)) * get(gate_up, at + F + f))
 
 
 @compiled
@@ -16,20 +58,10 @@ def add_norm_forward(T, D, x, delta, eps, weight, total, out, rstd):
     eps = _f(eps)
     for t in prange(T):
         row = t * D
-        squares = _f(0)
         if delta != 0:
             for i in range(row, row + D):
-                value = get(x, i) + get(delta, i)
-                put(total, i, value)
-                squares += value * value
-        else:
-            for i in range(row, row + D):
-                squares += get(x, i) * get(x, i)
-        r = _f(1) / np.sqrt(squares / _f(D) + eps)
-        source = total if delta != 0 else x
-        for d in range(D):
-            put(out, row + d, get(source, row + d) * r * get(weight, d))
-        put(rstd, t, r)
+                put(total, i, get(x, i) + get(delta, i))
+        put(rstd, t, norm_row(total if delta != 0 else x, row, D, eps, weight, out, row))
 
 
 @compiled
@@ -55,21 +87,12 @@ def add_norm_backward(T, D, grad, grad_total, total, weight, rstd, grad_x, grad_
 @compiled
 def norm_rope_forward(T, H, K, E, qkv, q_scale, k_scale, cos, sin, eps, out, rstd):
     """The first H + K heads of qkv T x (H + 2K) x E normalised, scaled and rotated: out T x (H + K) x E."""
-    half, eps = E // 2, _f(eps)
+    eps = _f(eps)
     for t in prange(T):
         for n in range(H + K):
+            x, y = (t * (H + 2 * K) + n) * E, (t * (H + K) + n) * E
             scale = q_scale if n < H else k_scale
-            x, y, turn = (t * (H + 2 * K) + n) * E, (t * (H + K) + n) * E, t * E
-            squares = _f(0)
-            for i in range(x, x + E):
-                squares += get(qkv, i) * get(qkv, i)
-            r = _f(1) / np.sqrt(squares / _f(E) + eps)
-            put(rstd, t * (H + K) + n, r)
-            for e in range(half):
-                first = get(qkv, x + e) * r * get(scale, e)
-                second = get(qkv, x + half + e) * r * get(scale, half + e)
-                put(out, y + e, first * get(cos, turn + e) + second * get(sin, turn + e))
-                put(out, y + half + e, second * get(cos, turn + half + e) + first * get(sin, turn + half + e))
+            put(rstd, t * (H + K) + n, norm_rope_head(qkv, x, E, scale, cos, sin, t * E, eps, out, y))
 
 
 @compiled
@@ -110,10 +133,7 @@ def norm_rope_backward(
 def swiglu_forward(T, F, gate_up, out):
     """silu of the first half of gate_up T x 2F times the second: out T x F."""
     for t in prange(T):
-        gate, up, row = 2 * t * F, (2 * t + 1) * F, t * F
-        for f in range(F):
-            x = get(gate_up, gate + f)
-            put(out, row + f, x / (_f(1) + exp(-x)) * get(gate_up, up + f))
+        swiglu_row(gate_up, 2 * t * F, F, out, t * F)
 
 
 @compiled
