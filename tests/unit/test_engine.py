@@ -19,13 +19,15 @@ from hone.models.transformer import Transformer
 from hone.records import GenerateRequest, Sampling
 
 SPEC = ModelSpec(50, 32, 64, 2, 4, 2, 8, 1e-6, 1000.0, True, 96, 0.5, False)
+PACKED = replace(SPEC, num_key_value_heads=1, head_dim=16)  # as many bytes a token
 STOP = frozenset({3})
 ONE_SEQUENCE = 96 * 256 / 2**30  # GiB for the keys and values of one sequence of full length
 
 
-@pytest.fixture(scope="module")
-def model():
-    model = Transformer(SPEC)
+@pytest.fixture(scope="module", params=["layer by layer", "packed"])
+def model(request):
+    """Two sizes of heads: with the second the CPU runs all layers in one compiled call, where it can."""
+    model = Transformer(SPEC if request.param == "layer by layer" else PACKED)
     model.init_weights(torch.Generator().manual_seed(0))
     return model
 
@@ -171,16 +173,16 @@ def test_a_group_stores_its_prompt_once(model):
 def test_a_prompt_that_starts_like_an_earlier_one_is_not_computed_again(model, monkeypatch):
     engine = Engine(model)
     computed = []
-    forward = type(model).hidden
+    prefill = Engine._prefill
 
-    def counting(self, tokens, *rest):
-        computed.append(len(tokens))
-        return forward(self, tokens, *rest)
+    def counting(self, planned):
+        computed.append(sum(stretch.end - stretch.start for _, stretch in planned))
+        return prefill(self, planned)
 
     start = list(range(4, 37))  # two pages and a token
     alone = Engine(model).generate([request([*start, 9, 9], seed=5)])[0]
     engine.generate([request([*start, 8], max_tokens=1)])
-    monkeypatch.setattr(type(model), "hidden", counting)
+    monkeypatch.setattr(Engine, "_prefill", counting)
     again = engine.generate([request([*start, 9, 9], seed=5)])[0]
     assert computed[0] == 3 and again.ids == alone.ids
     torch.testing.assert_close(torch.tensor(again.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-5)
@@ -188,6 +190,20 @@ def test_a_prompt_that_starts_like_an_earlier_one_is_not_computed_again(model, m
     computed.clear()
     engine.generate([request([*start, 9, 9], seed=5)])
     assert computed[0] == 35  # keys of another policy are not used again
+
+
+def test_prompts_that_start_alike_are_computed_in_one_step(model):
+    start = list(range(4, 24))
+    prompts = [[*start, 9], [*start, *range(8, 25), 7], start[:18], [*start, *range(8, 25), 6], [5, 6]]
+    requests = [request(p, seed=i) for i, p in enumerate(prompts)]
+    engine = Engine(model)
+    together = engine.generate(requests)
+    for one, completion in zip(requests, together, strict=True):
+        alone = Engine(model).generate([one])[0]
+        assert alone.ids == completion.ids
+        expected = plain_logprobs(model, one.prompt_ids, completion.ids)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-4)
+    assert_all_returned(engine)
 
 
 def test_the_next_turn_of_a_conversation_finds_its_own_tokens(model):

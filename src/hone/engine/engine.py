@@ -12,7 +12,7 @@ waits for another.
 """
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -247,7 +247,8 @@ class Engine:
                 self.abort(sequence, "timeout")
         budget = self.prefill_tokens
         while budget > 0 and (planned := self._plan(admit, min(budget, PASS_TOKENS))):
-            self._prefill(planned)
+            for part in self._passes(planned):
+                self._prefill(part)
             budget -= sum(stretch.end - stretch.start for _, stretch in planned)
         if self.decoding:
             self._decode()
@@ -298,6 +299,19 @@ class Engine:
             plan(sequence)
         return planned
 
+    def _passes(self, planned: list[tuple[Sequence, Stretch]]) -> list[list[tuple[Sequence, Stretch]]]:
+        """What can be computed at once: with a packed model, what needs no page that another one computes."""
+        if self.packed is None:
+            return [planned]
+        turns: dict[int, int] = {}  # in which a page is computed
+        passes: dict[tuple[int, bool], list[tuple[Sequence, Stretch]]] = defaultdict(list)
+        for sequence, stretch in planned:
+            first = stretch.start // self.pool.size
+            turn = 1 + max((turns.get(page, 0) for page in stretch.pages[:first]), default=0)
+            turns.update(dict.fromkeys(stretch.pages[first : self.pool.needed(stretch.end)], turn))
+            passes[turn, stretch.adapter > 0].append((sequence, stretch))
+        return [passes[key] for key in sorted(passes)]
+
     def _prefill(self, planned: list[tuple[Sequence, Stretch]]) -> None:
         """Computes the keys and values of these stretches, and the first token of every prompt they complete."""
         leaders, last, end = [], [], -1
@@ -311,15 +325,23 @@ class Engine:
         which = [i for i, leader in enumerate(leaders) for _ in range(1 + len(leader.siblings))]
         if started and self.slots.widen_stops(max(len(s.request.stop_ids) for s in started)):
             self._drop_graphs()
-        hidden_PD = self.prefill.run([stretch for _, stretch in planned], last)
+        stretches = [stretch for _, stretch in planned]
+        packed = None if stretches[0].adapter else self.packed
+        result = self.prefill.run(stretches, last) if packed is None else packed.prefill(stretches, last)
         if not started:
             return
         which_B, active_B = (to_device(x, self.device) for x in (which, [s.slot for s in started]))
         self.slots.fill(started)
         self.sampler.fill(started)
-        hidden_BD = hidden_PD if len(started) == len(leaders) else hidden_PD[which_B]
+        if len(started) > len(leaders):
+            result = result[which_B]
         self._copy_last_pages(leaders)
-        logits_BV = self._draw(hidden_BD, active_B, Sampler.kind(started), advance=False)
+        kind = Sampler.kind(started)
+        logits_BV: Tensor | None = result
+        if packed is None:
+            logits_BV = self._draw(result, active_B, kind, advance=False)
+        else:
+            self.sampler.sample(result, active_B, kind, advance=False)
         self._note_alternatives(logits_BV, active_B, started)
         self.prefilling = [s for s in self.prefilling if s not in leaders]
         for leader in leaders:
@@ -395,7 +417,9 @@ class Engine:
         active_B, state = rows.active_B[:B], self.slots.state
         rows = Rows(active_B, state, rows.table, rows.shared, rows.is_wide)
         if self.packed is not None and not has_adapters:
-            return self._draw(self.packed.hidden(rows), active_B, kind, advance=True)
+            logits_BV = self.packed.decode(rows)
+            self.sampler.sample(logits_BV, active_B, kind, advance=True)
+            return logits_BV
         attention = DecodeAttention(self.cache, rows)
         with self.adapters.used_by(state[active_B, column.ADAPTER] if has_adapters else None):
             if self.graphs is not None:

@@ -1,18 +1,21 @@
-"""A decode step of a small model on the CPU in one compiled call (`kernels/cpu/layers.py`), over packed weights.
+"""A small model on the CPU: one compiled call for all layers (`kernels/cpu/layers.py`), over packed weights.
 
-Its twin is `Transformer.hidden` with DecodeAttention, which decodes wherever this does not.
+Its twin is `Transformer` with DecodeAttention and PrefillAttention, which computes wherever this does not.
 """
 
+from typing import Any
+
+import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import Tensor
 
 from hone.engine.cache import KVCache
-from hone.kernels import cpu
+from hone.engine.prefill import Stretch
+from hone.kernels import cpu, row_state
 from hone.kernels.decode import Rows
 from hone.kernels.linear import HAS_AVX512, LARGE_WEIGHT
-from hone.models.transformer import Transformer
-
-MOST_ROWS = 64  # of a task, so that what it works on stays in the core's cache
+from hone.models.transformer import Block, Linear, Transformer
 
 
 class PackedModel:
@@ -27,65 +30,85 @@ class PackedModel:
 
     @staticmethod
     def takes(model: Transformer) -> bool:
-        spec = model.spec
-        linears = [m for m in model.blocks.modules() if hasattr(m, "delta")]
-        is_small = all(linear.weight.numel() <= LARGE_WEIGHT for linear in linears)
-        return HAS_AVX512 and cpu.takes(model.embed.weight) and is_small and spec.head_dim % 16 == 0
+        weights = [p for p in model.parameters() if p.dim() == 2]
+        is_small = all(weight.numel() <= LARGE_WEIGHT for weight in weights)
+        return HAS_AVX512 and cpu.takes(model.embed.weight) and is_small and model.spec.head_dim % 16 == 0
 
-    def hidden(self, rows: Rows) -> Tensor:
-        """Final hidden states B x D of the newest token of each active row; its keys and values go into the cache."""
-        from hone.kernels.cpu import layers
+    def decode(self, rows: Rows) -> Tensor:
+        """Logits B x V after the newest token of each active row; its keys and values go into the cache."""
+        active, B = rows.active_B.numpy(), rows.active_B.shape[0]
+        state = rows.state.numpy()[active]
+        columns = (state[:, row_state.LAST], state[:, row_state.LENGTH], active * rows.table.shape[1], np.arange(B))
+        block = min(layers().BLOCK, -(-B // torch.get_num_threads() // 8) * 8)
+        firsts = np.minimum(np.arange(0, B + block, block), B)
+        return self._logits(np.stack(columns, axis=1), firsts, rows.table, B)
 
+    def prefill(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
+        """Logits of the tokens `kept`, of all stretches end to end; keys and values of all go into the cache.
+
+        No stretch may need what another one computes.
+        """
+        lengths = np.array([s.end - s.start for s in stretches])
+        ends = np.cumsum(lengths)
+        table = np.zeros((len(stretches), max(len(s.pages) for s in stretches)), dtype=np.int64)
+        tokens = np.full((ends[-1], layers().COLUMNS), -1, dtype=np.int64)
+        for i, (s, end) in enumerate(zip(stretches, ends, strict=True)):
+            table[i, : len(s.pages)] = s.pages
+            own = tokens[end - lengths[i] : end]
+            own[:, layers().TOKEN], own[:, layers().POSITION] = s.ids[s.start : s.end], np.arange(s.start, s.end)
+        tokens[:, layers().PAGES] = np.repeat(np.arange(len(stretches)) * table.shape[1], lengths)
+        tokens[kept, layers().RESULT] = np.arange(len(kept))
+        task = np.maximum.accumulate((ends - lengths) // layers().BLOCK)  # those that start in the same 64 tokens
+        firsts = np.append((ends - lengths)[np.flatnonzero(np.diff(task, prepend=-1))], ends[-1])
+        return self._logits(tokens, firsts, torch.from_numpy(table), len(kept))
+
+    def _logits(self, tokens: NDArray[np.int64], firsts: NDArray[np.int64], table: Tensor, count: int) -> Tensor:
         changes = sum(parameter._version for parameter in self.parameters)
         if self.is_stale or changes != self._changes:
             self._pack()
             self.is_stale, self._changes = False, changes
-        model, spec, B = self.model, self.model.spec, rows.active_B.shape[0]
-        share = -(-B // torch.get_num_threads())
-        block = min(MOST_ROWS, -(-share // 8) * 8)
-        out = model.embed.weight.new_empty(B, spec.hidden_size)
-        where = (rows.active_B.data_ptr(), rows.state.data_ptr(), rows.table.data_ptr(), rows.table.shape[1])
-        layers.hidden(
-            B, block, spec.hidden_size, spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim,
-            spec.intermediate_size, spec.num_hidden_layers, self._addresses.data_ptr(), model.embed.weight.data_ptr(),
-            *(x.data_ptr() for x in model.rope_tables(out.device, out.dtype)), spec.rms_norm_eps,
-            model.norm.weight.data_ptr(), self.cache.pool.size, *where, out.data_ptr(),
+        model, spec, weight = self.model, self.model.spec, self.model.embed.weight
+        out = weight.new_empty(count, spec.vocab_size)
+        layers().logits(
+            len(firsts) - 1, firsts.ctypes.data, tokens.ctypes.data, spec.hidden_size, spec.num_attention_heads,
+            spec.num_key_value_heads, spec.head_dim, spec.intermediate_size, spec.vocab_size, spec.num_hidden_layers,
+            self._addresses.data_ptr(), weight.data_ptr(),
+            *(x.data_ptr() for x in model.rope_tables(weight.device, weight.dtype)), spec.rms_norm_eps,
+            model.norm.weight.data_ptr(), self._head, self.cache.pool.size, table.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
 
     def _pack(self) -> None:
-        from hone.kernels.cpu import layers, products
+        from hone.kernels.cpu import products
 
-        def weight(linear: nn.Module) -> int:
-            W: Tensor = linear.weight  # type: ignore[assignment]
+        def packed(W: Tensor) -> int:
             N, K = W.shape
-            packed = self._packed.get(id(linear))
-            if packed is None:
-                packed = self._packed[id(linear)] = W.new_empty(-(-N // products.WIDTH), K, products.WIDTH)
-            products.pack(N, K, W.data_ptr(), W.stride(1), W.stride(0), packed.data_ptr())
-            return packed.data_ptr()
+            if id(W) not in self._packed:
+                self._packed[id(W)] = W.new_empty(-(-N // products.WIDTH), K, products.WIDTH)
+            panels = self._packed[id(W)]
+            products.pack(N, K, W.data_ptr(), W.stride(1), W.stride(0), panels.data_ptr())
+            return panels.data_ptr()
 
         def address(tensor: Tensor | None) -> int:
             return 0 if tensor is None else tensor.data_ptr()
 
+        def linear(module: Linear) -> tuple[int, int]:
+            return packed(module.weight), address(module.bias)
+
         table = []
         for layer, block in enumerate(self.model.blocks):
-            attention, mlp, (keys, values) = block.attention, block.mlp, self.cache.store[layer]
-            row = {
-                layers.ATTENTION_NORM: block.attention_norm.weight.data_ptr(),
-                layers.QKV: weight(attention.qkv),
-                layers.QKV_BIAS: address(attention.qkv.bias),
-                layers.Q_NORM: address(attention.q_norm),
-                layers.K_NORM: address(attention.k_norm),
-                layers.OUT: weight(attention.out),
-                layers.OUT_BIAS: address(attention.out.bias),
-                layers.MLP_NORM: block.mlp_norm.weight.data_ptr(),
-                layers.GATE_UP: weight(mlp.gate_up),
-                layers.GATE_UP_BIAS: address(mlp.gate_up.bias),
-                layers.DOWN: weight(mlp.down),
-                layers.DOWN_BIAS: address(mlp.down.bias),
-                layers.KEYS: keys.data_ptr(),
-                layers.VALUES: values.data_ptr(),
-            }
-            table.append([row[i] for i in range(layers.ADDRESSES)])
+            assert isinstance(block, Block)
+            attention, mlp = block.attention, block.mlp
+            scales = (address(attention.q_norm), address(attention.k_norm))
+            first = (block.attention_norm.weight.data_ptr(), *linear(attention.qkv), *scales, *linear(attention.out))
+            second = (block.mlp_norm.weight.data_ptr(), *linear(mlp.gate_up), *linear(mlp.down))
+            table.append([*first, *second, *(x.data_ptr() for x in self.cache.store[layer])])
         self._addresses = torch.tensor(table)
+        self._head = packed(self.model.embed.weight if self.model.head is None else self.model.head.weight)
+
+
+def layers() -> Any:
+    """The compiled kernels, which take a second to load."""
+    from hone.kernels.cpu import layers
+
+    return layers

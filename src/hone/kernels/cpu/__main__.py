@@ -46,7 +46,7 @@ def main() -> None:
         model = Transformer(spec)
         if PackedModel.takes(model):
             model.init_weights(torch.Generator())
-            PackedModel(model, KVCache(spec, torch.float32, x.device, 32)).hidden(rows)
+            PackedModel(model, KVCache(spec, torch.float32, x.device, 32)).decode(rows)
         tokens, chosen, stops = torch.zeros(T, E, dtype=torch.int64), torch.zeros(T, E), ones[:, None]
         parameters, logits = torch.ones(T, row_state.PARAMETERS), x.contiguous()
         inputs = [t.data_ptr() for t in (parameters, rows.state, ones, stops)]

@@ -11,6 +11,7 @@ from hone.kernels.cpu.lanes import (
     get_integer,
     load,
     multiply_add,
+    prefetch,
     put,
     put_integer,
     splat,
@@ -55,18 +56,18 @@ def _scores(query, q_at, keys, at, step, E):
 
 
 @inlined
-def attend_row(H, K, E, q, q_at, k, k_at, v, v_at, keys, values, PAGE, position, table, pages, out, out_at):
-    """Stores k, v of the token at `position` in its sequence's pages, then mixes what there is: out H * E.
+def cell_of(position, PAGE, table, pages):
+    """The cell of a position, in the pages that stand in `table` from `pages` on."""
+    return get_integer(table, pages + position // PAGE) * PAGE + position % PAGE
 
-    keys, values: the cache of a layer, pages x PAGE x K x E, PAGE a multiple of 16; `pages`: where those of the sequence
-    stand in `table`.
+
+@inlined
+def mix_row(H, K, E, q, q_at, keys, values, PAGE, L, table, pages, out, out_at):
+    """Values of a sequence's first L positions, mixed for one query: out H * E.
+
+    keys, values: the cache of a layer, pages x PAGE x K x E, PAGE a multiple of 16.
     """
     step, scale = K * E, _f(1) / np.sqrt(_f(E))
-    L = position + 1
-    cell = (get_integer(table, pages + position // PAGE) * PAGE + position % PAGE) * step
-    for d in range(step):
-        put(keys, cell + d, get(k, k_at + d))
-        put(values, cell + d, get(v, v_at + d))
     starts = np.empty((L + PAGE - 1) // PAGE, np.int64)
     for p in range(len(starts)):
         starts[p] = get_integer(table, pages + p) * PAGE * step
@@ -79,6 +80,10 @@ def attend_row(H, K, E, q, q_at, k, k_at, v, v_at, keys, values, PAGE, position,
     group = H // K
     for first in range(0, L, 16):
         at = starts[first // PAGE] + first % PAGE * step
+        if first + 16 < L:
+            ahead = starts[(first + 16) // PAGE] + (first + 16) % PAGE * step
+            for i in range(0, 16 * step, 16):
+                prefetch(keys, ahead + i)
         for h in range(H):
             store(scores, h * row + first, _scores(query, h * E, keys, at + h // group * E, step, E))
     for h in range(H):
@@ -95,6 +100,10 @@ def attend_row(H, K, E, q, q_at, k, k_at, v, v_at, keys, values, PAGE, position,
     mixed = np.zeros(H * E, np.float32)
     for first in range(0, L, 16):
         at, count = starts[first // PAGE] + first % PAGE * step, min(16, L - first)
+        if first + 16 < L:
+            ahead = starts[(first + 16) // PAGE] + (first + 16) % PAGE * step
+            for i in range(0, 16 * step, 16):
+                prefetch(values, ahead + i)
         for h in range(H):
             for e in range(0, E, 16):
                 sum_so_far, here = load(mixed, h * E + e), at + h // group * E + e
@@ -108,13 +117,20 @@ def attend_row(H, K, E, q, q_at, k, k_at, v, v_at, keys, values, PAGE, position,
 
 @compiled
 def attend(B, H, K, E, q, q_row, k, k_row, v, v_row, keys, values, PAGE, active, state, table, table_row, out):
-    """attend_row for every batch row: out B x (H * E). Row active[b] of `state` and `table` is the sequence's."""
+    """Stores k, v of the new token in the cache, then mixes what the sequence has there: out B x (H * E).
+
+    Row active[b] of `state` and `table` is the sequence's.
+    """
+    step = K * E
     for b in prange(B):
         row = get_integer(active, b)
         position = get_integer(state, row * FIELDS + LENGTH)
-        attend_row(
-            H, K, E, q, b * q_row, k, b * k_row, v, b * v_row, keys, values, PAGE, position, table, row * table_row,
-            out, b * H * E,
+        cell = cell_of(position, PAGE, table, row * table_row) * step
+        for d in range(step):
+            put(keys, cell + d, get(k, b * k_row + d))
+            put(values, cell + d, get(v, b * v_row + d))
+        mix_row(
+            H, K, E, q, b * q_row, keys, values, PAGE, position + 1, table, row * table_row, out, b * H * E
         )  # fmt: skip
 
 

@@ -136,6 +136,21 @@ def store(typing: Any, memory: Any, at: Any, x: Any) -> Any:
     return types.void(memory, types.intp, lanes), _store_lanes
 
 
+@intrinsic
+def prefetch(typing: Any, memory: Any, at: Any) -> Any:
+    """Asks for the cache line of memory[at], memory the address of floats."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte, number = ir.IntType(8).as_pointer(), ir.Constant
+        kind = ir.FunctionType(ir.VoidType(), [byte, _INT, _INT, _INT])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        address = builder.bitcast(_address(context, builder, signature.args[0], *arguments), byte)
+        builder.call(function, [address, number(_INT, 0), number(_INT, 3), number(_INT, 1)])  # to read, near, data
+        return context.get_dummy_value()
+
+    return types.void(memory, types.intp), generate
+
+
 def _pointer_to(kind: types.Type) -> Any:
     @intrinsic
     def pointer(typing: Any, address: Any) -> Any:

@@ -1,27 +1,32 @@
-"""All layers of a decode step in one call. A task is a block of rows that goes through the whole model in the cache of
-a core: no thread waits for another, and there is one call a step instead of some 60.
+"""A whole small model in one call. A task is a block of tokens that goes through all layers in the cache of a core: no
+thread waits for another, and there is one call instead of some 60.
 
-    newest tokens ─ embed ─► x ─┬─ norm ─ qkv ─ heads ─ pages ─ out ─┬─ norm ─ gate_up ─ swiglu ─ down ─┬─ … ─ norm ─►
-                                └────────────────────────────────────┴──────────────────────────────────┘
+    tokens ─ embed ─► x ─┬─ norm ─ qkv ─ heads ─ pages ─ out ─┬─ norm ─ gate_up ─ swiglu ─ down ─┬─ … ─ norm ─ head ─►
+                         └────────────────────────────────────┴──────────────────────────────────┘
 
-The parts are those of the kernels that go layer by layer, so the numbers are the same to the bit.
+A task has the newest tokens of some sequences, or all that is to be computed of some prompts, in order: a token sees
+what the blocks before it, and its own, have put into the cache. Norms, products and heads are those of the kernels
+that go layer by layer.
 """
 
 import numpy as np
 from numba import prange
 
 from hone.kernels.cpu import compiled, inlined
-from hone.kernels.cpu.decode import attend_row
+from hone.kernels.cpu.decode import cell_of, mix_row
 from hone.kernels.cpu.lanes import get, get_integer, put
 from hone.kernels.cpu.products import ROWS, WIDTH, multiply_packed
 from hone.kernels.cpu.rows import norm_rope_head, norm_row, swiglu_row
-from hone.kernels.row_state import FIELDS, LAST, LENGTH
 
 _f = np.float32
 # Columns of the table of addresses, a row a layer. 0 where the model has no such thing.
 ATTENTION_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, OUT, OUT_BIAS = range(7)
 MLP_NORM, GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS, KEYS, VALUES = range(7, 14)
 ADDRESSES = 14
+# Columns of the table of tokens: where its sequence's pages stand in `table`, the row of the result or -1.
+TOKEN, POSITION, PAGES, RESULT = range(4)
+COLUMNS = 4
+BLOCK = 64  # tokens that are worked on at once
 
 
 @inlined
@@ -45,56 +50,80 @@ def _add(x, D, delta, row, rows):
 
 
 @compiled
-def hidden(
-    B, BLOCK, D, H, K, E, F, layers, addresses, embed, cos, sin, eps, norm, PAGE, active, state, table, table_row, out
+def logits(
+    tasks, firsts, tokens, D, H, K, E, F, V, layers, addresses, embed, cos, sin, eps, norm, head, PAGE, table, out
 ):
-    """Final hidden states B x D of the newest token of each active row; its keys and values go into the cache.
+    """Logits x V of those tokens that have a row of `out`; keys and values of all go into the cache.
 
-    addresses: layers x ADDRESSES, weights packed (`products.pack`). cos, sin: whole tables, positions x E.
+    Task i has the tokens firsts[i] … firsts[i + 1], tokens x COLUMNS. addresses: layers x ADDRESSES, weights packed
+    (`products.pack`), as is the head. cos, sin: whole tables, positions x E.
     """
-    eps, N = _f(eps), (H + 2 * K) * E
-    for block in prange((B + BLOCK - 1) // BLOCK):
-        top = block * BLOCK
-        rows = min(BLOCK, B - top)
-        whole = (rows + ROWS - 1) // ROWS * ROWS
-        x, normed = np.zeros(whole * D, np.float32), np.zeros(whole * D, np.float32)
-        wide, delta = np.empty(whole * _padded(max(N, 2 * F)), np.float32), np.empty(whole * _padded(D), np.float32)
-        inner, turned = np.zeros(whole * max(H * E, F), np.float32), np.empty((H + K) * E, np.float32)
-        for m in range(rows):
-            token = get_integer(state, get_integer(active, top + m) * FIELDS + LAST)
-            for d in range(D):
-                put(x, m * D + d, get(embed, token * D + d))
-        for layer in range(layers):
-            a = layer * ADDRESSES
+    eps, N, step = _f(eps), (H + 2 * K) * E, K * E
+    for task in prange(tasks):
+        first, end = get_integer(firsts, task), get_integer(firsts, task + 1)
+        most = (min(BLOCK, end - first) + ROWS - 1) // ROWS * ROWS
+        x, normed = np.zeros(most * D, np.float32), np.zeros(most * D, np.float32)
+        wide = np.empty(most * _padded(max(N, 2 * F, V)), np.float32)
+        inner, delta = np.zeros(most * max(H * E, F), np.float32), np.empty(most * _padded(D), np.float32)
+        query, results = np.empty(H * E, np.float32), np.empty(most, np.int64)
+        for top in range(first, end, BLOCK):
+            rows = min(BLOCK, end - top)
+            whole = (rows + ROWS - 1) // ROWS * ROWS
             for m in range(rows):
-                norm_row(x, m * D, D, eps, get_integer(addresses, a + ATTENTION_NORM), normed, m * D)
-            row = _padded(N)
-            multiply_packed(whole, N, D, normed, D, get_integer(addresses, a + QKV), wide, row)
-            _add_bias(wide, row, rows, N, get_integer(addresses, a + QKV_BIAS))
+                token = get_integer(tokens, (top + m) * COLUMNS + TOKEN)
+                results[m] = get_integer(tokens, (top + m) * COLUMNS + RESULT)
+                for d in range(D):
+                    put(x, m * D + d, get(embed, token * D + d))
+            for layer in range(layers):
+                a = layer * ADDRESSES
+                keys, values = get_integer(addresses, a + KEYS), get_integer(addresses, a + VALUES)
+                for m in range(rows):
+                    norm_row(x, m * D, D, eps, get_integer(addresses, a + ATTENTION_NORM), normed, m * D)
+                row = _padded(N)
+                multiply_packed(whole, N, D, normed, D, get_integer(addresses, a + QKV), wide, row)
+                _add_bias(wide, row, rows, N, get_integer(addresses, a + QKV_BIAS))
+                for m in range(rows):
+                    position = get_integer(tokens, (top + m) * COLUMNS + POSITION)
+                    cell = cell_of(position, PAGE, table, get_integer(tokens, (top + m) * COLUMNS + PAGES)) * step
+                    for n in range(K):
+                        scale, there = get_integer(addresses, a + K_NORM), cell + n * E
+                        norm_rope_head(wide, m * row + (H + n) * E, E, scale, cos, sin, position * E, eps, keys, there)
+                    for d in range(step):
+                        put(values, cell + d, get(wide, m * row + (H + K) * E + d))
+                kept = 0  # after its keys and values, the last layer has to do with nothing but what is wanted
+                for m in range(rows):
+                    if layer < layers - 1 or results[m] >= 0:
+                        position = get_integer(tokens, (top + m) * COLUMNS + POSITION)
+                        for n in range(H):
+                            scale = get_integer(addresses, a + Q_NORM)
+                            norm_rope_head(wide, m * row + n * E, E, scale, cos, sin, position * E, eps, query, n * E)
+                        pages = get_integer(tokens, (top + m) * COLUMNS + PAGES)
+                        mix_row(H, K, E, query, 0, keys, values, PAGE, position + 1, table, pages, inner, kept * H * E)
+                        if kept < m:
+                            results[kept] = results[m]
+                            for d in range(D):
+                                put(x, kept * D + d, get(x, m * D + d))
+                        kept += 1
+                rows, whole = kept, (kept + ROWS - 1) // ROWS * ROWS
+                row = _padded(D)
+                multiply_packed(whole, D, H * E, inner, H * E, get_integer(addresses, a + OUT), delta, row)
+                _add_bias(delta, row, rows, D, get_integer(addresses, a + OUT_BIAS))
+                _add(x, D, delta, row, rows)
+                for m in range(rows):
+                    norm_row(x, m * D, D, eps, get_integer(addresses, a + MLP_NORM), normed, m * D)
+                row = _padded(2 * F)
+                multiply_packed(whole, 2 * F, D, normed, D, get_integer(addresses, a + GATE_UP), wide, row)
+                _add_bias(wide, row, rows, 2 * F, get_integer(addresses, a + GATE_UP_BIAS))
+                for m in range(rows):
+                    swiglu_row(wide, m * row, F, inner, m * F)
+                row = _padded(D)
+                multiply_packed(whole, D, F, inner, F, get_integer(addresses, a + DOWN), delta, row)
+                _add_bias(delta, row, rows, D, get_integer(addresses, a + DOWN_BIAS))
+                _add(x, D, delta, row, rows)
             for m in range(rows):
-                slot = get_integer(active, top + m)
-                position = get_integer(state, slot * FIELDS + LENGTH)
-                for n in range(H + K):
-                    scale = get_integer(addresses, a + (Q_NORM if n < H else K_NORM))
-                    norm_rope_head(wide, m * row + n * E, E, scale, cos, sin, position * E, eps, turned, n * E)
-                attend_row(
-                    H, K, E, turned, 0, turned, H * E, wide, m * row + (H + K) * E, get_integer(addresses, a + KEYS),
-                    get_integer(addresses, a + VALUES), PAGE, position, table, slot * table_row, inner, m * H * E,
-                )  # fmt: skip
-            row = _padded(D)
-            multiply_packed(whole, D, H * E, inner, H * E, get_integer(addresses, a + OUT), delta, row)
-            _add_bias(delta, row, rows, D, get_integer(addresses, a + OUT_BIAS))
-            _add(x, D, delta, row, rows)
+                norm_row(x, m * D, D, eps, norm, normed, m * D)
+            row = _padded(V)
+            multiply_packed(whole, V, D, normed, D, head, wide, row)
             for m in range(rows):
-                norm_row(x, m * D, D, eps, get_integer(addresses, a + MLP_NORM), normed, m * D)
-            row = _padded(2 * F)
-            multiply_packed(whole, 2 * F, D, normed, D, get_integer(addresses, a + GATE_UP), wide, row)
-            _add_bias(wide, row, rows, 2 * F, get_integer(addresses, a + GATE_UP_BIAS))
-            for m in range(rows):
-                swiglu_row(wide, m * row, F, inner, m * F)
-            row = _padded(D)
-            multiply_packed(whole, D, F, inner, F, get_integer(addresses, a + DOWN), delta, row)
-            _add_bias(delta, row, rows, D, get_integer(addresses, a + DOWN_BIAS))
-            _add(x, D, delta, row, rows)
-        for m in range(rows):
-            norm_row(x, m * D, D, eps, norm, out, (top + m) * D)
+                for v in range(V):
+                    put(out, results[m] * V + v, get(wide, m * row + v))
