@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels.gpu import options, power_of_2
+from hone.kernels.gpu import has_dependent_launch, options, power_of_2
 from hone.kernels.gpu.launching import prefetch, wait
 
 
@@ -42,8 +42,9 @@ def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int) -> Tensor
     (M, K), N = x.shape, len(weight)
     out = x.new_empty(splits, M, N)
     BM, BN = min(max(power_of_2(M), 16), 128), 64
+    stages = 6 if has_dependent_launch() else 3  # of 24 KB: Hopper has room for them
     product_kernel[(-(-N // BN), -(-M // BM), splits)](
         x, weight, weight if bias is None else bias, out, M, N, K, K // splits,
-        BM=BM, BN=BN, BK=64, LINES=power_of_2(K // splits // 64), STAGES=4, HAS_BIAS=bias is not None, **options(4),
+        BM=BM, BN=BN, BK=64, LINES=power_of_2(K // splits // 64), STAGES=stages, HAS_BIAS=bias is not None, **options(4),
     )  # fmt: skip
     return out
