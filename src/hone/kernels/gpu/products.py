@@ -45,6 +45,7 @@ def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int) -> Tensor
     stages = 6 if has_dependent_launch() else 3  # of 24 KB: Hopper has room for them
     product_kernel[(-(-N // BN), -(-M // BM), splits)](
         x, weight, weight if bias is None else bias, out, M, N, K, K // splits,
-        BM=BM, BN=BN, BK=64, LINES=power_of_2(K // splits // 64), STAGES=stages, HAS_BIAS=bias is not None, **options(4),
+        BM=BM, BN=BN, BK=64, LINES=power_of_2(K // splits // 64), STAGES=stages, HAS_BIAS=bias is not None,
+        **options(4),
     )  # fmt: skip
     return out
