@@ -230,7 +230,7 @@ def test_keys_of_two_policies_are_never_used_again(model, monkeypatch):
     for seed in range(2):
         engine.add(request(prompt, seed=seed, max_tokens=20, stop=frozenset()), lambda done: None)
     engine.step()  # a page of the prompt
-    assert engine.prefilling and len(engine.pool.match(prompt)) == 1
+    assert engine.admission.prefilling and len(engine.pool.match(prompt)) == 1
     engine.set_version(1)
     engine.add(request(prompt, seed=2, max_tokens=20, stop=frozenset()), lambda done: None)  # joins the two
     drain(engine)

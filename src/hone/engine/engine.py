@@ -12,19 +12,18 @@ waits for another.
 """
 
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hone.engine.admission import Admission, Planned
 from hone.engine.cache import DecodeAttention, KVCache
 from hone.engine.graphs import DecodeGraphs
 from hone.engine.packed import PackedModel
-from hone.engine.prefill import Prefill, Stretch
+from hone.engine.prefill import Prefill
 from hone.engine.sampler import Sampler
 from hone.engine.sequence import Sequence
 from hone.engine.slots import Slots, Snapshot, to_device
@@ -101,8 +100,7 @@ class Engine:
         self.packed = PackedModel(model, self.cache) if PackedModel.takes(model) else None
         self.graphs = DecodeGraphs(self) if gpu.takes_model(weight, spec.head_dim) else None
         self.version, self.completions = version, 0  # completions: handed over so far
-        self.waiting: deque[Sequence] = deque()
-        self.prefilling: list[Sequence] = []
+        self.admission = Admission(self.cache, self.slots)
         self.decoding: list[Sequence] = []
         self.steps = 0  # decode steps so far
         self._has_changed = True  # who decodes, since the last turn
@@ -141,33 +139,16 @@ class Engine:
         adapter = self.adapters.number(request.adapter)
         sequence = Sequence(request, on_finish, min(request.sampling.max_tokens, room), deadline, adapter)
         self._has_deadlines |= deadline is not None
-        self.waiting.append(sequence)
+        self.admission.waiting.append(sequence)
         return sequence
 
     def abort(self, sequence: Sequence, reason: str = "abort") -> None:
         """Ends a request now; it finishes with what it has."""
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-            self._hand_over(sequence, [], [], reason)
-        elif sequence in self.decoding:
+        if sequence in self.decoding:
             self._settle()
             if sequence in self.decoding:
                 self._finish([(sequence, self._count(sequence), reason)], self.slots.snapshot())
-        else:
-            leader = next((s for s in self.prefilling if sequence is s or sequence in s.siblings), None)
-            if leader is None:
-                return
-            if sequence is not leader:
-                leader.siblings.remove(sequence)
-            else:
-                self.prefilling.remove(leader)
-                if leader.siblings:  # the first of them goes on where it stopped
-                    heir, *heir_siblings = leader.siblings
-                    begun = self.pool.needed(leader.computed)
-                    self.cache.copy_pages(leader.pages[:begun], heir.pages[:begun])
-                    heir.computed, heir.siblings = leader.computed, heir_siblings
-                    self.prefilling.insert(0, heir)
-            self._release(sequence)
+        elif self.admission.withdraw(sequence):
             self._hand_over(sequence, [], [], reason)
 
     def abort_all(self) -> None:
@@ -177,14 +158,13 @@ class Engine:
     def reset(self) -> None:
         """Forgets all requests, without a word to those who made them."""
         for sequence in self.running:
-            self._release(sequence)
-        self.waiting.clear()
-        self.prefilling, self.decoding, self._has_changed, self._under_way = [], [], True, None
+            self.admission.release(sequence)
+        self.admission.clear()
+        self.decoding, self._has_changed, self._under_way = [], True, None
 
     def sequences(self) -> list[Sequence]:
         """All requests that have not ended."""
-        prefilling = chain.from_iterable((s, *s.siblings) for s in self.prefilling)
-        return [*self.decoding, *prefilling, *self.waiting]
+        return [*self.decoding, *self.admission.sequences()]
 
     @property
     def running(self) -> list[Sequence]:
@@ -192,7 +172,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return not (self.waiting or self.prefilling or self.decoding)
+        return not (self.decoding or self.admission.waiting or self.admission.prefilling)
 
     def set_version(self, version: int) -> None:
         """Names the weights that the next tokens come from. Prompts computed with the old ones are not used again."""
@@ -246,73 +226,14 @@ class Engine:
             for sequence in [s for s in self.sequences() if s.is_late]:
                 self.abort(sequence, "timeout")
         budget = self.prefill_tokens
-        while budget > 0 and (planned := self._plan(admit, min(budget, PASS_TOKENS))):
-            for part in self._passes(planned):
+        while budget > 0 and (planned := self.admission.plan(admit, min(budget, PASS_TOKENS))):
+            for part in [planned] if self.packed is None else self.admission.independent(planned):
                 self._prefill(part)
             budget -= sum(stretch.end - stretch.start for _, stretch in planned)
         if self.decoding:
             self._decode()
 
-    def _plan(self, admit: bool, budget: int) -> list[tuple[Sequence, Stretch]]:
-        """What the next pass computes: the rest of prompts begun, then new ones, up to the budget of tokens."""
-        planned: list[tuple[Sequence, Stretch]] = []
-
-        def plan(sequence: Sequence) -> None:
-            nonlocal budget
-            end = min(len(sequence.prompt), sequence.computed + budget)
-            planned.append(
-                (sequence, Stretch(sequence.prompt, sequence.pages, sequence.computed, end, sequence.adapter))
-            )
-            budget -= end - sequence.computed
-            if sequence.is_of_one_policy:
-                self.pool.remember(sequence.prompt[:end], sequence.pages, sequence.adapter)
-
-        for sequence in self.prefilling:
-            if budget > 0:
-                plan(sequence)
-        leaders = {s.start: s for s in self.prefilling}
-        while admit and self.waiting and self.slots.free:
-            sequence = self.waiting[0]
-            prompt = sequence.prompt
-            leader = leaders.get(sequence.start)
-            if leader is None and budget <= 0:
-                break
-            if leader is None:
-                shared = self.pool.match(prompt, sequence.adapter)
-            else:
-                shared = leader.pages[: len(prompt) // self.pool.size]
-            # The last token's keys are never needed.
-            own = self.pool.needed(len(prompt) + sequence.max_tokens - 1) - len(shared)
-            if own + self.pool.idle_among(shared) > self.pool.available:
-                break
-            self.waiting.popleft()
-            self.pool.share(shared)
-            sequence.pages = shared + self.pool.take(own)
-            sequence.slot = self.slots.free.pop()
-            if leader is not None:
-                sequence.is_of_one_policy = leader.is_of_one_policy
-                leader.siblings.append(sequence)
-                continue
-            sequence.computed = len(shared) * self.pool.size
-            leaders[sequence.start] = sequence
-            self.prefilling.append(sequence)
-            plan(sequence)
-        return planned
-
-    def _passes(self, planned: list[tuple[Sequence, Stretch]]) -> list[list[tuple[Sequence, Stretch]]]:
-        """What can be computed at once: with a packed model, what needs no page that another one computes."""
-        if self.packed is None:
-            return [planned]
-        turns: dict[int, int] = {}  # in which a page is computed
-        passes: dict[tuple[int, bool], list[tuple[Sequence, Stretch]]] = defaultdict(list)
-        for sequence, stretch in planned:
-            first = stretch.start // self.pool.size
-            turn = 1 + max((turns.get(page, 0) for page in stretch.pages[:first]), default=0)
-            turns.update(dict.fromkeys(stretch.pages[first : self.pool.needed(stretch.end)], turn))
-            passes[turn, stretch.adapter > 0].append((sequence, stretch))
-        return [passes[key] for key in sorted(passes)]
-
-    def _prefill(self, planned: list[tuple[Sequence, Stretch]]) -> None:
+    def _prefill(self, planned: Planned) -> None:
         """Computes the keys and values of these stretches, and the first token of every prompt they complete."""
         leaders, last, end = [], [], -1
         for sequence, stretch in planned:
@@ -335,7 +256,7 @@ class Engine:
         self.sampler.fill(started)
         if len(started) > len(leaders):
             result = result[which_B]
-        self._copy_last_pages(leaders)
+        self.admission.started(leaders)
         kind = Sampler.kind(started)
         logits_BV: Tensor | None = result
         if packed is None:
@@ -343,9 +264,6 @@ class Engine:
         else:
             self.sampler.sample(result, active_B, kind, advance=False)
         self._note_alternatives(logits_BV, active_B, started)
-        self.prefilling = [s for s in self.prefilling if s not in leaders]
-        for leader in leaders:
-            leader.siblings = []
         for sequence in started:
             sequence.versions.append((0, self.version))
             sequence.first_step = self.steps
@@ -353,17 +271,6 @@ class Engine:
         self._has_changed = True
         if self.graphs is None or any(s.max_tokens == 1 or s.request.ends is not None for s in started):
             self._look(self._glance(started, [i for i, s in enumerate(started) if s.request.ends is not None]))
-
-    def _copy_last_pages(self, leaders: list[Sequence]) -> None:
-        """Siblings share the full pages of their prompt; of the last, which they go on writing, each has its own."""
-        source, target = [], []
-        for leader in leaders:
-            full, rest = divmod(len(leader.prompt), self.pool.size)
-            if rest:
-                source += [leader.pages[full]] * len(leader.siblings)
-                target += [sibling.pages[full] for sibling in leader.siblings]
-        if target:
-            self.cache.copy_pages(source, target)
 
     def _draw(self, hidden_BD: Tensor, active_B: Tensor, kind: int, advance: bool) -> Tensor | None:
         """A token for each of these slots; returns the logits where there was a need to have them."""
@@ -488,13 +395,8 @@ class Engine:
         for (sequence, n, reason), ids, values in zip(ended, tokens, logprobs, strict=True):
             if sequence.is_of_one_policy:
                 self.pool.remember([*sequence.prompt, *ids[: n - 1]], sequence.pages, sequence.adapter)
-            self._release(sequence)
+            self.admission.release(sequence)
             self._hand_over(sequence, ids[:n], values[:n], reason)
-
-    def _release(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.pages)
-        self.slots.free.append(sequence.slot)
-        sequence.pages, sequence.slot = [], -1
 
     def _hand_over(self, sequence: Sequence, ids: list[int], logprobs: list[float], reason: str) -> None:
         self.completions += 1

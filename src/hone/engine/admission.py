@@ -1,0 +1,129 @@
+"""Who is computed next, and where: requests in the order of arrival, each with the pages of its longest completion.
+
+    waiting ─ plan: a slot, pages, what it shares ─► prefilling, stretch by stretch ─► decoding (`engine.py`)
+
+A request whose prompt is being computed for another one joins that one as its sibling; the full pages of the prompt are
+then theirs together.
+"""
+
+from collections import defaultdict, deque
+from itertools import chain
+
+from hone.engine.cache import KVCache
+from hone.engine.prefill import Stretch
+from hone.engine.sequence import Sequence
+from hone.engine.slots import Slots
+
+Planned = list[tuple[Sequence, Stretch]]
+
+
+class Admission:
+    def __init__(self, cache: KVCache, slots: Slots) -> None:
+        self.cache, self.pool, self.slots = cache, cache.pool, slots
+        self.waiting: deque[Sequence] = deque()
+        self.prefilling: list[Sequence] = []
+
+    def sequences(self) -> list[Sequence]:
+        """Those that have no token yet."""
+        return [*chain.from_iterable((s, *s.siblings) for s in self.prefilling), *self.waiting]
+
+    def plan(self, admit: bool, budget: int) -> Planned:
+        """What the next pass computes: the rest of prompts begun, then new ones, up to the budget of tokens."""
+        planned: Planned = []
+
+        def plan(sequence: Sequence) -> None:
+            nonlocal budget
+            end = min(len(sequence.prompt), sequence.computed + budget)
+            stretch = Stretch(sequence.prompt, sequence.pages, sequence.computed, end, sequence.adapter)
+            planned.append((sequence, stretch))
+            budget -= end - sequence.computed
+            if sequence.is_of_one_policy:
+                self.pool.remember(sequence.prompt[:end], sequence.pages, sequence.adapter)
+
+        for sequence in self.prefilling:
+            if budget > 0:
+                plan(sequence)
+        leaders = {s.start: s for s in self.prefilling}
+        while admit and self.waiting and self.slots.free:
+            sequence = self.waiting[0]
+            prompt = sequence.prompt
+            leader = leaders.get(sequence.start)
+            if leader is None and budget <= 0:
+                break
+            if leader is None:
+                shared = self.pool.match(prompt, sequence.adapter)
+            else:
+                shared = leader.pages[: len(prompt) // self.pool.size]
+            # The last token's keys are never needed.
+            own = self.pool.needed(len(prompt) + sequence.max_tokens - 1) - len(shared)
+            if own + self.pool.idle_among(shared) > self.pool.available:
+                break
+            self.waiting.popleft()
+            self.pool.share(shared)
+            sequence.pages = shared + self.pool.take(own)
+            sequence.slot = self.slots.free.pop()
+            if leader is not None:
+                sequence.is_of_one_policy = leader.is_of_one_policy
+                leader.siblings.append(sequence)
+                continue
+            sequence.computed = len(shared) * self.pool.size
+            leaders[sequence.start] = sequence
+            self.prefilling.append(sequence)
+            plan(sequence)
+        return planned
+
+    def independent(self, planned: Planned) -> list[Planned]:
+        """The same in turns, none of which needs a page that is computed in it; those with adapters by themselves."""
+        turns: dict[int, int] = {}  # of the pages
+        parts: dict[tuple[int, bool], Planned] = defaultdict(list)
+        for sequence, stretch in planned:
+            first = stretch.start // self.pool.size
+            turn = 1 + max((turns.get(page, 0) for page in stretch.pages[:first]), default=0)
+            turns.update(dict.fromkeys(stretch.pages[first : self.pool.needed(stretch.end)], turn))
+            parts[turn, stretch.adapter > 0].append((sequence, stretch))
+        return [parts[key] for key in sorted(parts)]
+
+    def started(self, leaders: list[Sequence]) -> None:
+        """These and their siblings have their first token. Siblings share the full pages of their prompt; of the last,
+        which they go on writing, each has its own."""
+        source, target = [], []
+        for leader in leaders:
+            full, rest = divmod(len(leader.prompt), self.pool.size)
+            if rest:
+                source += [leader.pages[full]] * len(leader.siblings)
+                target += [sibling.pages[full] for sibling in leader.siblings]
+            leader.siblings = []
+        if target:
+            self.cache.copy_pages(source, target)
+        self.prefilling = [s for s in self.prefilling if s not in leaders]
+
+    def withdraw(self, sequence: Sequence) -> bool:
+        """Takes back a request that has no token yet; whether there was such a one."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+            return True
+        leader = next((s for s in self.prefilling if sequence is s or sequence in s.siblings), None)
+        if leader is None:
+            return False
+        if sequence is not leader:
+            leader.siblings.remove(sequence)
+        else:
+            self.prefilling.remove(leader)
+            if leader.siblings:  # the first of them goes on where it stopped
+                heir, *heir_siblings = leader.siblings
+                begun = self.pool.needed(leader.computed)
+                self.cache.copy_pages(leader.pages[:begun], heir.pages[:begun])
+                heir.computed, heir.siblings = leader.computed, heir_siblings
+                self.prefilling.insert(0, heir)
+        self.release(sequence)
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives its pages and its slot back."""
+        self.pool.release(sequence.pages)
+        self.slots.free.append(sequence.slot)
+        sequence.pages, sequence.slot = [], -1
+
+    def clear(self) -> None:
+        self.waiting.clear()
+        self.prefilling = []
