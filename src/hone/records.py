@@ -119,6 +119,7 @@ class Sample:
     logprobs: list[float]  # of the sampler, 0.0 where mask is False
     advantage: float
     temperature: float
+    teacher_logprobs: list[float] | None = None  # for distillation: a teacher's, of the same tokens
 
 
 @dataclass

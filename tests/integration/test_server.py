@@ -148,7 +148,7 @@ def test_a_client_that_hangs_up_frees_its_place(server, trained):
         httpx.post(f"{server.url}/chat/completions", json=body, timeout=0.3)
     start = time.perf_counter()
     assert chat(server, trained).status_code == 200
-    assert time.perf_counter() - start < 1.5  # 200 x 1900 tokens would take ten seconds and more
+    assert time.perf_counter() - start < 3  # 200 x 1900 tokens would take ten seconds and more
 
 
 def test_curl(server, trained):

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from hone.config.loss import LossConfig
 from hone.config.sections import OptimConfig, SchedulerConfig
 from hone.kernels.logprobs import target_logprobs
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
-from hone.orchestrator.advantage import group_mean_advantage, has_signal
+from hone.orchestrator.advantage import ADVANTAGES, has_signal
 from hone.trainer.loss import cross_entropy_sum, policy_loss
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import pack, pack_shared, split_by_prompt, split_by_tokens
@@ -26,13 +27,12 @@ def logs(*ratios):
 def loss(trainer, advantages, sequences=None, **options):
     n = len(trainer)
     sequences = torch.tensor(sequences if sequences is not None else [0] * n)
+    zeros = torch.zeros(n, dtype=torch.float64)
+    more = {k: torch.tensor(options.pop(k), dtype=torch.float64) for k in list(options) if k.endswith("_N")}
     return policy_loss(
-        trainer,
-        torch.zeros(n, dtype=torch.float64),
-        torch.tensor(advantages, dtype=torch.float64),
-        sequences,
-        **options,
-    )
+        trainer, options.pop("sampler", zeros), torch.tensor(advantages, dtype=torch.float64), sequences,
+        torch.ones(n, dtype=torch.float64), LossConfig(**options), **more,
+    )  # fmt: skip
 
 
 def test_policy_loss_is_minus_ratio_times_advantage_and_its_gradient_too():
@@ -85,12 +85,26 @@ def test_target_logprobs_apply_the_temperature():
     assert entropy.tolist() == pytest.approx(
         [-(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)), -(0.8 * math.log(0.8) + 0.2 * math.log(0.2))]
     )
-    assert float(cross_entropy_sum(logits, torch.tensor([1, 0]))) == pytest.approx(-math.log(2 / 3) - math.log(1 / 3))
 
 
-def test_advantage_is_the_reward_minus_the_mean_of_its_group():
-    advantages = group_mean_advantage(np.array([[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.5]]))
-    assert advantages.tolist() == [[0.75, -0.25, -0.25, -0.25], [0.0, 0.0, 0.0, 0.0]]
+@pytest.mark.parametrize(
+    ("name", "rewards", "expected"),
+    [
+        ("mean", [1, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
+        ("mean", [0.5, 0.5], [0, 0]),
+        ("std", [1, 0, 0, 0], [0.75 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001]),
+        ("rloo", [1, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]),  # the others' mean: 0, and 1/3
+        ("length_corrected", [1, 0, 0, 0], [0.6, -0.4, -0.4, -0.4]),  # 40 of 100 tokens were rewarded
+        ("max_rl", [1, 0, 0, 0], [3, -1, -1, -1]),
+        ("max_rl", [0, 0, 0, 0], [0, 0, 0, 0]),
+    ],
+)
+def test_advantages(name, rewards, expected):
+    lengths = np.array([40.0, 10.0, 30.0, 20.0])[: len(rewards)]
+    assert ADVANTAGES[name](np.array(rewards, dtype=float), lengths).tolist() == pytest.approx(expected)
+
+
+def test_a_group_has_signal_where_rewards_differ():
     assert has_signal(np.array([0.1, 0.2])) and not has_signal(np.array([0.2, 0.2]))
 
 
@@ -104,8 +118,14 @@ def test_packing_keeps_the_positions_that_predict_a_target():
 
 
 def test_split_by_tokens_fills_micro_batches_up_to_the_budget():
-    groups = split_by_tokens([5, 3, 9, 3], 8)
-    assert groups == [[1, 3], [0], [2]]  # 9 > 8 stands alone
+    assert split_by_tokens([5, 3, 9, 3], 8) == [[2], [0, 1], [3]]  # 9 > 8 stands alone
+    assert split_by_tokens([6, 5, 3, 2, 4], 10) == [[0, 4], [1, 2, 3]]  # 6 + 4 and 5 + 3 + 2: nothing is left over
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 2000, 3000).tolist()
+    groups = split_by_tokens(lengths, 4096)
+    assert sorted(i for group in groups for i in group) == list(range(3000))
+    assert all(sum(lengths[i] for i in group) <= 4096 for group in groups)
+    assert sum(lengths) / (len(groups) * 4096) > 0.99
 
 
 def test_split_by_prompt_counts_a_shared_prompt_once_and_keeps_groups_together():
@@ -126,7 +146,7 @@ def test_shared_prompts_give_the_same_logits_and_gradients_as_whole_sequences(co
     for pack_samples in (pack, pack_shared):
         model = small_model().double()
         packed = pack_samples(ids, masks)
-        logits = packed.target_logits(model)
+        logits = model.logits(packed.target_hidden(model))
         (logits * torch.linspace(-1, 1, logits.numel(), dtype=torch.float64).view_as(logits)).sum().backward()
         results.append((packed, logits, [p.grad for p in model.parameters()]))
     (whole, expected, gradients), (shared, logits, shared_gradients) = results
@@ -153,7 +173,7 @@ def test_gradients_do_not_depend_on_how_a_batch_is_split():
         for members in groups:
             packed = pack([sequences[i] for i in members], [masks[i] for i in members])
             cross_entropy_sum_64 = torch.nn.functional.cross_entropy(
-                packed.target_logits(model), packed.targets_N, reduction="sum"
+                model.logits(packed.target_hidden(model)), packed.targets_N, reduction="sum"
             )
             cross_entropy_sum_64.backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
@@ -183,7 +203,7 @@ def test_optimizer_equals_torch_adamw(max_norm):
     for step in range(4):
         packed = pack([[1, 2, 3 + step, 4]], [[True] * 4])
         for model in (ours, theirs):
-            cross_entropy_sum(packed.target_logits(model), packed.targets_N).backward()
+            cross_entropy_sum(packed, model).backward()
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
         assert optimizer.step(1e-2) == pytest.approx(float(norm), rel=1e-5)
         reference.step()
@@ -199,7 +219,7 @@ def test_half_precision_weights_follow_fp32_masters_at_fixed_addresses():
     before = [m.clone() for m in optimizer.masters]
     for _ in range(3):
         packed = pack([[1, 2, 3, 4]], [[True] * 4])
-        cross_entropy_sum(packed.target_logits(model), packed.targets_N).backward()
+        cross_entropy_sum(packed, model).backward()
         optimizer.step(1e-5)
     assert model.embed.weight.data_ptr() == address
     moved = [float((a - b).abs().max()) for a, b in zip(before, optimizer.masters, strict=True)]

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from hone.config.base import COMMAND_LINE, Config, ConfigError, merge
+from hone.config.loss import LossConfig
 from hone.config.sections import (
     CkptConfig,
     ClientConfig,
@@ -23,17 +24,6 @@ from hone.config.sections import (
     WeightsConfig,
     as_list,
 )
-
-
-class LossConfig(Config):
-    mask_ratio_low: Annotated[float, Field(ge=0)] = 0.125
-    """Tokens whose importance ratio is lower are dropped."""
-    mask_ratio_high: Annotated[float, Field(gt=0)] = 8.0
-    """Tokens whose importance ratio is higher are dropped."""
-    ratio_type: Literal["token", "sequence"] = "token"
-    """One ratio a token, or one a sequence: the geometric mean over its tokens."""
-    kl_tau: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of log r, added to the loss of every kept token."""
 
 
 class TrainerConfig(Config):
@@ -54,6 +44,11 @@ class OrchestratorConfig(Config):
     rollouts_per_example: Annotated[int, Field(ge=2)] = 16
     """Rollouts of one prompt (a group); the advantage is the reward minus the group's mean, so at least 2."""
     sampling: SamplingConfig = SamplingConfig()
+    advantage: Literal["mean", "std", "rloo", "length_corrected", "max_rl"] = "mean"
+    """Reward minus its group's mean; over its deviation too (std); minus the others' mean (rloo); minus the mean over
+    the group's tokens (length_corrected); over the mean (max_rl)."""
+    mask_truncated: bool = False
+    """Learn nothing from completions that ran into max_tokens; they still count in their group's mean."""
     drop_zero_signal: bool = True
     """Leave out groups whose rollouts all have the same reward: their advantages are 0."""
     rollout_timeout: Annotated[float, Field(gt=0)] = 600.0

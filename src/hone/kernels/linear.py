@@ -48,10 +48,11 @@ def linear_parts_reference(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | Non
 
 
 def exact_logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Logits T x V in fp32: on a GPU half-precision products are added up in fp32 and left so. No gradient."""
+    """Logits T x V in fp32 at least: on a GPU half-precision products are added up in fp32 and left so. No gradient."""
     if hidden_TD.is_cuda and hidden_TD.dtype != torch.float32:
         return torch.mm(hidden_TD, weight_VD.t(), out_dtype=torch.float32)
-    return linear(hidden_TD, weight_VD).float()
+    logits_TV = linear(hidden_TD, weight_VD)
+    return logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
 
 
 def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:

@@ -15,10 +15,14 @@ def target_logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor)
 
 
 def target_logprobs_reference(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-    logprobs_NV = torch.log_softmax(logits_NV.float() / temperature_N[:, None], dim=-1)
+    logprobs_NV = torch.log_softmax(at_least_fp32(logits_NV) / temperature_N[:, None], dim=-1)
     with torch.no_grad():
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)
     return logprobs_NV.gather(1, targets_N[:, None]).squeeze(1), entropy_N
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _Compiled(torch.autograd.Function):

@@ -23,7 +23,7 @@ from hone.config.rl import OrchestratorConfig
 from hone.environments import Environment
 from hone.environments.environment import ModelClient
 from hone.monitors.statistics import summary
-from hone.orchestrator.advantage import group_mean_advantage, has_signal
+from hone.orchestrator.advantage import ADVANTAGES, has_signal
 from hone.records import Batch, Example, Rollout, Sample, Sampling
 
 
@@ -74,7 +74,7 @@ class Orchestrator:
             for group in groups
             if group.is_used
             for rollout, advantage in zip(group.rollouts, group.advantages, strict=True)
-            if not rollout.error
+            if not rollout.error and not (self.config.mask_truncated and rollout.is_truncated)
         ]
         metrics = self._metrics(groups, step, version, time.perf_counter() - start)
         metrics["batch/effective_batch_size"] = len(samples)
@@ -99,7 +99,8 @@ class Orchestrator:
         if not scored:
             return Group(env, list(rollouts), [0.0] * count, is_used=False)
         rewards = np.array([r.reward for r in scored])
-        of_scored = iter(group_mean_advantage(rewards[None])[0].tolist())
+        lengths = np.array([sum(len(t.completion.ids) for t in r.turns) for r in scored], dtype=np.float64)
+        of_scored = iter(ADVANTAGES[self.config.advantage](rewards, lengths).tolist())
         advantages = [0.0 if r.error else next(of_scored) for r in rollouts]
         return Group(env, list(rollouts), advantages, has_signal(rewards) or not self.config.drop_zero_signal)
 

@@ -8,6 +8,7 @@ Samples of a group share their prompt; `pack_shared` lays it down once:
     input    p p p c c | c c | c c c      the last p predicts the first target of every sample
 """
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.kernels.head import head_logprobs
 from hone.models.attention import PackedAttention
 from hone.models.shared_prompt import SharedPromptAttention
 from hone.models.transformer import Transformer
@@ -34,10 +36,17 @@ class Packed:
     targets_N: Tensor
     sequence_N: Tensor  # which sequence each target belongs to
 
-    def target_logits(self, model: Transformer) -> Tensor:
-        """Logits that predict the targets, N x V; no other position leaves the last block."""
-        logits_KV = model.logits(model(self.tokens_T, self.attention.positions(), self.attention, self.keep_K))
-        return logits_KV if self.row_N is None else logits_KV.index_select(0, self.row_N)
+    def target_hidden(self, model: Transformer) -> Tensor:
+        """Hidden states that predict the targets, N x D; no other position leaves the last block."""
+        hidden_KD = model(self.tokens_T, self.attention.positions(), self.attention, self.keep_K)
+        return hidden_KD if self.row_N is None else hidden_KD.index_select(0, self.row_N)
+
+    def target_logprobs(
+        self, model: Transformer, temperature_N: Tensor, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs of the targets, and the entropies of the distributions they were drawn from, N each."""
+        weight_VD = (model.embed if model.head is None else model.head).weight
+        return head_logprobs(self.target_hidden(model), weight_VD, self.targets_N, temperature_N, entropy_gradient)
 
 
 def pack(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu") -> Packed:
@@ -94,16 +103,20 @@ def pack_shared(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Indices of the sequences in micro-batches of at most `budget` tokens (a longer one stands alone).
 
-    Sorted by length, so that each micro-batch holds sequences of similar length.
+    Best fit decreasing: the longest first, each into the fullest micro-batch that has room for it. At most 11/9 of the
+    fewest that are possible, plus one; in O(n log n).
     """
     groups: list[list[int]] = []
-    used = budget + 1
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if used + lengths[i] > budget:
+    room: list[tuple[int, int]] = []  # of each micro-batch, sorted
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect.bisect_left(room, (lengths[i], -1))
+        if at == len(room):
             groups.append([])
-            used = 0
-        groups[-1].append(i)
-        used += lengths[i]
+            left, group = budget, len(groups) - 1
+        else:
+            left, group = room.pop(at)
+        groups[group].append(i)
+        bisect.insort(room, (left - lengths[i], group))
     return groups
 
 

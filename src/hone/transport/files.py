@@ -111,6 +111,8 @@ def write_batch(batch: Batch, run: str, directory: Path) -> None:
         "advantage": each("advantage"),
         "temperature": each("temperature"),
     }
+    if samples and all(s.teacher_logprobs is not None for s in samples):
+        arrays["teacher_logprobs"] = flat("teacher_logprobs", np.float64)
     save_file(arrays, directory / BATCH, metadata={"run": run, "step": str(batch.step)})
 
 
@@ -122,7 +124,10 @@ def read_batch(directory: Path, run: str) -> Batch | None:
             return None
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     bounds = np.cumsum(arrays["lengths"])[:-1]
-    ids, mask, logprobs = ([part.tolist() for part in np.split(arrays[n], bounds)] for n in ("ids", "mask", "logprobs"))
-    each = zip(ids, mask, logprobs, arrays["advantage"].tolist(), arrays["temperature"].tolist(), strict=True)
-    samples = [Sample(*values) for values in each] if len(arrays["lengths"]) else []
+    columns = {name: arrays[name].tolist() for name in ("advantage", "temperature")}
+    for name in ("ids", "mask", "logprobs", "teacher_logprobs"):
+        if name in arrays:
+            columns[name] = [part.tolist() for part in np.split(arrays[name], bounds)]
+    each = zip(*columns.values(), strict=True)
+    samples = [Sample(**dict(zip(columns, values, strict=True))) for values in each] if len(arrays["lengths"]) else []
     return Batch(int(header["step"]), samples)

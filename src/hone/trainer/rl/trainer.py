@@ -1,18 +1,18 @@
 """The RL trainer: a batch of samples in, one optimiser step on the shared weights, numbers out.
 
-samples ─ split by tokens, pack ─► forward ─ logprobs at T of the sampler ─► policy loss / N ─ backward ─► AdamW
+samples ─ split by tokens, pack ─► forward ─ logprobs at T of the sampler ─► policy loss, weighted ─ backward ─► AdamW
 """
 
+import copy
 import time
 
 import torch
 
 from hone.config.rl import TrainerConfig
-from hone.kernels.logprobs import target_logprobs
 from hone.models.transformer import Transformer
 from hone.monitors.statistics import summary
 from hone.records import Batch, Sample
-from hone.trainer.loss import policy_loss
+from hone.trainer.loss import loss_function, policy_loss, token_weights
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import pack, pack_shared, prompt_of, split_by_prompt, split_by_tokens
 from hone.trainer.performance import mfu, peak_memory_gib
@@ -23,6 +23,8 @@ class RLTrainer:
         self.model, self.config, self.max_steps = model, config, max_steps
         self.device = model.embed.weight.device
         self.optimizer = Optimizer(model, config.optim)
+        loss_function(config.loss.type)  # a user's own is imported now, not after the first rollouts
+        self.reference = copy.deepcopy(model).requires_grad_(False) if config.loss.kl_beta else None
         # On a GPU the variable-length flash kernel is faster on whole sequences than the masked rectangle.
         self.shares_prompts = self.device.type == "cpu"
 
@@ -34,18 +36,18 @@ class RLTrainer:
         start = time.perf_counter()
         lr = learning_rate(self.config.optim, self.config.scheduler, batch.step, self.max_steps)
         samples = batch.samples
-        loss_tokens = sum(sum(sample.mask[1:]) for sample in samples)
+        loss_lengths = [sum(sample.mask[1:]) for sample in samples]
+        weights = token_weights(loss_lengths, self.config.loss)
         lengths = [len(sample.ids) for sample in samples]
         parts: dict[str, list[torch.Tensor]] = {
-            "entropy": [],
-            "mismatch_kl": [],
-            "is_masked": [],
-            "importance_ratio": [],
+            name: [] for name in ("entropy", "mismatch_kl", "is_masked", "importance_ratio", "reference_kl")
         }
+        if self.reference is None:
+            del parts["reference_kl"]
         loss = torch.zeros((), device=self.device)
         for members in self._split(samples):
-            loss += self._backward([samples[i] for i in members], loss_tokens, parts)
-        grad_norm = self.optimizer.step(lr) if loss_tokens else 0.0
+            loss += self._backward([samples[i] for i in members], [weights[i] for i in members], parts)
+        grad_norm = self.optimizer.step(lr) if any(loss_lengths) else 0.0
         seconds = time.perf_counter() - start
         tokens = sum(lengths)
         values = {
@@ -71,27 +73,41 @@ class RLTrainer:
             return split_by_tokens(lengths, budget)
         return split_by_prompt([prompt_of(sample.ids, sample.mask) for sample in samples], lengths, budget)
 
-    def _backward(self, samples: list[Sample], loss_tokens: int, parts: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+    def _backward(
+        self, samples: list[Sample], weights: list[float], parts: dict[str, list[torch.Tensor]]
+    ) -> torch.Tensor:
         """Adds a micro-batch to the gradients and its per-token numbers to `parts`; returns its share of the loss."""
         pack_samples = pack_shared if self.shares_prompts else pack
         packed = pack_samples([s.ids for s in samples], [s.mask for s in samples], self.device)
-        sampled = [x for s in samples for x, is_target in zip(s.logprobs[1:], s.mask[1:], strict=True) if is_target]
-        temperature_S = torch.tensor([s.temperature for s in samples], device=self.device)
-        advantage_S = torch.tensor([s.advantage for s in samples], dtype=torch.float32, device=self.device)
-        logprobs_N, entropy_N = target_logprobs(
-            packed.target_logits(self.model), packed.targets_N, temperature_S[packed.sequence_N]
+        config, sequence_N = self.config.loss, packed.sequence_N
+        temperature_N, advantage_N, weight_N = (
+            torch.tensor(values, dtype=torch.float32, device=self.device)[sequence_N]
+            for values in ([s.temperature for s in samples], [s.advantage for s in samples], weights)
         )
+        logprobs_N, entropy_N = packed.target_logprobs(self.model, temperature_N, config.entropy_weight > 0)
+        reference_N = None
+        if self.reference is not None:
+            with torch.no_grad():
+                reference_N, _ = packed.target_logprobs(self.reference, temperature_N)
+        teachers = [s.teacher_logprobs for s in samples]
+        teacher_N = None if None in teachers else self._of_targets(samples, teachers)  # type: ignore[arg-type]
+        sampled_N = self._of_targets(samples, [s.logprobs for s in samples])
         loss = policy_loss(
-            logprobs_N,
-            torch.tensor(sampled, device=self.device),
-            advantage_S[packed.sequence_N],
-            packed.sequence_N,
-            **self.config.loss.model_dump(),
+            logprobs_N, sampled_N, advantage_N, sequence_N, weight_N, config, entropy_N, reference_N, teacher_N
         )
-        total = loss.total / loss_tokens
+        total = loss.total
         total.backward()
-        parts["entropy"].append(entropy_N)
+        parts["entropy"].append(entropy_N.detach())
         parts["mismatch_kl"].append(loss.mismatch_kl)
         parts["is_masked"].append(loss.is_masked)
         parts["importance_ratio"].append(loss.ratio)
+        if loss.reference_kl is not None:
+            parts["reference_kl"].append(loss.reference_kl)
         return total.detach()
+
+    def _of_targets(self, samples: list[Sample], values: list[list[float]]) -> torch.Tensor:
+        """What the samples' targets have, end to end."""
+        flat = [
+            x for s, of_s in zip(samples, values, strict=True) for x, m in zip(of_s[1:], s.mask[1:], strict=True) if m
+        ]
+        return torch.tensor(flat, device=self.device)

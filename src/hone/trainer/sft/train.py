@@ -95,7 +95,7 @@ class Trainer:
         loss = torch.zeros((), device=self.device)
         for i in range(0, len(rows), size):
             micro = self._pack(rows[i : i + size])
-            total = cross_entropy_sum(micro.target_logits(self.model), micro.targets_N) / targets
+            total = cross_entropy_sum(micro, self.model) / targets
             total.backward()
             loss += total.detach()
         lr = learning_rate(self.config.optim, self.config.scheduler, step, max_steps)
@@ -120,7 +120,7 @@ class Trainer:
         total, targets = 0.0, 0
         for rows in steps(data, self.config.data, seed=0, epochs=1):
             micro = self._pack(rows)
-            total += float(cross_entropy_sum(micro.target_logits(self.model), micro.targets_N))
+            total += float(cross_entropy_sum(micro, self.model))
             targets += len(micro.targets_N)
         return total / targets
 

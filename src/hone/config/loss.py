@@ -1,0 +1,75 @@
+"""Configuration of the policy loss. Imports no torch."""
+
+import difflib
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from hone.config.base import Config
+from hone.config.sections import Positive
+
+# Which keys an own loss has is its business; the others have an effect with these types only.
+KEYS_OF = {
+    "mask": {"mask_ratio_low", "mask_ratio_high", "ratio_type", "kl_tau"},
+    "dppo": {"max_shift", "ratio_type", "kl_tau"},
+    "ppo": {"clip_low", "clip_high", "ratio_type"},
+    "cispo": {"ratio_cap", "ratio_type"},
+    "tis": {"ratio_cap", "ratio_type"},
+    "sft": set[str](),
+    "opd": {"mask_ratio_low", "mask_ratio_high", "ratio_type", "kl_tau"},
+}
+
+
+class LossConfig(Config):
+    type: str = "mask"
+    """mask (importance-weighted, a token dropped where its ratio is out of bounds), dppo, ppo (GRPO; GSPO with
+    ratio_type sequence), cispo, tis, sft (of the sampled text), opd (distillation from a teacher's logprobs), or a
+    function of your own, package.module:function."""
+    mask_ratio_low: Annotated[float, Field(ge=0)] = 0.125
+    """mask: tokens whose importance ratio is lower are dropped."""
+    mask_ratio_high: Annotated[float, Field(gt=0)] = 8.0
+    """mask: tokens whose importance ratio is higher are dropped."""
+    ratio_type: Literal["token", "sequence"] = "token"
+    """One ratio a token, or one a sequence: the geometric mean over its tokens."""
+    kl_tau: Annotated[float, Field(ge=0)] | None = None
+    """mask: weight of log r, added to the loss of every kept token; 0 unless given. dppo: weight of its square, of
+    every token; 1e-3 unless given."""
+    max_shift: Annotated[float, Field(gt=0)] = 0.2
+    """dppo: tokens whose probability has moved further than this to the advantage's side are dropped."""
+    clip_low: Annotated[float, Field(gt=0)] = 0.2
+    """ppo: the ratio counts down to 1 - clip_low."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """ppo: the ratio counts up to 1 + clip_high."""
+    ratio_cap: Annotated[float, Field(gt=0)] = 2.0
+    """cispo, tis: a token weighs no more than this ratio."""
+    kl_beta: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence (k3) from the model that training started from, which is then kept in memory."""
+    entropy_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy, which is then made larger."""
+    normalize: Literal["tokens", "sequences", "constant"] = "tokens"
+    """tokens: every token of the batch weighs the same. sequences: every sequence does. constant: every token weighs
+    1 / (sequences x max_length)."""
+    max_length: Positive = 1024
+    """normalize constant: the length that sequences are measured by."""
+
+    @model_validator(mode="after")
+    def _keys_have_an_effect(self) -> "LossConfig":
+        if self.type not in KEYS_OF and ":" not in self.type:
+            near = difflib.get_close_matches(self.type, KEYS_OF, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"loss.type {self.type!r} is none of {', '.join(KEYS_OF)}, nor package.module:function; "
+                f"did you mean {near}?"
+            )
+        fields = type(self).model_fields
+        changed = {key for key, field in fields.items() if getattr(self, key) != field.default}
+        everyones = {"type", "kl_beta", "entropy_weight", "normalize", "max_length"}
+        idle = sorted(changed - everyones - KEYS_OF.get(self.type, set(fields)))
+        if idle:
+            raise ValueError(f"loss.{idle[0]} has no effect with loss.type {self.type}")
+        if "max_length" in changed and self.normalize != "constant":
+            raise ValueError(f"loss.max_length has no effect with loss.normalize {self.normalize}")
+        return self
+
+    @property
+    def tau(self) -> float:
+        return self.kl_tau if self.kl_tau is not None else 1e-3 if self.type == "dppo" else 0.0
