@@ -1,7 +1,7 @@
 """The run directory: whose it is, what stands where, and that two runs never mix in it.
 
-    configs/COMMAND.toml  logs/  metrics.jsonl (rl), metrics_sft.jsonl (sft)  rollouts/step_N/  checkpoints/step_N/
-    weights/step_N/       run_COMMAND.json: what this run wrote, so that --clean removes that and nothing else
+    configs/COMMAND.toml  logs/  metrics.jsonl (rl), metrics_sft.jsonl (sft)  rollouts/step_N/  checkpoints[_sft]/step_N/
+    weights/step_N/       bad_steps/step_N.jsonl  run_COMMAND.json: what this run wrote, so that --clean removes that and nothing else
 
 `sft` and `rl` may share a directory, one after the other, as the examples do.
 """
@@ -26,7 +26,9 @@ class RunDirectory:
         self.manifest = path / f"run_{command}.json"
         self.metrics = path / ("metrics.jsonl" if command == "rl" else f"metrics_{command}.jsonl")
         self.logs, self.configs, self.weights = path / "logs", path / "configs", path / "weights"
-        self.rollouts, self.checkpoints, self.broadcasts = path / "rollouts", path / "checkpoints", path / "broadcasts"
+        self.bad_steps = path / "bad_steps"
+        self.rollouts, self.broadcasts = path / "rollouts", path / "broadcasts"
+        self.checkpoints = path / ("checkpoints" if command == "rl" else f"checkpoints_{command}")
 
     def earlier_run(self) -> bool:
         return self.manifest.exists() or (
@@ -47,21 +49,20 @@ class RunDirectory:
         return self.path / "alive" / component
 
     def check(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
-        """Raises ValueError when the directory holds an earlier run and nothing was chosen, when weights of another run
-        stand where these would go, when a run is at work in it, and when it cannot be written to.
+        """Raises ValueError when the directory holds an earlier run and nothing was chosen (`resume` wins over
+        `clean`), when weights of another run stand where these would go, when a run is at work in it, and when it cannot
+        be written to.
 
         Changes nothing but to make the directory.
         """
-        if clean and resume:
-            raise ValueError("--clean and --resume exclude each other: start again, or continue")
         own = self._read_manifest()["weights"]
         for step in weight_steps:
             directory = self.weights / f"step_{step}"
             if directory.exists() and directory.name not in own:
                 raise ValueError(f"{directory} was written by another run; move it away or use another --output-dir")
-        if self.earlier_run() and not resume and not clean:
+        if self.earlier_run() and not (resume or clean):
             choices = "--clean (remove that run and start again), "
-            choices += "--resume (continue it), " if self.command == "rl" else ""
+            choices += "--resume (continue it), "
             raise ValueError(
                 f"{self.path} holds an earlier {self.command} run; choose: {choices}"
                 "or another directory (--output-dir DIR)"
@@ -107,21 +108,13 @@ class RunDirectory:
             self._write_manifest(manifest | {"weights": [*manifest["weights"], directory.name]})
         return directory
 
-    def last_checkpoint(self) -> Path:
-        """Raises ValueError when there is none."""
-        steps = [p for p in self.checkpoints.glob("step_*") if p.name[5:].isdigit()]
-        if not steps:
-            raise ValueError(
-                f"--resume: {self.path} has no checkpoint (--ckpt.interval N writes them); start again with --clean"
-            )
-        return max(steps, key=lambda p: int(p.name[5:]))
-
     def _remove(self) -> None:
         for name in self._read_manifest()["weights"]:
             shutil.rmtree(self.weights / name, ignore_errors=True)
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        shutil.rmtree(self.bad_steps, ignore_errors=True)
         if self.command == "rl":
             shutil.rmtree(self.rollouts, ignore_errors=True)
-            shutil.rmtree(self.checkpoints, ignore_errors=True)
         logs = ("orchestrator", "trainer") if self.command == "rl" else (self.command,)
         for file in (self.metrics, self.manifest, *(self.logs / f"{name}.log" for name in logs)):
             file.unlink(missing_ok=True)
@@ -136,6 +129,11 @@ class RunDirectory:
         partial = self.manifest.with_suffix(".partial")
         partial.write_text(json.dumps(manifest, indent=2) + "\n")
         partial.replace(self.manifest)
+
+
+def steps_in(directory: Path) -> dict[int, Path]:
+    """Its whole step_N directories."""
+    return {int(p.name[5:]): p for p in directory.glob("step_*") if p.name[5:].isdigit()}
 
 
 def _changes(pulse: Path) -> bool:

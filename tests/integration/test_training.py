@@ -1,6 +1,7 @@
 """`sft` and `rl` as processes: they learn, repeat to the bit, resume, and never mix with another run."""
 
 import json
+import random
 import re
 import signal
 import subprocess
@@ -155,6 +156,31 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(rl, trained, tmp_path):
     assert rewards(out) == rewards(tmp_path / "whole")
     assert_same_weights(weights(out, 6), weights(tmp_path / "whole", 6))
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["step_6"]
+
+
+def test_sft_killed_at_ten_random_moments_ends_as_if_it_had_not_been(tmp_path):
+    data, rng = tmp_path / "sft.jsonl", random.Random(0)
+    command("python", "-m", "reverse_text", "--out", data, "-n", 400)
+    words = [
+        BIN / "sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--max-steps", "40", "--data.batch-size", "16",
+        "--ckpt.interval", "3", "--log-interval", "40", "--resume", "auto", "--output-dir",
+    ]  # fmt: skip
+    command(*words, tmp_path / "straight")
+    out = tmp_path / "killed"
+    for moment in sorted(rng.sample(range(1, 39), 10)):
+        process = subprocess.Popen([*words, out], stdout=subprocess.DEVNULL, cwd=ROOT)
+        log, deadline = out / "metrics_sft.jsonl", time.monotonic() + 60
+        while not log.exists() or log.read_text().count("\n") < moment:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.02))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    command(*words, out)
+    assert [row["step"] for row in metrics(out, "metrics_sft.jsonl")] == list(range(1, 41))
+    losses = [[row["loss/mean"] for row in metrics(tmp_path / d, "metrics_sft.jsonl")] for d in ("straight", "killed")]
+    assert losses[0] == losses[1]
+    assert_same_weights(weights(out, 40), weights(tmp_path / "straight", 40))
 
 
 def test_an_earlier_run_is_never_mixed_with(rl, tmp_path):

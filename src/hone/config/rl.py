@@ -8,15 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from hone.config.base import COMMAND_LINE, Config, ConfigError, merge
+from hone.config.base import Config, ConfigError, merge
 from hone.config.loss import LossConfig
 from hone.config.sections import (
-    CkptConfig,
     ClientConfig,
     EnvConfig,
     ModelConfig,
+    OnBadStep,
     OptimConfig,
     Positive,
+    ResumableConfig,
     RunConfig,
     SamplingConfig,
     SchedulerConfig,
@@ -32,6 +33,9 @@ class TrainerConfig(Config):
     loss: LossConfig = LossConfig()
     micro_batch_tokens: Positive = 16384
     """Most tokens in one forward and backward pass."""
+    on_bad_step: OnBadStep = "stop"
+    """When gradients are not finite, or over optim.skip_norm: end the run, or go on without that step. The samples go
+    to bad_steps/ either way."""
     batch_timeout: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds until waiting for the rollouts of a step is given up."""
 
@@ -76,7 +80,7 @@ class OrchestratorConfig(Config):
 AsyncLevel = Annotated[int, Field(ge=0)]
 
 
-class TrainerRunConfig(RunConfig, TrainerConfig):
+class TrainerRunConfig(ResumableConfig, TrainerConfig):
     """The trainer as a process of its own."""
 
     model: ModelConfig = ModelConfig(name="Qwen/Qwen3-0.6B")
@@ -84,15 +88,7 @@ class TrainerRunConfig(RunConfig, TrainerConfig):
     """Optimiser steps."""
     max_async_level: AsyncLevel = 1
     """Steps that sampling may be ahead of training: so many versions of the weights are kept for it."""
-    resume: bool = False
-    """Continue the run in output_dir from its last checkpoint."""
-    ckpt: CkptConfig | None = None
-    """Checkpoints to resume from; none unless a key of it is given."""
     weights: WeightsConfig = WeightsConfig()
-
-    @classmethod
-    def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
-        return typed_resume_wins(values, origins)
 
 
 class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
@@ -107,14 +103,7 @@ class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
     """Longest prompt plus completion: completions are asked for no longer than leaves room for their prompt."""
 
 
-def typed_resume_wins(values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
-    """`--resume` on the command line wins over `clean = true` in a file."""
-    if origins.get("resume") == COMMAND_LINE and origins.get("clean") != COMMAND_LINE:
-        return values | {"clean": False}
-    return values
-
-
-class RLConfig(RunConfig):
+class RLConfig(ResumableConfig):
     max_steps: Positive = 100
     """Optimiser steps."""
     seq_len: Positive = 2048
@@ -128,10 +117,6 @@ class RLConfig(RunConfig):
     """GPUs of the inference process."""
     trainer_gpu_ids: Annotated[list[int], BeforeValidator(as_list)] = Field(default=[1])
     """GPUs of the trainer process."""
-    resume: bool = False
-    """Continue the run in output_dir from its last checkpoint."""
-    ckpt: CkptConfig | None = None
-    """Checkpoints to resume from; none unless a key of it is given."""
     weights: WeightsConfig = WeightsConfig()
     orchestrator: OrchestratorConfig
     trainer: TrainerConfig = TrainerConfig()
@@ -164,7 +149,7 @@ class RLConfig(RunConfig):
                 said_by[name] = origin
         for name, origin in said_by.items():
             origins.setdefault(name, origin)
-        return typed_resume_wins(merge(shared, values), origins)
+        return super().prepare(merge(shared, values), origins, files_for)
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from hone.config.base import Config
+from hone.config.base import COMMAND_LINE, Config
 
 Positive = Annotated[int, Field(gt=0)]
+OnBadStep = Literal["stop", "skip"]
 API_KEY_VARIABLE = "HONE_API_KEY"  # gives a server its key without showing it in the list of processes
 
 
@@ -46,6 +47,8 @@ class OptimConfig(Config):
     """AdamW's moment decays."""
     max_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are clipped to this global norm."""
+    skip_norm: Annotated[float, Field(gt=0)] | None = None
+    """A step whose gradients have a larger norm than this counts as bad: on_bad_step says what then."""
 
 
 class SchedulerConfig(Config):
@@ -134,7 +137,11 @@ class CkptConfig(Config):
     interval: Positive = 50
     """Write a checkpoint to resume from every so many steps, and at the last."""
     keep: Positive = 1
-    """How many to keep."""
+    """How many of the last to keep."""
+    keep_every: Positive | None = None
+    """Keep those of every so many steps too."""
+    keep_best: str | None = None
+    """Keep the one with the best value of this metric too: the highest, of a loss the lowest."""
 
 
 class RunConfig(Config):
@@ -152,3 +159,25 @@ class RunConfig(Config):
     """How much is logged."""
     log_interval: Positive = 1
     """Print every so many steps; the log file has them all."""
+
+
+class ResumableConfig(RunConfig):
+    """Base of the commands that can go on where they were."""
+
+    resume: bool | str = False
+    """Go on from the last whole checkpoint in output_dir; auto: from the start if there is none; never; or from the
+    checkpoint given, a checkpoints/step_N."""
+    ckpt: CkptConfig | None = None
+    """Checkpoints to resume from; none unless a key of it is given."""
+
+    @model_validator(mode="after")
+    def _one_or_the_other(self) -> "ResumableConfig":
+        if self.clean and self.resume not in (False, "never"):
+            raise ValueError("--clean and --resume exclude each other: start again, or continue")
+        return self
+
+    @classmethod
+    def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
+        """`--resume` on the command line wins over `clean = true` in a file."""
+        is_typed = origins.get("resume") == COMMAND_LINE and values.get("resume") not in (False, "never")
+        return values | {"clean": False} if is_typed and origins.get("clean") != COMMAND_LINE else values

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from hone.config.base import Config
-from hone.config.sections import OptimConfig, Positive, RunConfig, SchedulerConfig, WeightsConfig
+from hone.config.sections import OnBadStep, OptimConfig, Positive, ResumableConfig, SchedulerConfig, WeightsConfig
 
 
 class DataConfig(Config):
@@ -34,7 +34,7 @@ class ValConfig(Config):
     """Validate every so many steps, and at the last."""
 
 
-class SFTConfig(RunConfig):
+class SFTConfig(ResumableConfig):
     data: DataConfig
     val: ValConfig | None = None
     max_steps: Positive | None = None
@@ -43,6 +43,9 @@ class SFTConfig(RunConfig):
     """Stop after so much wall time of training, if max_steps have not come first."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
     scheduler: SchedulerConfig = SchedulerConfig()
+    on_bad_step: OnBadStep = "stop"
+    """When gradients are not finite, or over optim.skip_norm: end the run, or go on without that step. The
+    conversations go to bad_steps/ either way."""
     weights: WeightsConfig = WeightsConfig()
 
     @model_validator(mode="after")

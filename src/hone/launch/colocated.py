@@ -23,8 +23,8 @@ from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
 from hone.orchestrator.orchestrator import Orchestrator, write_rollouts
 from hone.run_directory import RunDirectory
+from hone.trainer.checkpoint import forget_after, restore, resume_from, save_checkpoint
 from hone.trainer.performance import keep_freed_memory
-from hone.trainer.rl.checkpoint import forget_after, resume, save_checkpoint
 from hone.trainer.rl.trainer import RLTrainer
 from hone.transport.waiting import Pulse
 
@@ -34,7 +34,8 @@ def main(config: RLConfig) -> None:
     keep_freed_memory()
     environments = load_environments(config.orchestrator.env)
     loaded = load(config.model, seed=config.seed)
-    trainer = RLTrainer(loaded.model, config.trainer, config.max_steps)
+    run = RunDirectory(config.output_dir, "rl")
+    trainer = RLTrainer(loaded.model, config.trainer, config.max_steps, run.bad_steps)
     limit, serving = loaded.model.spec.max_position_embeddings, config.inference or ServeConfig()
     engine = Engine(
         loaded.model,
@@ -42,12 +43,13 @@ def main(config: RLConfig) -> None:
         max_model_len=min(config.seq_len, serving.max_model_len or limit, limit),
         kv_cache_gib=serving.kv_cache_gib,
     )
-    run = RunDirectory(config.output_dir, "rl")
     weight_steps = config.weights.steps(config.max_steps)
-    first = 1 + (resume(run, trainer.optimizer, config.public()) if config.resume else 0)
-    run.claim(clean=config.clean, resume=config.resume, weight_steps=weight_steps)
-    if config.resume:
-        forget_after(first - 1, run.metrics, run.rollouts)
+    sources = resume_from(run, config.resume)
+    first = 1 + restore(sources, trainer.optimizer, config.public())
+    anew = config.clean or config.resume == "auto"
+    run.claim(clean=anew, resume=bool(sources), weight_steps=weight_steps)
+    if sources:
+        forget_after(first - 1, run)
     run.write_config(to_toml(config))
     with Pulse(run.pulse("trainer")), Metrics(run.metrics, config.wandb, config) as metrics:
         service = EngineService(engine, lockstep=True)
@@ -91,9 +93,8 @@ async def train(
         if step in weight_steps:
             await service.run(partial(save_model, loaded.model, loaded.directory, run.weights_for(step)))
         if config.ckpt and (is_last or step % config.ckpt.interval == 0):
-            directory = run.checkpoints / f"step_{step}"
-            state = (trainer.optimizer, step, config.public(), config.ckpt.keep)
-            await service.run(partial(save_checkpoint, directory, *state))
+            state = (trainer.optimizer, step, config.public(), config.ckpt, values)
+            await service.run(partial(save_checkpoint, run, *state))
         console = {"console": is_last or step % config.log_interval == 0}
         if not collected.batch.samples:
             orchestrator_log.warning("Step %d: no group had rollouts of different reward, nothing to learn from", step)

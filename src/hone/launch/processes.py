@@ -28,6 +28,7 @@ from hone.config.sections import API_KEY_VARIABLE
 from hone.inference.client import connect
 from hone.monitors.metrics import check_wandb
 from hone.run_directory import RunDirectory
+from hone.trainer.checkpoint import resume_from
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 EVERYWHERE, LOOPBACK = (None, "0.0.0.0", "::"), ("127.0.0.1", "localhost", "::1")
@@ -39,11 +40,11 @@ def launch(config: RLConfig) -> None:
     """Runs the components to their end. Raises ValueError with the cause when one of them fails."""
     check_wandb(config.wandb)
     run = RunDirectory(config.output_dir, "rl")
-    if config.resume:
-        run.last_checkpoint()
+    sources = resume_from(run, config.resume)
     if config.inference is None:
         asyncio.run(require_servers(config))
-    run.check(clean=config.clean, resume=config.resume, weight_steps=config.weights.steps(config.max_steps))
+    weight_steps = config.weights.steps(config.max_steps)
+    run.check(clean=config.clean or config.resume == "auto", resume=bool(sources), weight_steps=weight_steps)
     # The key travels in the environment: what is written down has no secrets.
     key = config.inference and (config.inference.api_key or os.environ.get(API_KEY_VARIABLE))
     keys = {API_KEY_VARIABLE: key} if key else {}

@@ -49,9 +49,14 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
-        """Clips, steps and clears the gradients; returns their norm before clipping."""
+        """Clips, steps and clears the gradients; returns their norm before clipping.
+
+        Where the norm is not finite, or over `skip_norm`, nothing is done: the gradients are there to be looked at.
+        """
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         norm = float(nn.utils.get_total_norm(grads))
+        if self.is_bad(norm):
+            return norm
         scale = min(self.config.max_norm / (norm + 1e-6), 1.0)
         grads = [grad.float() for grad in grads]
         if scale < 1.0:
@@ -72,6 +77,13 @@ class Optimizer:
             if parameter is not master:
                 parameter.copy_(master)
         return norm
+
+    def is_bad(self, norm: float) -> bool:
+        return not math.isfinite(norm) or norm > (self.config.skip_norm or math.inf)
+
+    def clear(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """Everything that a resume needs, by name."""

@@ -21,8 +21,8 @@ from hone.monitors.lines import trainer_line
 from hone.monitors.log import SUCCESS, component_log
 from hone.records import Batch
 from hone.run_directory import RunDirectory
+from hone.trainer.checkpoint import forget_after, restore, resume_from, save_checkpoint
 from hone.trainer.performance import keep_freed_memory
-from hone.trainer.rl.checkpoint import forget_after, resume, save_checkpoint
 from hone.trainer.rl.trainer import RLTrainer
 from hone.transport.files import BATCH, Canary, Delivery, is_published, publish_delivery, read_batch, remove_before
 from hone.transport.waiting import Pulse, Wait, wait_for
@@ -32,14 +32,16 @@ def main(config: TrainerRunConfig) -> None:
     keep_freed_memory()
     run = RunDirectory(config.output_dir, "rl")
     weight_steps = config.weights.steps(config.max_steps)
-    run.check(clean=config.clean, resume=config.resume, weight_steps=weight_steps)  # before seconds of loading
+    sources = resume_from(run, config.resume)
+    anew = config.clean or config.resume == "auto"
+    run.check(clean=anew, resume=bool(sources), weight_steps=weight_steps)  # before seconds of loading
     loaded = load(config.model, seed=config.seed)
-    trainer = RLTrainer(loaded.model, config, config.max_steps)
+    trainer = RLTrainer(loaded.model, config, config.max_steps, run.bad_steps)
     state = config.public()
-    first = 1 + (resume(run, trainer.optimizer, state) if config.resume else 0)
-    run.claim(clean=config.clean, resume=config.resume, weight_steps=weight_steps)
-    if config.resume:
-        forget_after(first - 1, run.metrics, run.rollouts)
+    first = 1 + restore(sources, trainer.optimizer, state)
+    run.claim(clean=anew, resume=bool(sources), weight_steps=weight_steps)
+    if sources:
+        forget_after(first - 1, run)
     run.write_config(to_toml(config), "trainer")
     log = component_log("trainer", run.logs)
     log.info(
@@ -60,7 +62,7 @@ def main(config: TrainerRunConfig) -> None:
             if step in weight_steps:
                 save_model(loaded.model, loaded.directory, run.weights_for(step))
             if config.ckpt and (is_last or step % config.ckpt.interval == 0):
-                save_checkpoint(run.checkpoints / f"step_{step}", trainer.optimizer, step, state, config.ckpt.keep)
+                save_checkpoint(run, trainer.optimizer, step, state, config.ckpt, values)
             publish(step, values | {"time/save": time.perf_counter() - start})
             console = {"console": is_last or step % config.log_interval == 0}
             log.log(SUCCESS, trainer_line(step, values), extra=console)

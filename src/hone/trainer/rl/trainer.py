@@ -5,6 +5,9 @@ samples ─ split by tokens, pack ─► forward ─ logprobs at T of the sample
 
 import copy
 import time
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -12,6 +15,7 @@ from hone.config.rl import TrainerConfig
 from hone.models.transformer import Transformer
 from hone.monitors.statistics import summary
 from hone.records import Batch, Sample
+from hone.trainer.bad_steps import handle
 from hone.trainer.loss import loss_function, policy_loss, token_weights
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import pack, pack_shared, prompt_of, split_by_prompt, split_by_tokens
@@ -19,8 +23,10 @@ from hone.trainer.performance import mfu, peak_memory_gib
 
 
 class RLTrainer:
-    def __init__(self, model: Transformer, config: TrainerConfig, max_steps: int) -> None:
-        self.model, self.config, self.max_steps = model, config, max_steps
+    def __init__(
+        self, model: Transformer, config: TrainerConfig, max_steps: int, bad_steps: Path = Path("bad_steps")
+    ) -> None:
+        self.model, self.config, self.max_steps, self.bad_steps = model, config, max_steps, bad_steps
         self.device = model.embed.weight.device
         self.optimizer = Optimizer(model, config.optim)
         loss_function(config.loss.type)  # a user's own is imported now, not after the first rollouts
@@ -48,12 +54,21 @@ class RLTrainer:
         for members in self._split(samples):
             loss += self._backward([samples[i] for i in members], [weights[i] for i in members], parts)
         grad_norm = self.optimizer.step(lr) if any(loss_lengths) else 0.0
+        is_bad = self.optimizer.is_bad(grad_norm)
+        if is_bad:
+            alone = partial(self._backward_alone, samples, weights)
+            describe = lambda i: vars(samples[i])  # noqa: E731
+            handle(
+                batch.step, grad_norm, len(samples), alone, describe, self.optimizer, self.bad_steps,
+                self.config.on_bad_step,
+            )  # fmt: skip
         seconds = time.perf_counter() - start
         tokens = sum(lengths)
         values = {
             "loss/mean": float(loss),
             "optim/lr": lr,
             "optim/grad_norm": grad_norm,
+            "optim/skipped": float(is_bad),
             "time/train": seconds,
             "perf/train_throughput": tokens / seconds,
             "perf/peak_memory": peak_memory_gib(self.device),
@@ -104,6 +119,9 @@ class RLTrainer:
         if loss.reference_kl is not None:
             parts["reference_kl"].append(loss.reference_kl)
         return total.detach()
+
+    def _backward_alone(self, samples: list[Sample], weights: list[float], i: int) -> None:
+        self._backward([samples[i]], [weights[i]], defaultdict(list))
 
     def _of_targets(self, samples: list[Sample], values: list[list[float]]) -> torch.Tensor:
         """What the samples' targets have, end to end."""

@@ -6,6 +6,7 @@ rows ─ tokenise, pack ─► micro-batches ─ forward, loss on assistant toke
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from hone.models.loading import Loaded, load
 from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
 from hone.run_directory import RunDirectory
+from hone.trainer.bad_steps import handle
+from hone.trainer.checkpoint import forget_after, restore, resume_from, save_checkpoint
 from hone.trainer.loss import cross_entropy_sum
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import Packed, pack
@@ -32,38 +35,50 @@ def main(config: SFTConfig) -> None:
     keep_freed_memory()
     rows = load_rows(config.data)
     val_rows = load_rows(config.val) if config.val else []
-    loaded = load(config.model, seed=config.seed)
     run = RunDirectory(config.output_dir, "sft")
-    run.claim(clean=config.clean, weight_steps=config.weights.steps(config.max_steps) if config.max_steps else [])
+    sources = resume_from(run, config.resume)
+    loaded = load(config.model, seed=config.seed)
+    optimizer = Optimizer(loaded.model, config.optim)
+    done = restore(sources, optimizer, config.public())
+    run.claim(
+        clean=config.clean or config.resume == "auto",
+        resume=bool(sources),
+        weight_steps=config.weights.steps(config.max_steps) if config.max_steps else [],
+    )
+    if sources:
+        forget_after(done, run)
     run.write_config(to_toml(config))
     log = component_log("sft", run.logs)
     with Metrics(run.metrics, config.wandb, config) as metrics:
-        Trainer(config, loaded, run, metrics, log).train(rows, val_rows)
+        Trainer(config, loaded, optimizer, run, metrics, log).train(rows, val_rows, done)
 
 
 class Trainer:
-    def __init__(self, config: SFTConfig, loaded: Loaded, run: RunDirectory, metrics: Metrics, log: Any) -> None:
+    def __init__(
+        self, config: SFTConfig, loaded: Loaded, optimizer: Optimizer, run: RunDirectory, metrics: Metrics, log: Any
+    ) -> None:
         self.config, self.loaded, self.run, self.metrics, self.log = config, loaded, run, metrics, log
         self.model = loaded.model
         self.device = self.model.embed.weight.device
-        self.optimizer = Optimizer(self.model, config.optim)
+        self.optimizer = optimizer
 
-    def train(self, rows: list[dict[str, Any]], val_rows: list[dict[str, Any]]) -> None:
+    def train(self, rows: list[dict[str, Any]], val_rows: list[dict[str, Any]], done: int) -> None:
+        """Takes the steps after `done`."""
         config = self.config
         data = Conversations(rows, self.loaded.tokenizer, config.data.seq_len)
         val = Conversations(val_rows, self.loaded.tokenizer, config.data.seq_len)
         max_steps = config.max_steps or sum(1 for _ in steps(data, config.data, config.seed, epochs=1))
-        batches = steps(data, config.data, config.seed)
+        batches = islice(steps(data, config.data, config.seed), done, None)  # their order follows from the seed
         parameters = sum(p.numel() for p in self.model.parameters())
         self.log.info(
-            "Training %s (%.2fM parameters, %s on %s) on %d conversations for %d steps",
+            "Training %s (%.2fM parameters, %s on %s) on %d conversations, steps %d to %d",
             config.model.name, parameters / 1e6, str(self.model.embed.weight.dtype)[6:], self.device, len(data),
-            max_steps,
+            done + 1, max_steps,
         )  # fmt: skip
         start = time.perf_counter()
         with _progress() as progress:
-            task = progress.add_task("sft", total=max_steps, loss=float("nan"), rate=0.0)
-            for step in range(1, max_steps + 1):
+            task = progress.add_task("sft", total=max_steps, completed=done, loss=float("nan"), rate=0.0)
+            for step in range(done + 1, max_steps + 1):
                 values = self.step(step, max_steps, batches)
                 out_of_time = config.max_seconds is not None and time.perf_counter() - start >= config.max_seconds
                 is_last = step == max_steps or out_of_time
@@ -72,6 +87,8 @@ class Trainer:
                 self.metrics.log(step, values)
                 self._log_step(step, values, console=is_last or step % config.log_interval == 0)
                 progress.update(task, advance=1, loss=values["loss/mean"], rate=values["perf/throughput"])
+                if config.ckpt and (is_last or step % config.ckpt.interval == 0):
+                    save_checkpoint(self.run, self.optimizer, step, config.public(), config.ckpt, values)
                 if is_last or (config.weights.interval and step % config.weights.interval == 0):
                     save_model(self.model, self.loaded.directory, self.run.weights_for(step))
                 if is_last:
@@ -100,6 +117,13 @@ class Trainer:
             loss += total.detach()
         lr = learning_rate(self.config.optim, self.config.scheduler, step, max_steps)
         grad_norm = self.optimizer.step(lr)
+        is_bad = self.optimizer.is_bad(grad_norm)
+        if is_bad:
+            flat = [conversation for row in rows for conversation in row]
+            alone = lambda i: (cross_entropy_sum(self._pack([[flat[i]]]), self.model) / targets).backward()  # noqa: E731
+            describe = lambda i: dict(zip(("ids", "mask"), flat[i], strict=True))  # noqa: E731
+            where = (self.optimizer, self.run.bad_steps, self.config.on_bad_step)
+            handle(step, grad_norm, len(flat), alone, describe, *where)
         seconds = time.perf_counter() - start
         context = sum(len(ids) ** 2 for row in rows for ids, _ in row) / (2 * tokens)
         used = mfu(3 * self.model.spec.flops_per_token(context) * tokens / seconds, self.device)
@@ -107,6 +131,7 @@ class Trainer:
             "loss/mean": float(loss),
             "optim/lr": lr,
             "optim/grad_norm": grad_norm,
+            "optim/skipped": float(is_bad),
             "time/step": seconds,
             "perf/throughput": tokens / seconds,
             "perf/peak_memory": peak_memory_gib(self.device),

@@ -1,0 +1,49 @@
+"""Gradients that cannot be used: what they come from goes to disk, and the step is skipped or the run ends."""
+
+import json
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hone.trainer.optim import Optimizer
+
+SHOWN = 8  # sequences that are written down
+
+
+def handle(
+    step: int,
+    norm: float,
+    count: int,
+    backward: Callable[[int], object],
+    describe: Callable[[int], dict[str, Any]],
+    optimizer: Optimizer,
+    directory: Path,
+    on_bad_step: str,
+) -> None:
+    """After a bad step of `count` sequences: `backward(i)` adds the gradients of sequence i, `describe(i)` is what is
+    written down of it. Writes those with the worst gradients; raises ValueError where the run is to end."""
+    norms = []
+    for i in range(count):
+        optimizer.clear()
+        backward(i)
+        grads = [p.grad for p in optimizer.parameters if p.grad is not None]
+        norms.append(float(nn.utils.get_total_norm(grads)) if grads else 0.0)
+    optimizer.clear()
+    worst = sorted(range(count), key=lambda i: -norms[i] if math.isfinite(norms[i]) else -math.inf)[:SHOWN]
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / f"step_{step}.jsonl"
+    lines = [json.dumps({"index": i, "grad_norm": str(norms[i]), **describe(i)}) for i in worst]
+    file.write_text("\n".join(lines) + "\n")
+    what = f"step {step}: the gradients' norm is {norm:.4g}; the sequences with the worst are in {file}"
+    if on_bad_step == "stop":
+        broken = sum(not torch.isfinite(p).all() for p in optimizer.parameters)
+        cause = (
+            f"{broken} weights are not finite themselves" if broken else "a lower optim.lr? --on-bad-step skip goes on"
+        )
+        raise ValueError(f"{what} ({cause})")
+    logging.getLogger("hone").warning("%s; the step is skipped", what)

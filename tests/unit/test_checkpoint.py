@@ -1,0 +1,127 @@
+"""Checkpoints: whole or passed over, kept by policy; steps whose gradients cannot be used."""
+
+import json
+import logging
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from hone.config.rl import TrainerConfig
+from hone.config.sections import CkptConfig, OptimConfig
+from hone.config.sft import DataConfig, SFTConfig
+from hone.models.spec import ModelSpec
+from hone.models.transformer import Transformer
+from hone.records import Batch, Sample
+from hone.run_directory import RunDirectory
+from hone.trainer.checkpoint import forget_after, restore, resume_from, save_checkpoint, to_keep
+from hone.trainer.optim import Optimizer
+from hone.trainer.rl.trainer import RLTrainer
+
+SPEC = ModelSpec(40, 16, 24, 1, 2, 1, 8, 1e-6, 100.0, True, 64, 0.3, False)
+
+
+def made(seed=0):
+    model = Transformer(SPEC)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    return model
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory with checkpoints of steps 1, 2 and 3, whose weights are all 1, 2 and 3."""
+    run = RunDirectory(tmp_path / "run", "sft")
+    model = made()
+    optimizer = Optimizer(model, OptimConfig())
+    for step in (1, 2, 3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(step)
+        save_checkpoint(run, optimizer, step, {"seed": 0}, CkptConfig(keep=3), {"val/loss": 1 / step})
+    return run
+
+
+def restored(run, resume=True, config=None):
+    model = made()
+    return restore(resume_from(run, resume), Optimizer(model, OptimConfig()), config or {"seed": 0}), model
+
+
+def test_the_last_whole_one_is_gone_on_from(run, caplog):
+    step, model = restored(run)
+    assert step == 3 and all((p == 3).all() for p in model.parameters())
+    tensors = run.checkpoints / "step_3" / "trainer" / "optimizer.safetensors"
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1  # one bit
+    tensors.write_bytes(content)
+    (run.checkpoints / "step_2" / "checkpoint.json").write_text('{"step": 2, "con')  # half written
+    (run.checkpoints / "step_9.partial").mkdir()
+    with caplog.at_level(logging.WARNING, logger="hone"):
+        step, model = restored(run)
+    assert step == 1 and all((p == 1).all() for p in model.parameters())
+    assert "step_3 is damaged" in caplog.text and "step_2 is damaged" in caplog.text
+    (run.checkpoints / "step_1" / "trainer" / "optimizer.safetensors").unlink()
+    with pytest.raises(ValueError, match="none of .*step_3.* is whole"):
+        restored(run)
+
+
+def test_what_resume_may_be(run, tmp_path):
+    assert restored(run, "auto")[0] == 3 and restored(run, "never")[0] == 0
+    assert restored(run, str(run.checkpoints / "step_2"))[0] == 2
+    empty = RunDirectory(tmp_path / "empty", "sft")
+    assert restored(empty, "auto")[0] == 0
+    with pytest.raises(ValueError, match=r"has no checkpoint \(--ckpt.interval N writes them\)"):
+        restored(empty)
+    with pytest.raises(ValueError, match="--resume atuo: no checkpoint there; it is auto, never, or"):
+        restored(run, "atuo")
+    with pytest.raises(ValueError, match="seed differs from the run .*: it had 0, found 1"):
+        restored(run, True, {"seed": 1, "output_dir": "elsewhere"})
+    with pytest.raises(ValidationError, match="exclude each other"):
+        SFTConfig(model={"name": "m"}, data=DataConfig(name="d"), clean=True, resume="auto")
+
+
+def test_going_back_forgets_what_came_after(run):
+    run.metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
+    forget_after(2, run)
+    assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step_1", "step_2"]
+    assert len(run.metrics.read_text().splitlines()) == 2
+
+
+def test_which_are_kept(run):
+    values = {10: 0.5, 20: 0.1, 30: 0.3, 40: None, 50: 0.4}
+    assert to_keep(values, CkptConfig(keep=2)) == {40, 50}
+    assert to_keep(values, CkptConfig(keep=1, keep_every=20)) == {20, 40, 50}
+    assert to_keep(values, CkptConfig(keep=1, keep_best="val/loss")) == {20, 50}
+    assert to_keep(values, CkptConfig(keep=1, keep_best="reward/mean")) == {10, 50}
+    model = made()
+    policy = CkptConfig(keep=1, keep_best="val/loss")
+    save_checkpoint(run, Optimizer(model, OptimConfig()), 4, {"seed": 0}, policy, {"val/loss": 0.9})
+    assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step_3", "step_4"]
+
+
+def samples(bad=None):
+    found = []
+    for i in range(6):
+        logprobs = [0.0, 0.0, -3.0 - 0.1 * i, -2.0]
+        found.append(Sample([1, 2, 3 + i, 4], [False, False, True, True], logprobs, math.nan if i == bad else 1.0, 1.0))
+    return found
+
+
+@pytest.mark.parametrize("bad", ["a number", "a norm"])
+def test_a_bad_step_is_skipped_or_ends_the_run_and_names_its_samples(bad, tmp_path):
+    skip_norm = 1e-6 if bad == "a norm" else None
+    config = TrainerConfig(optim=OptimConfig(lr=1e-2, skip_norm=skip_norm), on_bad_step="skip")
+    trainer = RLTrainer(made(), config, 10, tmp_path)
+    before = [p.clone() for p in trainer.model.parameters()]
+    values = trainer.step(Batch(7, samples(bad=4 if bad == "a number" else None)))
+    assert values["optim/skipped"] == 1.0
+    assert all(torch.equal(p, q) for p, q in zip(trainer.model.parameters(), before, strict=True))
+    worst = json.loads((tmp_path / "step_7.jsonl").read_text().splitlines()[0])
+    if bad == "a number":
+        assert worst["index"] == 4 and worst["grad_norm"] == "nan" and worst["ids"] == [1, 2, 7, 4]
+    config.optim.skip_norm = None
+    assert trainer.step(Batch(8, samples()))["optim/skipped"] == 0.0  # and it goes on
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+    config.on_bad_step = "stop"
+    with pytest.raises(ValueError, match=r"step 9: the gradients' norm is nan; .*step_9.jsonl"):
+        trainer.step(Batch(9, samples(bad=0)))
