@@ -1,7 +1,8 @@
 """The run directory: whose it is, what stands where, and that two runs never mix in it.
 
-    configs/COMMAND.toml  logs/  metrics.jsonl (rl), metrics_sft.jsonl (sft)  rollouts/step_N/  checkpoints[_sft]/step_N/
-    weights/step_N/       bad_steps/step_N.jsonl  run_COMMAND.json: what this run wrote, so that --clean removes that and nothing else
+    configs/COMMAND.toml  logs/  metrics.jsonl (rl), metrics_sft.jsonl (sft)  rollouts/step_N/  bad_steps/step_N.jsonl
+    weights/step_N/  checkpoints/step_N/ (rl), checkpoints_sft/step_N/ (sft)
+    run_COMMAND.json: what this run wrote, so that --clean removes that and nothing else
 
 `sft` and `rl` may share a directory, one after the other, as the examples do.
 """
@@ -50,8 +51,8 @@ class RunDirectory:
 
     def check(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
         """Raises ValueError when the directory holds an earlier run and nothing was chosen (`resume` wins over
-        `clean`), when weights of another run stand where these would go, when a run is at work in it, and when it cannot
-        be written to.
+        `clean`), when weights of another run stand where these would go, when a run is at work in it, and when it
+        cannot be written to.
 
         Changes nothing but to make the directory.
         """
