@@ -56,13 +56,8 @@ def orchestrator() -> None:
 
 
 def run_as_file(command: str) -> None:
-    """What `torchrun src/hone/…/train.py @ FILE` runs: the command, on the one process there is."""
-    _exit(_guard(command, _one_process) or _run(command, sys.argv[1:]))
-
-
-def _one_process() -> None:
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: training on several processes is not there yet")
+    """What `torchrun src/hone/…/train.py @ FILE` runs: the command, as one of the processes there are."""
+    _exit(_run(command, sys.argv[1:]))
 
 
 def inference() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hone.launch.processes import free_port
 from hone.models.attention import PackedAttention
 from hone.models.hf import load_model
 
@@ -181,6 +182,51 @@ def test_sft_killed_at_ten_random_moments_ends_as_if_it_had_not_been(tmp_path):
     losses = [[row["loss/mean"] for row in metrics(tmp_path / d, "metrics_sft.jsonl")] for d in ("straight", "killed")]
     assert losses[0] == losses[1]
     assert_same_weights(weights(out, 40), weights(tmp_path / "straight", 40))
+
+
+def torchrun(*words):
+    """Two processes on this machine, by the file, as in the seeds."""
+    subprocess.run(
+        [BIN / "torchrun", "--nproc-per-node", "2", "--master-port", str(free_port()), *map(str, words)],
+        cwd=ROOT, check=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_two_ranks_have_the_losses_of_one(tmp_path):
+    data = tmp_path / "sft.jsonl"
+    command("python", "-m", "reverse_text", "--out", data, "-n", 200)
+    words = [
+        "@", f"{TINY}/sft.toml", "--data.name", data, "--val.name", data, "--max-steps", 4, "--data.batch-size", 16,
+        "--ckpt.interval", 2, "--output-dir",
+    ]  # fmt: skip
+    command("sft", *words, tmp_path / "one")
+    torchrun("--local-ranks-filter", 0, "src/hone/trainer/sft/train.py", *words, tmp_path / "two")
+    one, two = (metrics(tmp_path / name, "metrics_sft.jsonl") for name in ("one", "two"))
+    assert len(one) == len(two) == 4
+    for name in ("loss/mean", "val/loss", "optim/grad_norm"):
+        assert [r[name] for r in two if name in r] == pytest.approx([r[name] for r in one if name in r], rel=1e-5)
+    # One rank goes on where two stopped.
+    command("sft", *words, tmp_path / "two", "--max-steps", 5, "--resume")
+    assert [row["step"] for row in metrics(tmp_path / "two", "metrics_sft.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_two_ranks_take_the_rl_step_of_one(tmp_path):
+    script = ROOT / "tests" / "integration" / "rl_step.py"
+    command("python", script, tmp_path / "one.json")
+    torchrun(script, tmp_path / "two.json")
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    assert one.keys() == two.keys() and one["ranks"] == 1 and two["ranks"] == 2
+    for name in set(one) - {"ranks"}:
+        if not name.startswith(("time/", "perf/")):
+            assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7), name
+
+
+def test_bench_measures_and_writes_nothing(tmp_path):
+    words = ["sft", "@", f"{TINY}/sft.toml", "--data.fake", "--data.seq-len", 64, "--data.batch-size", 8]
+    done = command(*words, "--bench", "--output-dir", tmp_path / "out")
+    for word in ("tokens/s", "peak memory", "forward", "backward", "optimizer", "data"):
+        assert word in done.stdout
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_earlier_run_is_never_mixed_with(rl, tmp_path):

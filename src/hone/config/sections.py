@@ -164,6 +164,9 @@ class RunConfig(Config):
 class ResumableConfig(RunConfig):
     """Base of the commands that can go on where they were."""
 
+    ranks_timeout: Annotated[float, Field(gt=0)] = 1800.0
+    """Under torchrun: seconds that one process waits for another before the run is given up."""
+
     resume: bool | str = False
     """Go on from the last whole checkpoint in output_dir; auto: from the start if there is none; never; or from the
     checkpoint given, a checkpoints/step_N."""

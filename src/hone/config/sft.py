@@ -9,8 +9,11 @@ from hone.config.sections import OnBadStep, OptimConfig, Positive, ResumableConf
 
 
 class DataConfig(Config):
-    name: str
+    name: str | None = None
     """Hub id of a data set, or local .jsonl or .parquet file, with `messages` or `prompt` and `completion`."""
+    fake: bool = False
+    """Random tokens instead, whatever the name: conversations of a quarter of seq_len to all of it, every token a
+    target."""
     split: str = "train"
     """Split, for a data set from the hub."""
     seq_len: Positive = 128
@@ -23,6 +26,12 @@ class DataConfig(Config):
     """cat fills a row with whole conversations, which never see each other; stack puts one in a row."""
     shuffle: bool = True
     """New order in every epoch."""
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> "DataConfig":
+        if self.name is None and not self.fake:
+            raise ValueError("data.name is missing: a file or hub id (or data.fake, for random tokens)")
+        return self
 
 
 class ValConfig(Config):
@@ -37,6 +46,8 @@ class ValConfig(Config):
 class SFTConfig(ResumableConfig):
     data: DataConfig
     val: ValConfig | None = None
+    bench: bool = False
+    """Measure 10 steps after 3 for warming up, print a table and write nothing."""
     max_steps: Positive | None = None
     """Optimiser steps; one pass over the data unless given."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None

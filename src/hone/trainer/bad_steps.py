@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hone.trainer.optim import Optimizer
+from hone.trainer.ranks import Ranks
 
 SHOWN = 8  # sequences that are written down
 
@@ -24,9 +25,15 @@ def handle(
     optimizer: Optimizer,
     directory: Path,
     on_bad_step: str,
+    ranks: Ranks,
 ) -> None:
     """After a bad step of `count` sequences: `backward(i)` adds the gradients of sequence i, `describe(i)` is what is
     written down of it. Writes those with the worst gradients; raises ValueError where the run is to end."""
+    if not ranks.is_first:  # every rank has the whole batch; the first looks at it
+        optimizer.clear()
+        if on_bad_step == "stop":
+            raise ValueError(f"step {step}: the gradients' norm is {norm:.4g}")
+        return
     norms = []
     for i in range(count):
         optimizer.clear()

@@ -3,10 +3,32 @@
 import ctypes
 import resource
 import sys
+import time
 
+import numpy as np
 import torch
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # dense bf16, data sheets
+
+
+class Laps:
+    """Seconds by name, of what was done since the lap before; waits for the device at each, if it is on."""
+
+    def __init__(self, device: torch.device, is_on: bool) -> None:
+        self.device, self.is_on = device, is_on
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def __call__(self, name: str) -> None:
+        if self.is_on:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            now = time.perf_counter()
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+            self._last = now
+
+    def clear(self) -> None:
+        self.seconds, self._last = {}, time.perf_counter()
 
 
 def keep_freed_memory() -> None:
@@ -33,3 +55,24 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def print_bench(title: str, steps: list[dict[str, float]], seconds: dict[str, float]) -> None:
+    """A table of measured steps (their metrics), and of the shares of what they did."""
+    from rich.console import Console
+    from rich.table import Table
+
+    def median(name: str) -> float:
+        return float(np.median([values[name] for values in steps]))
+
+    table = Table(title=title, show_header=False)
+    table.add_row("tokens a step", f"{median('progress/tokens'):,.0f}")
+    table.add_row("seconds a step", f"{median('time/step'):.4f}")
+    table.add_row("tokens/s", f"{median('perf/throughput'):,.0f}")
+    table.add_row(
+        "MFU", f"{median('perf/mfu'):.1%}" if "perf/mfu" in steps[0] else "n/a (no rate known for this device)"
+    )
+    table.add_row("peak memory", f"{steps[-1]['perf/peak_memory']:.1f} GiB")
+    for name, value in seconds.items():
+        table.add_row(name, f"{value / sum(seconds.values()):.1%}")
+    Console().print(table)

@@ -23,6 +23,7 @@ from hone.records import Batch
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import forget_after, restore, resume_from, save_checkpoint
 from hone.trainer.performance import keep_freed_memory
+from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
 from hone.transport.files import BATCH, Canary, Delivery, is_published, publish_delivery, read_batch, remove_before
 from hone.transport.waiting import Pulse, Wait, wait_for
@@ -30,15 +31,20 @@ from hone.transport.waiting import Pulse, Wait, wait_for
 
 def main(config: TrainerRunConfig) -> None:
     keep_freed_memory()
+    ranks = Ranks.join(config.batch_timeout + config.ranks_timeout)
     run = RunDirectory(config.output_dir, "rl")
     weight_steps = config.weights.steps(config.max_steps)
     sources = resume_from(run, config.resume)
     anew = config.clean or config.resume == "auto"
-    run.check(clean=anew, resume=bool(sources), weight_steps=weight_steps)  # before seconds of loading
+    if ranks.is_first:  # before seconds of loading
+        run.check(clean=anew, resume=bool(sources), weight_steps=weight_steps)
     loaded = load(config.model, seed=config.seed)
-    trainer = RLTrainer(loaded.model, config, config.max_steps, run.bad_steps)
+    trainer = RLTrainer(loaded.model, config, config.max_steps, run.bad_steps, ranks)
     state = config.public()
     first = 1 + restore(sources, trainer.optimizer, state)
+    ranks.wait()  # nobody reads what the first is about to change
+    if not ranks.is_first:
+        return follow(config, run, trainer, first, ranks)
     run.claim(clean=anew, resume=bool(sources), weight_steps=weight_steps)
     if sources:
         forget_after(first - 1, run)
@@ -49,6 +55,7 @@ def main(config: TrainerRunConfig) -> None:
         config.model.name, sum(p.numel() for p in loaded.model.parameters()) / 1e6,
         str(loaded.model.embed.weight.dtype)[6:], trainer.device, first, config.max_steps, run.path,
     )  # fmt: skip
+    ranks.wait()  # the run has its id
     publish = Publisher(loaded, run, config.max_async_level)
     with Pulse(run.pulse("trainer")):
         publish(first - 1, {})
@@ -68,6 +75,16 @@ def main(config: TrainerRunConfig) -> None:
             log.log(SUCCESS, trainer_line(step, values), extra=console)
             (run.rollouts / f"step_{step}" / BATCH).unlink(missing_ok=True)  # the rollouts beside it stay
         log.info("Weights of step %d in %s", config.max_steps, run.weights / f"step_{config.max_steps}")
+    ranks.leave()
+
+
+def follow(config: TrainerRunConfig, run: RunDirectory, trainer: RLTrainer, first: int, ranks: Ranks) -> None:
+    """What the ranks after the first do: their share of every step."""
+    ranks.wait()
+    run.id = run.id_on_disk()
+    for step in range(first, config.max_steps + 1):
+        trainer.step(receive(run, step, config.batch_timeout, component_log("trainer")))
+    ranks.leave()
 
 
 def receive(run: RunDirectory, step: int, timeout: float, log) -> Batch:  # type: ignore[no-untyped-def]

@@ -20,13 +20,22 @@ from hone.trainer.loss import loss_function, policy_loss, token_weights
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import pack, pack_shared, prompt_of, split_by_prompt, split_by_tokens
 from hone.trainer.performance import mfu, peak_memory_gib
+from hone.trainer.ranks import Ranks
+
+ALONE = Ranks()
 
 
 class RLTrainer:
     def __init__(
-        self, model: Transformer, config: TrainerConfig, max_steps: int, bad_steps: Path = Path("bad_steps")
+        self,
+        model: Transformer,
+        config: TrainerConfig,
+        max_steps: int,
+        bad_steps: Path = Path("bad_steps"),
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model, self.config, self.max_steps, self.bad_steps = model, config, max_steps, bad_steps
+        self.ranks = ranks
         self.device = model.embed.weight.device
         self.optimizer = Optimizer(model, config.optim)
         loss_function(config.loss.type)  # a user's own is imported now, not after the first rollouts
@@ -53,6 +62,7 @@ class RLTrainer:
         loss = torch.zeros((), device=self.device)
         for members in self._split(samples):
             loss += self._backward([samples[i] for i in members], [weights[i] for i in members], parts)
+        self.ranks.sum_gradients(self.optimizer.parameters)
         grad_norm = self.optimizer.step(lr) if any(loss_lengths) else 0.0
         is_bad = self.optimizer.is_bad(grad_norm)
         if is_bad:
@@ -60,12 +70,12 @@ class RLTrainer:
             describe = lambda i: vars(samples[i])  # noqa: E731
             handle(
                 batch.step, grad_norm, len(samples), alone, describe, self.optimizer, self.bad_steps,
-                self.config.on_bad_step,
+                self.config.on_bad_step, self.ranks,
             )  # fmt: skip
         seconds = time.perf_counter() - start
         tokens = sum(lengths)
         values = {
-            "loss/mean": float(loss),
+            "loss/mean": float(self.ranks.sum(loss)),
             "optim/lr": lr,
             "optim/grad_norm": grad_norm,
             "optim/skipped": float(is_bad),
@@ -74,7 +84,7 @@ class RLTrainer:
             "perf/peak_memory": peak_memory_gib(self.device),
         }
         for name, tensors in parts.items():
-            values |= summary(name, torch.cat(tensors).cpu().numpy() if tensors else [])
+            values |= summary(name, self.ranks.gather(torch.cat([*tensors, torch.empty(0, device=self.device)])))
         if tokens:
             context = sum(n * n for n in lengths) / (2 * tokens)
             used = mfu(3 * self.model.spec.flops_per_token(context) * tokens / seconds, self.device)
@@ -82,11 +92,19 @@ class RLTrainer:
         return values
 
     def _split(self, samples: list[Sample]) -> list[list[int]]:
-        """Indices of the samples of each micro-batch."""
+        """Indices of the samples of each of this rank's micro-batches."""
         lengths, budget = [len(sample.ids) for sample in samples], self.config.micro_batch_tokens
         if not self.shares_prompts:
-            return split_by_tokens(lengths, budget)
-        return split_by_prompt([prompt_of(sample.ids, sample.mask) for sample in samples], lengths, budget)
+            mine = self.ranks.share(range(len(samples)), lengths)
+            return [[mine[i] for i in part] for part in split_by_tokens([lengths[i] for i in mine], budget)]
+        prompts = [prompt_of(sample.ids, sample.mask) for sample in samples]
+        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for i, prompt in enumerate(prompts):
+            groups[prompt].append(i)
+        shares = self.ranks.share(list(groups.values()), [sum(lengths[i] for i in g) for g in groups.values()])
+        mine = sorted(i for group in shares for i in group)
+        parts = split_by_prompt([prompts[i] for i in mine], [lengths[i] for i in mine], budget)
+        return [[mine[i] for i in part] for part in parts]
 
     def _backward(
         self, samples: list[Sample], weights: list[float], parts: dict[str, list[torch.Tensor]]

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hone.config.sft import DataConfig, ValConfig
 from hone.records import Message
 from hone.text.tokenizer import Tokenizer
@@ -21,6 +23,7 @@ COLUMNS = "`messages`, or `prompt` and `completion`"
 
 def load_rows(config: DataConfig | ValConfig) -> list[dict[str, Any]]:
     """The rows of a data set. Raises ValueError, in words, for what cannot be found, read or used."""
+    assert config.name is not None
     path = Path(config.name)
     if path.suffix in (".jsonl", ".json", ".parquet"):
         if not path.is_file():
@@ -84,6 +87,22 @@ def to_messages(row: dict[str, Any]) -> list[Message]:
     return [{k: v for k, v in message.items() if v is not None} for message in messages]
 
 
+class FakeConversations:
+    """Random tokens, for measuring: `count` conversations of a quarter of `seq_len` to all of it."""
+
+    def __init__(self, count: int, seq_len: int, vocab_size: int, seed: int) -> None:
+        self.count, self.seq_len, self.vocab_size, self.seed = count, seq_len, vocab_size, seed
+        self.dropped: set[int] = set()
+
+    def __getitem__(self, i: int) -> Conversation:
+        draw = np.random.default_rng([self.seed, i])
+        length = int(draw.integers(max(self.seq_len // 4, 2), self.seq_len, endpoint=True))
+        return draw.integers(0, self.vocab_size, length).tolist(), [False] + [True] * (length - 1)
+
+    def __len__(self) -> int:
+        return self.count
+
+
 class Conversations:
     """A data set, tokenised as it is needed. `dropped` has those longer than `seq_len` or without a target."""
 
@@ -113,7 +132,7 @@ class Conversations:
         return len(self.rows)
 
 
-def epoch(data: Conversations, config: DataConfig, seed: int, number: int) -> Iterator[Row]:
+def epoch(data: Conversations | FakeConversations, config: DataConfig, seed: int, number: int) -> Iterator[Row]:
     """The rows of one pass over the data; the order follows from seed and number."""
     order = list(range(len(data)))
     if config.shuffle:
@@ -134,7 +153,9 @@ def epoch(data: Conversations, config: DataConfig, seed: int, number: int) -> It
         yield row
 
 
-def steps(data: Conversations, config: DataConfig, seed: int, epochs: int | None = None) -> Iterator[list[Row]]:
+def steps(
+    data: Conversations | FakeConversations, config: DataConfig, seed: int, epochs: int | None = None
+) -> Iterator[list[Row]]:
     """The rows of one optimiser step after the other, across epochs; without end unless `epochs` is given."""
     batch: list[Row] = []
     number = 0

@@ -26,20 +26,31 @@ from hone.trainer.checkpoint import forget_after, restore, resume_from, save_che
 from hone.trainer.loss import cross_entropy_sum
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import Packed, pack
-from hone.trainer.performance import keep_freed_memory, mfu, peak_memory_gib
-from hone.trainer.sft.data import Conversations, Row, load_rows, steps
+from hone.trainer.performance import Laps, keep_freed_memory, mfu, peak_memory_gib, print_bench
+from hone.trainer.ranks import Ranks
+from hone.trainer.sft.data import Conversations, FakeConversations, Row, load_rows, steps
+
+WARM_UP, MEASURED = 3, 10  # steps of --bench
+FAKE_ROWS = 4096
 
 
 def main(config: SFTConfig) -> None:
     check_wandb(config.wandb)
     keep_freed_memory()
-    rows = load_rows(config.data)
+    rows = [] if config.data.fake else load_rows(config.data)
     val_rows = load_rows(config.val) if config.val else []
+    ranks = Ranks.join(config.ranks_timeout)
+    if config.bench:
+        return bench(config, rows, ranks)
     run = RunDirectory(config.output_dir, "sft")
     sources = resume_from(run, config.resume)
     loaded = load(config.model, seed=config.seed)
     optimizer = Optimizer(loaded.model, config.optim)
     done = restore(sources, optimizer, config.public())
+    ranks.wait()  # nobody reads what the first is about to change
+    if not ranks.is_first:
+        Trainer(config, loaded, optimizer, run, None, component_log("sft"), ranks).train(rows, val_rows, done)
+        return ranks.leave()
     run.claim(
         clean=config.clean or config.resume == "auto",
         resume=bool(sources),
@@ -50,14 +61,44 @@ def main(config: SFTConfig) -> None:
     run.write_config(to_toml(config))
     log = component_log("sft", run.logs)
     with Metrics(run.metrics, config.wandb, config) as metrics:
-        Trainer(config, loaded, optimizer, run, metrics, log).train(rows, val_rows, done)
+        Trainer(config, loaded, optimizer, run, metrics, log, ranks).train(rows, val_rows, done)
+    ranks.leave()
+
+
+def bench(config: SFTConfig, rows: list[dict[str, Any]], ranks: Ranks) -> None:
+    """Prints where the time of a step goes; writes nothing."""
+    loaded = load(config.model, seed=config.seed)
+    optimizer = Optimizer(loaded.model, config.optim)
+    run = RunDirectory(config.output_dir, "sft")
+    trainer = Trainer(config, loaded, optimizer, run, None, component_log("sft"), ranks)
+    batches, measured = steps(trainer.data(rows), config.data, config.seed), []
+    for step in range(1, WARM_UP + MEASURED + 1):
+        if step == WARM_UP + 1:
+            trainer.laps.clear()
+        measured.append(trainer.step(step, WARM_UP + MEASURED, batches))
+    if ranks.is_first:
+        millions, dtype = sum(p.numel() for p in loaded.model.parameters()) / 1e6, str(optimizer.parameters[0].dtype)
+        title = f"{config.model.name}: {millions:.1f}M parameters, {dtype[6:]} on {trainer.device}"
+        print_bench(title, measured[WARM_UP:], trainer.laps.seconds)
+    ranks.leave()
 
 
 class Trainer:
+    """The first rank has metrics and writes."""
+
     def __init__(
-        self, config: SFTConfig, loaded: Loaded, optimizer: Optimizer, run: RunDirectory, metrics: Metrics, log: Any
+        self,
+        config: SFTConfig,
+        loaded: Loaded,
+        optimizer: Optimizer,
+        run: RunDirectory,
+        metrics: Metrics | None,
+        log: Any,
+        ranks: Ranks,
     ) -> None:
         self.config, self.loaded, self.run, self.metrics, self.log = config, loaded, run, metrics, log
+        self.ranks = ranks
+        self.laps = Laps(loaded.model.embed.weight.device, is_on=config.bench)
         self.model = loaded.model
         self.device = self.model.embed.weight.device
         self.optimizer = optimizer
@@ -65,7 +106,7 @@ class Trainer:
     def train(self, rows: list[dict[str, Any]], val_rows: list[dict[str, Any]], done: int) -> None:
         """Takes the steps after `done`."""
         config = self.config
-        data = Conversations(rows, self.loaded.tokenizer, config.data.seq_len)
+        data = self.data(rows)
         val = Conversations(val_rows, self.loaded.tokenizer, config.data.seq_len)
         max_steps = config.max_steps or sum(1 for _ in steps(data, config.data, config.seed, epochs=1))
         batches = islice(steps(data, config.data, config.seed), done, None)  # their order follows from the seed
@@ -76,7 +117,7 @@ class Trainer:
             done + 1, max_steps,
         )  # fmt: skip
         start = time.perf_counter()
-        with _progress() as progress:
+        with _progress(disable=not self.ranks.is_first) as progress:
             task = progress.add_task("sft", total=max_steps, completed=done, loss=float("nan"), rate=0.0)
             for step in range(done + 1, max_steps + 1):
                 values = self.step(step, max_steps, batches)
@@ -84,13 +125,9 @@ class Trainer:
                 is_last = step == max_steps or out_of_time
                 if config.val and (is_last or step % config.val.interval == 0):
                     values["val/loss"] = self.validate(val)
-                self.metrics.log(step, values)
-                self._log_step(step, values, console=is_last or step % config.log_interval == 0)
                 progress.update(task, advance=1, loss=values["loss/mean"], rate=values["perf/throughput"])
-                if config.ckpt and (is_last or step % config.ckpt.interval == 0):
-                    save_checkpoint(self.run, self.optimizer, step, config.public(), config.ckpt, values)
-                if is_last or (config.weights.interval and step % config.weights.interval == 0):
-                    save_model(self.model, self.loaded.directory, self.run.weights_for(step))
+                if self.metrics is not None:
+                    self._write(self.metrics, step, values, is_last)
                 if is_last:
                     break
         if data.dropped:
@@ -102,33 +139,54 @@ class Trainer:
             "Weights of step %d in %s (%.1f s)", step, self.run.weights / f"step_{step}", time.perf_counter() - start
         )
 
+    def data(self, rows: list[dict[str, Any]]) -> Conversations | FakeConversations:
+        config = self.config.data
+        if config.fake:
+            return FakeConversations(FAKE_ROWS, config.seq_len, self.model.spec.vocab_size, self.config.seed)
+        return Conversations(rows, self.loaded.tokenizer, config.seq_len)
+
+    def _write(self, metrics: Metrics, step: int, values: dict[str, float], is_last: bool) -> None:
+        config = self.config
+        metrics.log(step, values)
+        self._log_step(step, values, console=is_last or step % config.log_interval == 0)
+        if config.ckpt and (is_last or step % config.ckpt.interval == 0):
+            save_checkpoint(self.run, self.optimizer, step, config.public(), config.ckpt, values)
+        if is_last or (config.weights.interval and step % config.weights.interval == 0):
+            save_model(self.model, self.loaded.directory, self.run.weights_for(step))
+
     def step(self, step: int, max_steps: int, batches: Iterator[list[Row]]) -> dict[str, float]:
         """One optimiser step. The loss is the mean over all targets of the step, however it is split."""
         start = time.perf_counter()
         rows = next(batches)
         size = self.config.data.micro_batch_size or len(rows)
         targets = sum(sum(mask[1:]) for row in rows for _, mask in row)
+        mine = self.ranks.share(rows, [sum(len(ids) for ids, _ in row) for row in rows])
         tokens = sum(len(ids) for row in rows for ids, _ in row)
         loss = torch.zeros((), device=self.device)
-        for i in range(0, len(rows), size):
-            micro = self._pack(rows[i : i + size])
+        for i in range(0, len(mine), size):
+            micro = self._pack(mine[i : i + size])
+            self.laps("data")
             total = cross_entropy_sum(micro, self.model) / targets
+            self.laps("forward")
             total.backward()
             loss += total.detach()
+            self.laps("backward")
+        self.ranks.sum_gradients(self.optimizer.parameters)
         lr = learning_rate(self.config.optim, self.config.scheduler, step, max_steps)
         grad_norm = self.optimizer.step(lr)
+        self.laps("optimizer")
         is_bad = self.optimizer.is_bad(grad_norm)
         if is_bad:
             flat = [conversation for row in rows for conversation in row]
             alone = lambda i: (cross_entropy_sum(self._pack([[flat[i]]]), self.model) / targets).backward()  # noqa: E731
             describe = lambda i: dict(zip(("ids", "mask"), flat[i], strict=True))  # noqa: E731
             where = (self.optimizer, self.run.bad_steps, self.config.on_bad_step)
-            handle(step, grad_norm, len(flat), alone, describe, *where)
+            handle(step, grad_norm, len(flat), alone, describe, *where, self.ranks)
         seconds = time.perf_counter() - start
         context = sum(len(ids) ** 2 for row in rows for ids, _ in row) / (2 * tokens)
         used = mfu(3 * self.model.spec.flops_per_token(context) * tokens / seconds, self.device)
         return {
-            "loss/mean": float(loss),
+            "loss/mean": float(self.ranks.sum(loss)),
             "optim/lr": lr,
             "optim/grad_norm": grad_norm,
             "optim/skipped": float(is_bad),
@@ -142,11 +200,13 @@ class Trainer:
     @torch.no_grad()
     def validate(self, data: Conversations) -> float:
         """Mean loss over the targets of the validation data."""
-        total, targets = 0.0, 0
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # of losses, of targets
         for rows in steps(data, self.config.data, seed=0, epochs=1):
-            micro = self._pack(rows)
-            total += float(cross_entropy_sum(micro, self.model))
-            targets += len(micro.targets_N)
+            mine = rows[self.ranks.rank :: self.ranks.count]
+            if mine:
+                micro = self._pack(mine)
+                sums += torch.tensor([float(cross_entropy_sum(micro, self.model)), len(micro.targets_N)]).to(sums)
+        total, targets = self.ranks.sum(sums).tolist()
         return total / targets
 
     def _pack(self, rows: list[Row]) -> Packed:
@@ -168,7 +228,7 @@ class Trainer:
         self.log.log(SUCCESS, " | ".join(parts), extra={"console": console})
 
 
-def _progress() -> Progress:
+def _progress(disable: bool) -> Progress:
     """A bar with loss, tokens/s and time left; on a terminal only, elsewhere the log lines stand alone."""
     columns = [
         BarColumn(),
@@ -179,7 +239,7 @@ def _progress() -> Progress:
         TimeRemainingColumn(),
     ]
     console = Console()
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    return Progress(*columns, console=console, transient=True, disable=disable or not console.is_terminal)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,34 @@
+"""Two RL steps on a fixed batch, their metrics as JSON: run alone or under torchrun by test_training.py."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from hone.config.rl import TrainerConfig
+from hone.models.spec import ModelSpec
+from hone.models.transformer import Transformer
+from hone.records import Batch, Sample
+from hone.trainer.ranks import Ranks
+from hone.trainer.rl.trainer import RLTrainer
+
+ranks = Ranks.join(60.0)
+model = Transformer(ModelSpec(40, 32, 48, 2, 2, 1, 16, 1e-6, 100.0, True, 64, 0.3, False))
+model.init_weights(torch.Generator().manual_seed(0))
+draw = torch.Generator().manual_seed(1)
+samples = []
+for i in range(15):
+    ids = [*range(4 + i // 4), *torch.randint(0, 40, (3 + i % 5,), generator=draw).tolist()]
+    n = 4 + i // 4
+    logprobs = [0.0] * n + (-3 - torch.rand(len(ids) - n, generator=draw)).tolist()
+    samples.append(Sample(ids, [False] * n + [True] * (len(ids) - n), logprobs, (-1.0) ** i, 1.0))
+trainer = RLTrainer(model, TrainerConfig(micro_batch_tokens=40), 10, ranks=ranks)
+trainer.config.optim.lr = 1e-3
+values: dict[str, float] = {"ranks": ranks.count}
+for step in (1, 2):
+    values |= {f"{step}/{name}": value for name, value in trainer.step(Batch(step, samples)).items()}
+values = {name.split("/", 1)[1] if "time/" in name or "perf/" in name else name: x for name, x in values.items()}
+if ranks.is_first:
+    Path(sys.argv[1]).write_text(json.dumps(values))
+ranks.leave()
