@@ -36,6 +36,11 @@ COMMANDS = {  # name: (configuration, what runs it, summary)
         "hone.inference.server:serve",
         "Serve a model behind the OpenAI chat API.",
     ),
+    "export": (
+        "hone.config.export:ExportConfig",
+        "hone.trainer.export:main",
+        "Write a checkpoint as a model directory (`hone export`).",
+    ),
 }
 
 

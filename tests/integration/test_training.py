@@ -205,6 +205,11 @@ def test_two_ranks_have_the_losses_of_one(tmp_path):
     assert len(one) == len(two) == 4
     for name in ("loss/mean", "val/loss", "optim/grad_norm"):
         assert [r[name] for r in two if name in r] == pytest.approx([r[name] for r in one if name in r], rel=1e-5)
+    command("hone", "export", "--checkpoint", tmp_path / "two" / "checkpoints_sft" / "step_4", "--output-dir",
+            tmp_path / "exported", "--dtype", "float32")  # fmt: skip
+    assert_same_weights(load_file(tmp_path / "exported" / "model.safetensors"), weights(tmp_path / "two", 4))
+    refused = command("hone", "export", "--checkpoint", tmp_path, "--output-dir", tmp_path / "more", ok=False)
+    assert "no checkpoint there" in refused.stderr
     # One rank goes on where two stopped.
     command("sft", *words, tmp_path / "two", "--max-steps", 5, "--resume")
     assert [row["step"] for row in metrics(tmp_path / "two", "metrics_sft.jsonl")] == [1, 2, 3, 4, 5]

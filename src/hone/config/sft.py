@@ -1,6 +1,6 @@
 """Configuration of `sft`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -9,7 +9,7 @@ from hone.config.sections import OnBadStep, OptimConfig, Positive, ResumableConf
 
 
 class DataConfig(Config):
-    name: str | None = None
+    name: str
     """Hub id of a data set, or local .jsonl or .parquet file, with `messages` or `prompt` and `completion`."""
     fake: bool = False
     """Random tokens instead, whatever the name: conversations of a quarter of seq_len to all of it, every token a
@@ -27,11 +27,11 @@ class DataConfig(Config):
     shuffle: bool = True
     """New order in every epoch."""
 
-    @model_validator(mode="after")
-    def _has_a_source(self) -> "DataConfig":
-        if self.name is None and not self.fake:
-            raise ValueError("data.name is missing: a file or hub id (or data.fake, for random tokens)")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _fake_needs_no_name(cls, values: Any) -> Any:
+        is_nameless = isinstance(values, dict) and values.get("fake") and "name" not in values
+        return {"name": "fake", **values} if is_nameless else values
 
 
 class ValConfig(Config):

@@ -98,7 +98,7 @@ def restore(sources: list[Path], optimizer: Optimizer, config: dict[str, Any]) -
     """
     for source in sources:
         try:
-            header = _read(source)
+            header = read_header(source)
             tensors = load_file(source / TENSORS)
         except Damaged as error:
             logging.getLogger("hone").warning("Checkpoint %s is damaged and passed over: %s", source, error)
@@ -131,7 +131,7 @@ def forget_after(step: int, run: RunDirectory) -> None:
             shutil.rmtree(directory)
 
 
-def _read(directory: Path) -> dict[str, Any]:
+def read_header(directory: Path) -> dict[str, Any]:
     """The header of a whole checkpoint. Raises Damaged."""
     try:
         header: dict[str, Any] = json.loads((directory / HEADER).read_text())

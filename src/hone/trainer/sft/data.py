@@ -23,7 +23,6 @@ COLUMNS = "`messages`, or `prompt` and `completion`"
 
 def load_rows(config: DataConfig | ValConfig) -> list[dict[str, Any]]:
     """The rows of a data set. Raises ValueError, in words, for what cannot be found, read or used."""
-    assert config.name is not None
     path = Path(config.name)
     if path.suffix in (".jsonl", ".json", ".parquet"):
         if not path.is_file():
