@@ -181,6 +181,19 @@ def test_gradients_do_not_depend_on_how_a_batch_is_split():
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("pack_samples", [pack, pack_shared])
+def test_blocks_computed_once_more_give_the_same_gradients(pack_samples):
+    ids = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7], [8, 9, 10]]
+    masks = [[i > 2 for i in range(6)], [i > 2 for i in range(4)], [False, True, True]]
+    gradients = []
+    for recomputes in (False, True):
+        model = small_model()
+        model.recomputes = recomputes
+        cross_entropy_sum(pack_samples(ids, masks), model).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
+
+
 def test_schedules():
     optim, cosine = OptimConfig(lr=1.0), SchedulerConfig(type="cosine", warmup_steps=10, min_lr=0.2)
     rates = [learning_rate(optim, cosine, step, 110) for step in (1, 10, 60, 110, 500)]

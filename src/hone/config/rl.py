@@ -33,6 +33,8 @@ class TrainerConfig(Config):
     loss: LossConfig = LossConfig()
     micro_batch_tokens: Positive = 16384
     """Most tokens in one forward and backward pass."""
+    activation_checkpointing: bool = False
+    """Keep the inputs of blocks alone and compute the rest once more going back: less memory, a third more work."""
     on_bad_step: OnBadStep = "stop"
     """When gradients are not finite, or over optim.skip_norm: end the run, or go on without that step. The samples go
     to bad_steps/ either way."""

@@ -57,6 +57,8 @@ class SFTConfig(ResumableConfig):
     on_bad_step: OnBadStep = "stop"
     """When gradients are not finite, or over optim.skip_norm: end the run, or go on without that step. The
     conversations go to bad_steps/ either way."""
+    activation_checkpointing: bool = False
+    """Keep the inputs of blocks alone and compute the rest once more going back: less memory, a third more work."""
     weights: WeightsConfig = WeightsConfig()
 
     @model_validator(mode="after")

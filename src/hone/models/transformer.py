@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hone.kernels.linear import linear, linear_parts
 from hone.kernels.norm import add_norm
@@ -144,6 +145,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.head = None if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size)
         self.rope_table: tuple[Tensor, Tensor] | None = None
+        self.recomputes = False  # with gradients: blocks keep their inputs alone, and compute once more going back
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attention, keep_N: Tensor | None = None) -> Tensor:
         """Final hidden states x_TD, normalised, of tokens at the given positions in their own sequences.
@@ -161,7 +163,11 @@ class Transformer(nn.Module):
         rotation = Rotation(self.rope_tables(x_TD.device, x_TD.dtype), positions_T)
         last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
-            x_TD, delta_TD = block(layer, x_TD, delta_TD, rotation, attend, keep_N if layer == last else None)
+            inputs = (layer, x_TD, delta_TD, rotation, attend, keep_N if layer == last else None)
+            if self.recomputes and torch.is_grad_enabled():
+                x_TD, delta_TD = checkpoint(block, *inputs, use_reentrant=False)
+            else:
+                x_TD, delta_TD = block(*inputs)
         return self.norm(x_TD, delta_TD)[1]
 
     def logits(self, hidden_TD: Tensor) -> Tensor:

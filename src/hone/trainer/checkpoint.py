@@ -25,6 +25,7 @@ from hone.trainer.optim import Optimizer
 FREE_TO_CHANGE = {
     "output_dir", "clean", "resume", "wandb", "log_level", "log_interval", "max_steps", "max_seconds", "ckpt",
     "weights", "val", "deployment", "inference_gpu_ids", "trainer_gpu_ids", "batch_timeout", "on_bad_step",
+    "ranks_timeout", "activation_checkpointing",
 }  # fmt: skip
 HEADER, TENSORS = "checkpoint.json", Path("trainer") / "optimizer.safetensors"
 

@@ -38,6 +38,7 @@ class RLTrainer:
         self.ranks = ranks
         self.device = model.embed.weight.device
         self.optimizer = Optimizer(model, config.optim)
+        model.recomputes = config.activation_checkpointing
         loss_function(config.loss.type)  # a user's own is imported now, not after the first rollouts
         self.reference = copy.deepcopy(model).requires_grad_(False) if config.loss.kl_beta else None
         # On a GPU the variable-length flash kernel is faster on whole sequences than the masked rectangle.

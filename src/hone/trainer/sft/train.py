@@ -102,6 +102,7 @@ class Trainer:
         self.model = loaded.model
         self.device = self.model.embed.weight.device
         self.optimizer = optimizer
+        self.model.recomputes = config.activation_checkpointing
 
     def train(self, rows: list[dict[str, Any]], val_rows: list[dict[str, Any]], done: int) -> None:
         """Takes the steps after `done`."""

@@ -1,0 +1,117 @@
+"""Our policy losses against TRL's GRPOTrainer on random tensors: loss and gradient of every variant that both have.
+
+Runs TRL's own `_compute_loss`, given logprobs instead of a model, in the peer's virtual environment (made on first
+use). The last line is JSON with the largest relative differences.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+from peer import ROOT, finish, peer_python
+from rl_step_cpu import RUNTIME
+
+VARIANTS = {  # name: (TRL's options, ours)
+    "GRPO": ({"loss_type": "grpo"}, {"type": "ppo", "normalize": "sequences"}),
+    "GRPO, clip-higher": (
+        {"loss_type": "grpo", "epsilon_high": 0.28},
+        {"type": "ppo", "normalize": "sequences", "clip_high": 0.28},
+    ),
+    "GRPO with KL": ({"loss_type": "grpo", "beta": 0.04}, {"type": "ppo", "normalize": "sequences", "kl_beta": 0.04}),
+    "GSPO": (
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15},
+        {"type": "ppo", "normalize": "sequences", "ratio_type": "sequence", "clip_low": 0.1, "clip_high": 0.15},
+    ),
+    "BNPO": ({"loss_type": "bnpo"}, {"type": "ppo"}),
+    "DAPO": ({"loss_type": "dapo", "epsilon_high": 0.28}, {"type": "ppo", "clip_high": 0.28}),
+    "Dr. GRPO": ({"loss_type": "dr_grpo"}, {"type": "ppo", "normalize": "constant", "max_length": 12}),
+    "CISPO": ({"loss_type": "cispo", "epsilon_high": 1.5}, {"type": "cispo", "ratio_cap": 1.5}),
+    "TIS": ({"loss_type": "bnpo", "cap": 1.2}, {"type": "tis", "ratio_cap": 1.2}),
+}  # fmt: skip
+
+
+def theirs(options: dict, logprobs, old, reference, advantages, mask):
+    import torch
+    from trl import GRPOTrainer
+
+    cap = options.get("cap")
+    settings = {"importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0} | options
+    trainer = MagicMock(**settings)
+    for name, value in {
+        "aux_loss_enabled": False, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None,
+        "use_vllm": cap is not None, "vllm_importance_sampling_correction": cap is not None,
+        "_entropy_bonus_enabled": False, "max_completion_length": 12, "current_gradient_accumulation_steps": 1,
+    }.items():  # fmt: skip
+        setattr(trainer, name, value)
+    trainer.args = SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1)
+    trainer.accelerator.num_processes = 1
+    trainer.accelerator.reduce = lambda x, reduction: x
+    trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = lambda x: x
+    trainer._get_per_token_logps_and_entropies.return_value = (logprobs, torch.zeros_like(logprobs), None)
+    ids = torch.zeros_like(mask, dtype=torch.int64)
+    inputs = {
+        "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1] + 1, "completion_ids": ids, "completion_mask": mask,
+        "advantages": advantages, "ref_per_token_logps": reference, "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
+    if cap is None:
+        inputs["old_per_token_logps"] = old
+    else:
+        inputs["importance_sampling_ratio"] = (logprobs.detach() - old).exp().clamp(max=cap)
+    return GRPOTrainer._compute_loss(trainer, None, inputs)
+
+
+def ours(options: dict, logprobs, old, reference, advantages, mask):
+    import torch
+
+    from hone.config.loss import LossConfig
+    from hone.trainer.loss import policy_loss, token_weights
+
+    config, is_token = LossConfig(**options), mask.bool()
+    sequence = torch.arange(len(mask))[:, None].expand_as(mask)[is_token]
+    weights = torch.tensor(token_weights(mask.sum(1).int().tolist(), config), dtype=logprobs.dtype)
+    given = (logprobs[is_token], old[is_token], advantages[sequence], sequence, weights[sequence], config)
+    return policy_loss(*given, reference_logprobs_N=reference[is_token] if config.kl_beta else None).total
+
+
+def compare() -> None:
+    import torch
+
+    results = {}
+    for name, (of_theirs, of_ours) in VARIANTS.items():
+        worst = [0.0, 0.0]
+        for seed in range(20):
+            torch.manual_seed(seed)
+            mask = (torch.arange(12)[None] < torch.randint(1, 13, (8, 1))).double()
+            old = -torch.rand(8, 12).double() * 3
+            logprobs, reference = (old + 0.2 * torch.randn(8, 12).double() for _ in range(2))
+            advantages = torch.randn(8).double()
+            results_of = []
+            for function, options in ((theirs, of_theirs), (ours, of_ours)):
+                x = logprobs.clone().requires_grad_()
+                loss = function(options, x, old, reference, advantages, mask)
+                results_of.append((loss.detach(), torch.autograd.grad(loss, x)[0]))
+            for i, (one, two) in enumerate(zip(*results_of, strict=True)):
+                worst[i] = max(worst[i], float((one - two).abs().max() / one.abs().max()))
+        results[name] = worst
+    print(json.dumps(results))
+
+
+def main() -> None:
+    python = peer_python("trl", *RUNTIME)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    words = [python, Path(__file__), "--inside"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        sys.exit(done.stderr[-3000:])
+    results = json.loads(done.stdout.strip().splitlines()[-1])
+    for name, (loss, gradient) in results.items():
+        print(f"{name:>18}: loss {loss:.1e}, gradient {gradient:.1e}")
+    finish(largest_difference=max(x for pair in results.values() for x in pair) * 1e12, unit="1e-12, relative")
+
+
+if __name__ == "__main__":
+    compare() if "--inside" in sys.argv else main()
