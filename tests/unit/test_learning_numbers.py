@@ -9,6 +9,7 @@ import torch
 from hone.config.loss import LossConfig
 from hone.config.sections import OptimConfig, SchedulerConfig
 from hone.kernels.logprobs import target_logprobs
+from hone.models.hf import split_rows
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.orchestrator.advantage import ADVANTAGES, has_signal
@@ -223,6 +224,34 @@ def test_optimizer_equals_torch_adamw(max_norm):
         reference.zero_grad()
     for one, two in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
+def test_muon_equals_torchs_on_every_part_of_a_fused_weight():
+    model = small_model()
+    spec = model.spec
+    parts = {
+        f"{name} {i}": part.detach().clone().requires_grad_()
+        for name, p in model.named_parameters()
+        if name.startswith("blocks.") and p.dim() == 2
+        for i, part in enumerate(split_rows(spec, name, p.data))
+    }
+    reference = torch.optim.Muon(parts.values(), lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    optimizer = Optimizer(model, OptimConfig(type="muon", lr=1e-2, weight_decay=0.1, max_norm=1e9))
+    assert not any(name.startswith("exp_avg_sq.blocks.0.mlp.") for name in optimizer.state())
+    embedding = model.embed.weight.clone()
+    for step in range(3):
+        cross_entropy_sum(pack([[1, 2, 3 + step, 4]], [[True] * 4]), model).backward()
+        for name, parameter in model.named_parameters():
+            if f"{name} 0" in parts:
+                for i, grad in enumerate(split_rows(spec, name, parameter.grad)):
+                    parts[f"{name} {i}"].grad = grad.clone()
+        optimizer.step(1e-2)
+        reference.step()
+    for name, parameter in model.named_parameters():
+        if f"{name} 0" in parts:
+            expected = torch.cat([parts[f"{name} {i}"] for i in range(len(split_rows(spec, name, parameter.data)))])
+            torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(model.embed.weight, embedding)  # by AdamW
 
 
 def test_half_precision_weights_follow_fp32_masters_at_fixed_addresses():

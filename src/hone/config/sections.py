@@ -39,6 +39,8 @@ class WandbConfig(Config):
 
 
 class OptimConfig(Config):
+    type: Literal["adamw", "muon"] = "adamw"
+    """muon: the matrices of the blocks move by their orthogonalised momentum, the rest by AdamW with the same lr."""
     lr: Annotated[float, Field(ge=0)] = 1e-6
     """Learning rate after warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01

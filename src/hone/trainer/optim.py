@@ -1,4 +1,4 @@
-"""AdamW with a schedule and clipping, over fp32 masters where the weights themselves are stored in half precision."""
+"""AdamW and Muon, schedule and clipping, over fp32 masters where the weights are stored in half precision."""
 
 import math
 
@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from hone.config.sections import OptimConfig, SchedulerConfig
+from hone.models.hf import split_rows
+from hone.models.transformer import Transformer
+from hone.trainer import muon
 
 
 def learning_rate(optim: OptimConfig, schedule: SchedulerConfig, step: int, max_steps: int) -> float:
@@ -26,24 +29,31 @@ def learning_rate(optim: OptimConfig, schedule: SchedulerConfig, step: int, max_
 
 
 class Optimizer:
-    """AdamW (Loshchilov & Hutter 2019) on a module's parameters, in place: their storage never moves, so a sampler
-    may read it. Half-precision parameters are rounded from fp32 masters.
+    """AdamW (Loshchilov & Hutter 2019) on a model's parameters, in place: their storage never moves, so a sampler
+    may read it. Half-precision parameters are rounded from fp32 masters. With `type` muon the matrices of the blocks
+    are moved by Muon (`muon.py`), each of the parts that are stored together by itself.
 
     Calls torch's fused kernel itself: constructing `torch.optim.AdamW` imports the compiler, which takes longer
     than loading a small model. Equality with it is tested.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig) -> None:
-        self.config = config
+    def __init__(self, model: Transformer, config: OptimConfig) -> None:
+        self.config, self.spec = config, model.spec
         self.names = [name for name, _ in model.named_parameters()]
         self.parameters = list(model.parameters())
         half = self.parameters[0].dtype != torch.float32
         self.masters = [p.detach().float() for p in self.parameters] if half else self.parameters
         self.exp_avg = [torch.zeros_like(m, requires_grad=False) for m in self.masters]
-        self.exp_avg_sq = [torch.zeros_like(m, requires_grad=False) for m in self.masters]
+        self.by_muon = [
+            i for i, (name, p) in enumerate(zip(self.names, self.masters, strict=True))
+            if config.type == "muon" and p.dim() == 2 and name.startswith("blocks.")
+        ]  # fmt: skip
+        self.exp_avg_sq = [
+            m.new_zeros(0 if i in self.by_muon else m.shape) for i, m in enumerate(self.masters)
+        ]  # Muon has none
         device = self.masters[0].device
         self.steps = [torch.zeros((), device=device) for _ in self.masters]
-        matrices = [i for i, p in enumerate(self.masters) if p.dim() > 1]
+        matrices = [i for i, p in enumerate(self.masters) if p.dim() > 1 and i not in self.by_muon]
         others = [i for i, p in enumerate(self.masters) if p.dim() <= 1]
         self.groups = [(matrices, config.weight_decay), (others, 0.0)]
 
@@ -72,6 +82,9 @@ class Optimizer:
                 masters, grad, exp_avg, exp_avg_sq, [], steps, lr=lr, beta1=beta1, beta2=beta2,
                 weight_decay=weight_decay, eps=1e-8, amsgrad=False, maximize=False,
             )  # fmt: skip
+        for i in self.by_muon:
+            weights = split_rows(self.spec, self.names[i], self.masters[i].data)
+            muon.step(weights, grads[i], self.exp_avg[i], lr, self.config.weight_decay)
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             parameter.grad = None
             if parameter is not master:
@@ -88,7 +101,8 @@ class Optimizer:
     def state(self) -> dict[str, Tensor]:
         """Everything that a resume needs, by name."""
         kinds = {"master": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "step": self.steps}
-        return {f"{kind}.{n}": t.detach() for kind, ts in kinds.items() for n, t in zip(self.names, ts, strict=True)}
+        named = {f"{kind}.{n}": t.detach() for kind, ts in kinds.items() for n, t in zip(self.names, ts, strict=True)}
+        return {name: tensor for name, tensor in named.items() if tensor.numel()}
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
