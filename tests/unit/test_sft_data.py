@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from hone.config.sft import DataConfig
 from hone.text.tokenizer import Tokenizer
@@ -24,7 +25,7 @@ def rows(*lengths):
 
 def write(path, content):
     path.write_text("\n".join(json.dumps(row) for row in content))
-    return DataConfig(name=str(path))
+    return str(path)
 
 
 def test_jsonl_and_parquet_give_the_same_conversations(tmp_path):
@@ -35,9 +36,9 @@ def test_jsonl_and_parquet_give_the_same_conversations(tmp_path):
         {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
         {"messages": [{"role": "user", "content": "a", "name": "x"}, {"role": "assistant", "content": "b"}]},
     ]
-    jsonl = load_rows(write(tmp_path / "a.jsonl", data))
+    jsonl = load_rows(write(tmp_path / "a.jsonl", data), "train")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(data), tmp_path / "a.parquet")
-    parquet = load_rows(DataConfig(name=str(tmp_path / "a.parquet")))
+    parquet = load_rows(str(tmp_path / "a.parquet"), "train")
     assert [to_messages(r) for r in jsonl] == [to_messages(r) for r in parquet] == [d["messages"] for d in data]
 
 
@@ -50,14 +51,14 @@ def test_prompt_and_completion_may_be_text_or_messages():
 
 
 def test_only_assistant_tokens_are_targets(tokenizer):
-    ids, mask = Conversations(rows(7), tokenizer, 100)[0]
+    ids, mask = Conversations([rows(7)], tokenizer, 100)[0]
     assert len(ids) == 7
     assert [tokenizer.token(i) for i, m in zip(ids, mask, strict=True) if m] == ["a", "a", "a", "<|end|>"]
 
 
 def test_rows_are_filled_with_whole_conversations(tokenizer):
     config = DataConfig(name="x", seq_len=20, batch_size=2, shuffle=False)
-    data = Conversations(rows(8, 8, 8, 20, 5), tokenizer, 20)
+    data = Conversations([rows(8, 8, 8, 20, 5)], tokenizer, 20)
     packed = [[len(ids) for ids, _ in row] for row in epoch(data, config, 0, 0)]
     assert packed == [[8, 8], [8], [20], [5]]
     stacked = config.model_copy(update={"pack": "stack"})
@@ -67,7 +68,7 @@ def test_rows_are_filled_with_whole_conversations(tokenizer):
 
 def test_every_epoch_has_every_conversation_in_an_order_of_its_own(tokenizer):
     config = DataConfig(name="x", seq_len=20, batch_size=1, pack="stack")
-    data = Conversations(rows(*range(5, 21)), tokenizer, 20)
+    data = Conversations([rows(*range(5, 21))], tokenizer, 20)
     orders = [
         [len(row[0][0]) for row in epoch(data, config, seed, number)]
         for seed, number in ((0, 0), (0, 1), (0, 0), (1, 0))
@@ -76,12 +77,25 @@ def test_every_epoch_has_every_conversation_in_an_order_of_its_own(tokenizer):
     assert all(sorted(order) == list(range(5, 21)) for order in orders)
 
 
+def test_data_sets_are_mixed_by_their_weights(tokenizer):
+    sizes = (range(5, 15), range(15, 19))
+    config = DataConfig(name=["x", "y"], weights=[0.5, 2], seq_len=20, pack="stack")
+    data = Conversations([rows(*size) for size in sizes], tokenizer, 20)
+    orders = [[len(row[0][0]) for row in epoch(data, config, 0, number)] for number in (0, 2)]
+    for order in orders:
+        assert sorted(n for n in order if n >= 15) == sorted([*sizes[1]] * 2)
+        assert len({n for n in order if n < 15}) == len(order) - 8 == 5
+    assert {n for n in orders[0] if n < 15} != {n for n in orders[1] if n < 15}  # another half
+    with pytest.raises(ValidationError, match="data.weights has 1 values, data.name 2 data sets"):
+        DataConfig(name=["x", "y"], weights=[1])
+
+
 def test_overlong_conversations_are_dropped_and_counted(tokenizer):
     config = DataConfig(name="x", seq_len=10, shuffle=False)
-    data = Conversations([*rows(10, 11), {"messages": [{"role": "user", "content": "only"}]}], tokenizer, 10)
+    data = Conversations([[*rows(10, 11), {"messages": [{"role": "user", "content": "only"}]}]], tokenizer, 10)
     assert len(list(epoch(data, config, 0, 0))) == 1 and data.dropped == {1, 2}
     with pytest.raises(ValueError, match="no conversation fits into data.seq-len 5"):
-        next(steps(Conversations(rows(9), tokenizer, 5), config.model_copy(update={"seq_len": 5}), 0))
+        next(steps(Conversations([rows(9)], tokenizer, 5), config.model_copy(update={"seq_len": 5}), 0))
 
 
 @pytest.mark.parametrize(
@@ -96,12 +110,12 @@ def test_overlong_conversations_are_dropped_and_counted(tokenizer):
 def test_unusable_files_are_named(tmp_path, content, words):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(ValueError, match=words):
-        load_rows(DataConfig(name=str(tmp_path / "a.jsonl")))
+        load_rows(str(tmp_path / "a.jsonl"), "train")
 
 
 def test_missing_files_and_unreachable_hubs_are_named(monkeypatch):
     with pytest.raises(ValueError, match="no file missing.jsonl"):
-        load_rows(DataConfig(name="missing.jsonl"))
+        load_rows("missing.jsonl", "train")
     monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("offline")))
     with pytest.raises(ValueError, match="cannot be loaded from the hub"):
-        load_rows(DataConfig(name="owner/data"))
+        load_rows("owner/data", "train")

@@ -2,15 +2,26 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from hone.config.base import Config
-from hone.config.sections import OnBadStep, OptimConfig, Positive, ResumableConfig, SchedulerConfig, WeightsConfig
+from hone.config.sections import (
+    OnBadStep,
+    OptimConfig,
+    Positive,
+    ResumableConfig,
+    SchedulerConfig,
+    WeightsConfig,
+    as_list,
+)
 
 
 class DataConfig(Config):
-    name: str
-    """Hub id of a data set, or local .jsonl or .parquet file, with `messages` or `prompt` and `completion`."""
+    name: Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
+    """Hub id of a data set, or local .jsonl or .parquet file, with `messages` or `prompt` and `completion`; one, or
+    several."""
+    weights: list[Annotated[float, Field(gt=0)]] | None = None
+    """How often a row of each data set comes in an epoch: 2 is twice, 0.5 is half of its rows, others every time."""
     fake: bool = False
     """Random tokens instead, whatever the name: conversations of a quarter of seq_len to all of it, every token a
     target."""
@@ -32,6 +43,12 @@ class DataConfig(Config):
     def _fake_needs_no_name(cls, values: Any) -> Any:
         is_nameless = isinstance(values, dict) and values.get("fake") and "name" not in values
         return {"name": "fake", **values} if is_nameless else values
+
+    @model_validator(mode="after")
+    def _a_weight_each(self) -> "DataConfig":
+        if self.weights is not None and len(self.weights) != len(self.name):
+            raise ValueError(f"data.weights has {len(self.weights)} values, data.name {len(self.name)} data sets")
+        return self
 
 
 class ValConfig(Config):

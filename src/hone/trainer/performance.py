@@ -65,7 +65,8 @@ def print_bench(title: str, steps: list[dict[str, float]], seconds: dict[str, fl
     def median(name: str) -> float:
         return float(np.median([values[name] for values in steps]))
 
-    table = Table(title=title, show_header=False)
+    print(title)
+    table = Table(show_header=False)
     table.add_row("tokens a step", f"{median('progress/tokens'):,.0f}")
     table.add_row("seconds a step", f"{median('time/step'):.4f}")
     table.add_row("tokens/s", f"{median('perf/throughput'):,.0f}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hone.config.sft import DataConfig, ValConfig
+from hone.config.sft import DataConfig
 from hone.records import Message
 from hone.text.tokenizer import Tokenizer
 
@@ -21,20 +21,20 @@ Row = list[Conversation]  # conversations that share a row of seq_len tokens
 COLUMNS = "`messages`, or `prompt` and `completion`"
 
 
-def load_rows(config: DataConfig | ValConfig) -> list[dict[str, Any]]:
+def load_rows(name: str, split: str) -> list[dict[str, Any]]:
     """The rows of a data set. Raises ValueError, in words, for what cannot be found, read or used."""
-    path = Path(config.name)
+    path = Path(name)
     if path.suffix in (".jsonl", ".json", ".parquet"):
         if not path.is_file():
-            raise ValueError(f"data.name: no file {config.name}")
+            raise ValueError(f"data.name: no file {name}")
         rows = _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
     else:
-        rows = _load_from_hub(config.name, config.split)
+        rows = _load_from_hub(name, split)
     if not rows:
-        raise ValueError(f"data.name: {config.name} has no rows")
+        raise ValueError(f"data.name: {name} has no rows")
     columns = set(rows[0])
     if "messages" not in columns and not {"prompt", "completion"} <= columns:
-        raise ValueError(f"data.name: {config.name} needs the columns {COLUMNS}; it has {', '.join(sorted(columns))}")
+        raise ValueError(f"data.name: {name} needs the columns {COLUMNS}; it has {', '.join(sorted(columns))}")
     return rows
 
 
@@ -92,6 +92,7 @@ class FakeConversations:
     def __init__(self, count: int, seq_len: int, vocab_size: int, seed: int) -> None:
         self.count, self.seq_len, self.vocab_size, self.seed = count, seq_len, vocab_size, seed
         self.dropped: set[int] = set()
+        self.sizes = [count]
 
     def __getitem__(self, i: int) -> Conversation:
         draw = np.random.default_rng([self.seed, i])
@@ -103,10 +104,12 @@ class FakeConversations:
 
 
 class Conversations:
-    """A data set, tokenised as it is needed. `dropped` has those longer than `seq_len` or without a target."""
+    """Data sets, end to end, tokenised as they are needed. `dropped`: longer than `seq_len`, or without a target."""
 
-    def __init__(self, rows: list[dict[str, Any]], tokenizer: Tokenizer, seq_len: int) -> None:
+    def __init__(self, data_sets: list[list[dict[str, Any]]], tokenizer: Tokenizer, seq_len: int) -> None:
+        rows = [row for data_set in data_sets for row in data_set]
         self.rows, self.tokenizer, self.seq_len = rows, tokenizer, seq_len
+        self.sizes = [len(data_set) for data_set in data_sets]
         self.tokenized: list[Conversation | None] = [None] * len(rows)
         self.dropped: set[int] = set()
 
@@ -133,9 +136,13 @@ class Conversations:
 
 def epoch(data: Conversations | FakeConversations, config: DataConfig, seed: int, number: int) -> Iterator[Row]:
     """The rows of one pass over the data; the order follows from seed and number."""
-    order = list(range(len(data)))
+    draw, order, start = random.Random(f"{seed} {number}"), [], 0
+    for size, weight in zip(data.sizes, config.weights or [1.0] * len(data.sizes), strict=True):
+        own, part = range(start, start + size), round(weight % 1 * size)
+        order += [*own] * int(weight) + (draw.sample(own, part) if part else [])
+        start += size
     if config.shuffle:
-        random.Random(f"{seed} {number}").shuffle(order)
+        draw.shuffle(order)
     row: Row = []
     used = 0
     for i in order:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hone.config.help import to_toml
-from hone.config.sft import SFTConfig
+from hone.config.sft import DataConfig, SFTConfig
 from hone.models.hf import save_model
 from hone.models.loading import Loaded, load
 from hone.monitors.log import SUCCESS, component_log
@@ -30,6 +30,7 @@ from hone.trainer.performance import Laps, keep_freed_memory, mfu, peak_memory_g
 from hone.trainer.ranks import Ranks
 from hone.trainer.sft.data import Conversations, FakeConversations, Row, load_rows, steps
 
+DataSets = list[list[dict[str, Any]]]
 WARM_UP, MEASURED = 3, 10  # steps of --bench
 FAKE_ROWS = 4096
 
@@ -37,8 +38,8 @@ FAKE_ROWS = 4096
 def main(config: SFTConfig) -> None:
     check_wandb(config.wandb)
     keep_freed_memory()
-    rows = [] if config.data.fake else load_rows(config.data)
-    val_rows = load_rows(config.val) if config.val else []
+    rows = [] if config.data.fake else [load_rows(name, config.data.split) for name in config.data.name]
+    val_rows = [load_rows(config.val.name, config.val.split)] if config.val else []
     ranks = Ranks.join(config.ranks_timeout)
     if config.bench:
         return bench(config, rows, ranks)
@@ -65,7 +66,7 @@ def main(config: SFTConfig) -> None:
     ranks.leave()
 
 
-def bench(config: SFTConfig, rows: list[dict[str, Any]], ranks: Ranks) -> None:
+def bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
     """Prints where the time of a step goes; writes nothing."""
     loaded = load(config.model, seed=config.seed)
     optimizer = Optimizer(loaded.model, config.optim)
@@ -104,11 +105,12 @@ class Trainer:
         self.optimizer = optimizer
         self.model.recomputes = config.activation_checkpointing
 
-    def train(self, rows: list[dict[str, Any]], val_rows: list[dict[str, Any]], done: int) -> None:
+    def train(self, rows: DataSets, val_rows: DataSets, done: int) -> None:
         """Takes the steps after `done`."""
         config = self.config
         data = self.data(rows)
         val = Conversations(val_rows, self.loaded.tokenizer, config.data.seq_len)
+        data_of_val = config.data.model_copy(update={"weights": None, "shuffle": False})
         max_steps = config.max_steps or sum(1 for _ in steps(data, config.data, config.seed, epochs=1))
         batches = islice(steps(data, config.data, config.seed), done, None)  # their order follows from the seed
         parameters = sum(p.numel() for p in self.model.parameters())
@@ -125,7 +127,7 @@ class Trainer:
                 out_of_time = config.max_seconds is not None and time.perf_counter() - start >= config.max_seconds
                 is_last = step == max_steps or out_of_time
                 if config.val and (is_last or step % config.val.interval == 0):
-                    values["val/loss"] = self.validate(val)
+                    values["val/loss"] = self.validate(val, data_of_val)
                 progress.update(task, advance=1, loss=values["loss/mean"], rate=values["perf/throughput"])
                 if self.metrics is not None:
                     self._write(self.metrics, step, values, is_last)
@@ -140,7 +142,7 @@ class Trainer:
             "Weights of step %d in %s (%.1f s)", step, self.run.weights / f"step_{step}", time.perf_counter() - start
         )
 
-    def data(self, rows: list[dict[str, Any]]) -> Conversations | FakeConversations:
+    def data(self, rows: DataSets) -> Conversations | FakeConversations:
         config = self.config.data
         if config.fake:
             return FakeConversations(FAKE_ROWS, config.seq_len, self.model.spec.vocab_size, self.config.seed)
@@ -195,14 +197,16 @@ class Trainer:
             "perf/throughput": tokens / seconds,
             "perf/peak_memory": peak_memory_gib(self.device),
             "progress/tokens": tokens,
+            "packing/fill": tokens / (len(rows) * self.config.data.seq_len),
+            "packing/conversations": sum(map(len, rows)),
             **({} if used is None else {"perf/mfu": used}),
         }
 
     @torch.no_grad()
-    def validate(self, data: Conversations) -> float:
+    def validate(self, data: Conversations, config: DataConfig) -> float:
         """Mean loss over the targets of the validation data."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # of losses, of targets
-        for rows in steps(data, self.config.data, seed=0, epochs=1):
+        for rows in steps(data, config, seed=0, epochs=1):
             mine = rows[self.ranks.rank :: self.ranks.count]
             if mine:
                 micro = self._pack(mine)
