@@ -56,6 +56,16 @@ def test_only_assistant_tokens_are_targets(tokenizer):
     assert [tokenizer.token(i) for i, m in zip(ids, mask, strict=True) if m] == ["a", "a", "a", "<|end|>"]
 
 
+def test_other_roles_may_be_learnt_too(tokenizer):
+    messages = [{"role": r, "content": r[0]} for r in ("system", "user", "assistant", "user", "assistant")]
+    learnt = {}
+    for roles in (["user"], ["system", "assistant"], ["system", "user", "assistant"]):
+        ids, mask = Conversations([[{"messages": messages}]], tokenizer, 100, roles)[0]
+        learnt[len(roles)] = "".join(tokenizer.token(i) for i, m in zip(ids, mask, strict=True) if m)
+    assert learnt[1].count("u") == 2 and "a" not in learnt[1].replace("<|user|>", "").replace("<|end|>", "")
+    assert learnt[2].count("<|end|>") == 3 and learnt[3].count("<|end|>") == 5
+
+
 def test_rows_are_filled_with_whole_conversations(tokenizer):
     config = DataConfig(name="x", seq_len=20, batch_size=2, shuffle=False)
     data = Conversations([rows(8, 8, 8, 20, 5)], tokenizer, 20)

@@ -15,6 +15,8 @@ from hone.config.sections import (
     as_list,
 )
 
+Role = Literal["system", "user", "assistant", "tool"]
+
 
 class DataConfig(Config):
     name: Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
@@ -27,6 +29,8 @@ class DataConfig(Config):
     target."""
     split: str = "train"
     """Split, for a data set from the hub."""
+    train_on: Annotated[list[Role], BeforeValidator(as_list), Field(min_length=1)] = Field(default=["assistant"])
+    """Roles whose messages are learnt."""
     seq_len: Positive = 128
     """Tokens in a row; longer conversations are dropped and counted."""
     batch_size: Positive = 128

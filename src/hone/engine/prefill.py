@@ -24,6 +24,7 @@ from hone.models.attention import ContinuedAttention, Heads, PackedAttention, va
 from hone.models.lora import Adapters
 from hone.models.transformer import Transformer
 
+WORTH_A_GRAPH = 2e13  # FLOP of a pass: a longer one hides its launches, and its graph would hold on to memory
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -42,6 +43,7 @@ class Prefill:
     def __init__(self, model: Transformer, cache: KVCache, adapters: Adapters) -> None:
         self.model, self.cache, self.adapters, self.device = model, cache, adapters, cache.store.device
         self.has_graphs = gpu.takes_model(model.embed.weight, model.spec.head_dim)
+        self.most_tokens = WORTH_A_GRAPH / (2 * sum(p.numel() for p in model.blocks.parameters()))
         self.graphs: dict[Shape, _Graph] = {}
         self.seen: set[Shape] = set()
         self.pool: Any = None
@@ -53,7 +55,8 @@ class Prefill:
         positions, cells = _places(stretches, before, size)
         tokens = np.array(list(chain.from_iterable(s.ids[s.start : s.end] for s in stretches)), dtype=np.int64)
         numbers = [s.adapter for s in stretches]
-        if self.has_graphs and not any(before) and not any(numbers):
+        is_plain = not any(before) and not any(numbers)
+        if self.has_graphs and is_plain and len(tokens) <= self.most_tokens:
             shape = Shape.of(lengths)
             if shape not in self.graphs and shape in self.seen:
                 self.graphs[shape] = self._capture(shape)

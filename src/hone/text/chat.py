@@ -5,6 +5,7 @@ documentation of transformers; equality with it is tested on several templates.
 """
 
 import json
+from collections.abc import Collection
 from datetime import datetime
 from typing import Any
 
@@ -57,18 +58,22 @@ class ChatTemplate:
         except Exception as error:  # a template is a program of its own: it may raise anything
             raise ValueError(f"the chat template refuses these messages: {error}") from None
 
-    def assistant_spans(self, messages: list[Message], **template_args: Any) -> tuple[str, list[tuple[int, int]]]:
-        """The rendered conversation and the character spans that the assistant wrote, end-of-turn mark included.
+    def spans(
+        self, messages: list[Message], roles: Collection[str] = ("assistant",), **template_args: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The rendered conversation and the character spans of these roles' messages, end-of-turn mark included.
 
-        What an assistant wrote is what its message adds to the text that prompted it. Raises ValueError when
-        the template rewrites earlier turns, since the prompt is then no prefix of the conversation.
+        What an assistant wrote is what its message adds to the text that prompted it; of others it is all that their
+        message adds. Raises ValueError when the template rewrites earlier turns, since what comes before a message is
+        then no prefix of the conversation.
         """
         text = self.render(messages, **template_args)
         spans = []
         for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] not in roles:
                 continue
-            prompt = self.render(messages[:i], add_generation_prompt=True, **template_args)
+            prompts = message["role"] == "assistant"
+            prompt = self.render(messages[:i], add_generation_prompt=prompts, **template_args) if i or prompts else ""
             answered = text if i == len(messages) - 1 else self.render(messages[: i + 1], **template_args)
             if not (answered.startswith(prompt) and text.startswith(answered)):
                 raise ValueError(

@@ -6,6 +6,7 @@ Reads what an HF directory has (`tokenizer.json`, `tokenizer_config.json`, `chat
 
 import json
 from collections import OrderedDict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,11 @@ class Tokenizer:
                 self._chat_cache.popitem(last=False)
         return ids
 
-    def conversation_ids(self, messages: list[Message], **template_args: Any) -> tuple[list[int], list[bool]]:
-        """The ids of a whole conversation, and for each whether the assistant wrote it (the loss mask)."""
-        text, spans = self.require_template().assistant_spans(messages, **template_args)
+    def conversation_ids(
+        self, messages: list[Message], roles: Collection[str] = ("assistant",), **template_args: Any
+    ) -> tuple[list[int], list[bool]]:
+        """The ids of a whole conversation, and for each whether one of these roles wrote it (the loss mask)."""
+        text, spans = self.require_template().spans(messages, roles, **template_args)
         encoding = self.encoder.encode(text, add_special_tokens=False)
         mask = [any(start <= a and b <= end for start, end in spans) for a, b in encoding.offsets]
         return list(encoding.ids), mask

@@ -5,7 +5,7 @@ hub | .jsonl | .parquet ─ columns ─► messages ─ chat template ─► ids
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +106,16 @@ class FakeConversations:
 class Conversations:
     """Data sets, end to end, tokenised as they are needed. `dropped`: longer than `seq_len`, or without a target."""
 
-    def __init__(self, data_sets: list[list[dict[str, Any]]], tokenizer: Tokenizer, seq_len: int) -> None:
+    def __init__(
+        self,
+        data_sets: list[list[dict[str, Any]]],
+        tokenizer: Tokenizer,
+        seq_len: int,
+        roles: Collection[str] = ("assistant",),
+    ) -> None:
         rows = [row for data_set in data_sets for row in data_set]
         self.rows, self.tokenizer, self.seq_len = rows, tokenizer, seq_len
+        self.roles = roles
         self.sizes = [len(data_set) for data_set in data_sets]
         self.tokenized: list[Conversation | None] = [None] * len(rows)
         self.dropped: set[int] = set()
@@ -120,7 +127,7 @@ class Conversations:
         conversation = self.tokenized[i]
         if conversation is None:
             try:
-                conversation = self.tokenizer.conversation_ids(to_messages(self.rows[i]))
+                conversation = self.tokenizer.conversation_ids(to_messages(self.rows[i]), self.roles)
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"row {i} of the data cannot be rendered: {error}") from None
             ids, mask = conversation
@@ -173,7 +180,9 @@ def steps(
                 yield batch
                 batch = []
         if before == len(data.dropped) == len(data):
-            raise ValueError(f"no conversation fits into data.seq-len {config.seq_len} (or none has an assistant turn)")
+            raise ValueError(
+                f"no conversation fits into data.seq-len {config.seq_len} (or none has a message of data.train-on)"
+            )
         number += 1
     if batch:
         yield batch

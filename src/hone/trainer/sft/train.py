@@ -109,7 +109,7 @@ class Trainer:
         """Takes the steps after `done`."""
         config = self.config
         data = self.data(rows)
-        val = Conversations(val_rows, self.loaded.tokenizer, config.data.seq_len)
+        val = Conversations(val_rows, self.loaded.tokenizer, config.data.seq_len, config.data.train_on)
         data_of_val = config.data.model_copy(update={"weights": None, "shuffle": False})
         max_steps = config.max_steps or sum(1 for _ in steps(data, config.data, config.seed, epochs=1))
         batches = islice(steps(data, config.data, config.seed), done, None)  # their order follows from the seed
@@ -135,7 +135,7 @@ class Trainer:
                     break
         if data.dropped:
             self.log.warning(
-                "%d of %d conversations were left out: longer than data.seq-len %d, or without an assistant turn",
+                "%d of %d conversations were left out: longer than data.seq-len %d, or nothing to learn in them",
                 len(data.dropped), len(data), config.data.seq_len,
             )  # fmt: skip
         self.log.info(
@@ -146,7 +146,7 @@ class Trainer:
         config = self.config.data
         if config.fake:
             return FakeConversations(FAKE_ROWS, config.seq_len, self.model.spec.vocab_size, self.config.seed)
-        return Conversations(rows, self.loaded.tokenizer, config.seq_len)
+        return Conversations(rows, self.loaded.tokenizer, config.seq_len, config.train_on)
 
     def _write(self, metrics: Metrics, step: int, values: dict[str, float], is_last: bool) -> None:
         config = self.config
