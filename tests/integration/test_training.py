@@ -231,6 +231,9 @@ def test_bench_measures_and_writes_nothing(tmp_path):
     done = command(*words, "--bench", "--output-dir", tmp_path / "out")
     for word in ("tokens/s", "peak memory", "forward", "backward", "optimizer", "data"):
         assert word in done.stdout
+    words = ["trainer", "--model.name", f"{TINY}/model", "--model.random-init", "--bench.sequences", 8]
+    done = command(*words, "--bench.tokens", 32, "--bench.steps", 2, "--output-dir", tmp_path / "out")
+    assert "tokens/s" in done.stdout and "forward" in done.stdout
     assert not (tmp_path / "out").exists()
 
 

@@ -82,12 +82,24 @@ class OrchestratorConfig(Config):
 AsyncLevel = Annotated[int, Field(ge=0)]
 
 
+class BenchConfig(Config):
+    sequences: Positive = 128
+    """Random sequences in a step."""
+    tokens: Positive = 256
+    """Of each; all but the first have a loss."""
+    steps: Positive = 10
+    """Measured, after 3 for warming up."""
+
+
 class TrainerRunConfig(ResumableConfig, TrainerConfig):
     """The trainer as a process of its own."""
 
     model: ModelConfig = ModelConfig(name="Qwen/Qwen3-0.6B")
     max_steps: Positive = 100
     """Optimiser steps."""
+    bench: BenchConfig | None = None
+    """Measure steps on random sequences, print a table and write nothing; when a key of it is given, as
+    --bench.sequences 128."""
     max_async_level: AsyncLevel = 1
     """Steps that sampling may be ahead of training: so many versions of the weights are kept for it."""
     weights: WeightsConfig = WeightsConfig()

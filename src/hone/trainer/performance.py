@@ -57,6 +57,9 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+WARM_UP = 3  # steps before those that are measured
+
+
 def print_bench(title: str, steps: list[dict[str, float]], seconds: dict[str, float]) -> None:
     """A table of measured steps (their metrics), and of the shares of what they did."""
     from rich.console import Console

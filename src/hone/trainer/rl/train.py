@@ -12,17 +12,19 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from hone.config.help import to_toml
-from hone.config.rl import TrainerRunConfig
+from hone.config.rl import BenchConfig, TrainerRunConfig
 from hone.models.hf import save_model, write_model
 from hone.models.loading import Loaded, load
 from hone.models.proof import canary_ids, checksum, score
 from hone.monitors.lines import trainer_line
 from hone.monitors.log import SUCCESS, component_log
-from hone.records import Batch
+from hone.records import Batch, Sample
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import forget_after, restore, resume_from, save_checkpoint
-from hone.trainer.performance import keep_freed_memory
+from hone.trainer.performance import WARM_UP, Laps, keep_freed_memory, print_bench
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
 from hone.transport.files import BATCH, Canary, Delivery, is_published, publish_delivery, read_batch, remove_before
@@ -32,6 +34,8 @@ from hone.transport.waiting import Pulse, Wait, wait_for
 def main(config: TrainerRunConfig) -> None:
     keep_freed_memory()
     ranks = Ranks.join(config.batch_timeout + config.ranks_timeout)
+    if config.bench:
+        return bench(config, config.bench, ranks)
     run = RunDirectory(config.output_dir, "rl")
     weight_steps = config.weights.steps(config.max_steps)
     sources = resume_from(run, config.resume)
@@ -84,6 +88,29 @@ def follow(config: TrainerRunConfig, run: RunDirectory, trainer: RLTrainer, firs
     run.id = run.id_on_disk()
     for step in range(first, config.max_steps + 1):
         trainer.step(receive(run, step, config.batch_timeout, component_log("trainer")))
+    ranks.leave()
+
+
+def bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None:
+    """Prints how fast steps on random sequences are, and where their time goes."""
+    model = load(config.model, seed=config.seed).model
+    trainer = RLTrainer(model, config, WARM_UP + size.steps, ranks=ranks)
+    trainer.laps = Laps(trainer.device, is_on=True)
+    draw, measured = np.random.default_rng(config.seed), []
+    for step in range(1, WARM_UP + size.steps + 1):
+        shape = (size.sequences, size.tokens)
+        ids, mask = draw.integers(0, model.spec.vocab_size, shape).tolist(), [False] + [True] * (size.tokens - 1)
+        logprobs = [-math.log(model.spec.vocab_size)] * size.tokens
+        samples = [Sample(x, mask, logprobs, a, 1.0) for x, a in zip(ids, draw.normal(size=len(ids)), strict=True)]
+        if step == WARM_UP + 1:
+            trainer.laps.clear()
+        values = trainer.step(Batch(step, samples))
+        values |= {"progress/tokens": size.sequences * size.tokens, "time/step": values["time/train"]}
+        measured.append(values | {"perf/throughput": values["perf/train_throughput"]})
+    if ranks.is_first:
+        millions, dtype = sum(p.numel() for p in model.parameters()) / 1e6, str(model.embed.weight.dtype)
+        title = f"{config.model.name}: {millions:.1f}M parameters, {dtype[6:]} on {trainer.device}"
+        print_bench(title, measured[WARM_UP:], trainer.laps.seconds)
     ranks.leave()
 
 

@@ -19,7 +19,7 @@ from hone.trainer.bad_steps import handle
 from hone.trainer.loss import loss_function, policy_loss, token_weights
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import pack, pack_shared, prompt_of, split_by_prompt, split_by_tokens
-from hone.trainer.performance import mfu, peak_memory_gib
+from hone.trainer.performance import Laps, mfu, peak_memory_gib
 from hone.trainer.ranks import Ranks
 
 ALONE = Ranks()
@@ -37,6 +37,7 @@ class RLTrainer:
         self.model, self.config, self.max_steps, self.bad_steps = model, config, max_steps, bad_steps
         self.ranks = ranks
         self.device = model.embed.weight.device
+        self.laps = Laps(self.device, is_on=False)
         self.optimizer = Optimizer(model, config.optim)
         model.recomputes = config.activation_checkpointing
         loss_function(config.loss.type)  # a user's own is imported now, not after the first rollouts
@@ -65,6 +66,7 @@ class RLTrainer:
             loss += self._backward([samples[i] for i in members], [weights[i] for i in members], parts)
         self.ranks.sum_gradients(self.optimizer.parameters)
         grad_norm = self.optimizer.step(lr) if any(loss_lengths) else 0.0
+        self.laps("optimizer")
         is_bad = self.optimizer.is_bad(grad_norm)
         if is_bad:
             alone = partial(self._backward_alone, samples, weights)
@@ -118,6 +120,7 @@ class RLTrainer:
             torch.tensor(values, dtype=torch.float32, device=self.device)[sequence_N]
             for values in ([s.temperature for s in samples], [s.advantage for s in samples], weights)
         )
+        self.laps("data")
         logprobs_N, entropy_N = packed.target_logprobs(self.model, temperature_N, config.entropy_weight > 0)
         reference_N = None
         if self.reference is not None:
@@ -130,7 +133,9 @@ class RLTrainer:
             logprobs_N, sampled_N, advantage_N, sequence_N, weight_N, config, entropy_N, reference_N, teacher_N
         )
         total = loss.total
+        self.laps("forward")
         total.backward()
+        self.laps("backward")
         parts["entropy"].append(entropy_N.detach())
         parts["mismatch_kl"].append(loss.mismatch_kl)
         parts["is_masked"].append(loss.is_masked)

@@ -26,12 +26,12 @@ from hone.trainer.checkpoint import forget_after, restore, resume_from, save_che
 from hone.trainer.loss import cross_entropy_sum
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import Packed, pack
-from hone.trainer.performance import Laps, keep_freed_memory, mfu, peak_memory_gib, print_bench
+from hone.trainer.performance import WARM_UP, Laps, keep_freed_memory, mfu, peak_memory_gib, print_bench
 from hone.trainer.ranks import Ranks
 from hone.trainer.sft.data import Conversations, FakeConversations, Row, load_rows, steps
 
 DataSets = list[list[dict[str, Any]]]
-WARM_UP, MEASURED = 3, 10  # steps of --bench
+MEASURED = 10  # steps of --bench
 FAKE_ROWS = 4096
 
 
