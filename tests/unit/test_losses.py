@@ -1,18 +1,20 @@
 """Policy losses by name: values that can be checked by hand, gradients against finite differences."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from hone.config.loss import LossConfig
-from hone.config.rl import TrainerConfig
+from hone.config.loss import KEYS_OF, LossConfig
+from hone.config.rl import OrchestratorConfig, TrainerConfig
 from hone.kernels.head import _Head, head_logprobs, head_logprobs_reference
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
+from hone.orchestrator.advantage import ADVANTAGES
 from hone.records import Batch, Sample
-from hone.trainer.loss import loss_function, policy_loss, token_weights
+from hone.trainer.loss import LOSSES, loss_function, policy_loss, token_weights
 from hone.trainer.rl.trainer import RLTrainer
 
 LN2 = math.log(2)
@@ -147,6 +149,11 @@ def test_a_loss_of_ones_own_by_import_path():
     assert run(trainer, trainer, trainer, type=f"{__name__}:own_loss").total.item() == pytest.approx(2 * LN2)
     with pytest.raises(ValueError, match="nowhere_to_be_found:f: cannot be imported"):
         loss_function("nowhere_to_be_found:f")
+
+
+def test_names_in_the_configuration_are_those_there_are():
+    assert KEYS_OF.keys() == LOSSES.keys()
+    assert set(get_args(OrchestratorConfig.model_fields["advantage"].annotation)) == ADVANTAGES.keys()
 
 
 def test_mistakes_in_the_configuration():

@@ -175,6 +175,11 @@ class ResumableConfig(RunConfig):
     ckpt: CkptConfig | None = None
     """Checkpoints to resume from; none unless a key of it is given."""
 
+    @property
+    def may_start_anew(self) -> bool:
+        """Whether an earlier run may be removed where there is nothing to resume from."""
+        return self.clean or self.resume == "auto"
+
     @model_validator(mode="after")
     def _one_or_the_other(self) -> "ResumableConfig":
         if self.clean and self.resume not in (False, "never"):

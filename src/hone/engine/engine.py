@@ -274,11 +274,11 @@ class Engine:
 
     def _draw(self, hidden_BD: Tensor, active_B: Tensor, kind: int, advance: bool) -> Tensor | None:
         """A token for each of these slots; returns the logits where there was a need to have them."""
-        head = self.model.embed if self.model.head is None else self.model.head
+        weight_VD = self.model.head_weight_VD
         if kind == Sampler.PLAIN and gpu.takes_head(hidden_BD):
-            self.sampler.sample_hidden(hidden_BD, head.weight, active_B, advance)
+            self.sampler.sample_hidden(hidden_BD, weight_VD, active_B, advance)
             return None
-        logits_BV = exact_logits(hidden_BD, head.weight)
+        logits_BV = exact_logits(hidden_BD, weight_VD)
         self.sampler.sample(logits_BV, active_B, kind, advance)
         return logits_BV
 

@@ -104,7 +104,7 @@ class PackedModel:
             second = (block.mlp_norm.weight.data_ptr(), *linear(mlp.gate_up), *linear(mlp.down))
             table.append([*first, *second, *(x.data_ptr() for x in self.cache.store[layer])])
         self._addresses = torch.tensor(table)
-        self._head = packed(self.model.embed.weight if self.model.head is None else self.model.head.weight)
+        self._head = packed(self.model.head_weight_VD)
 
 
 def layers() -> Any:

@@ -46,8 +46,7 @@ def main(config: RLConfig) -> None:
     weight_steps = config.weights.steps(config.max_steps)
     sources = resume_from(run, config.resume)
     first = 1 + restore(sources, trainer.optimizer, config.public())
-    anew = config.clean or config.resume == "auto"
-    run.claim(clean=anew, resume=bool(sources), weight_steps=weight_steps)
+    run.claim(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
     if sources:
         forget_after(first - 1, run)
     run.write_config(to_toml(config))

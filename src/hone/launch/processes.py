@@ -44,7 +44,7 @@ def launch(config: RLConfig) -> None:
     if config.inference is None:
         asyncio.run(require_servers(config))
     weight_steps = config.weights.steps(config.max_steps)
-    run.check(clean=config.clean or config.resume == "auto", resume=bool(sources), weight_steps=weight_steps)
+    run.check(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
     # The key travels in the environment: what is written down has no secrets.
     key = config.inference and (config.inference.api_key or os.environ.get(API_KEY_VARIABLE))
     keys = {API_KEY_VARIABLE: key} if key else {}

@@ -172,7 +172,12 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits of the given positions, T x V, in the dtype of the weights."""
-        return linear(hidden_TD, self.embed.weight if self.head is None else self.head.weight)
+        return linear(hidden_TD, self.head_weight_VD)
+
+    @property
+    def head_weight_VD(self) -> Tensor:
+        """What makes logits of hidden states: the embedding's own weight where they are tied."""
+        return self.embed.weight if self.head is None else self.head.weight
 
     def rope_tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of the rotary angles of all positions, P x E (Su et al. 2021): halves turn against each other."""

@@ -45,8 +45,8 @@ class Packed:
         self, model: Transformer, temperature_N: Tensor, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of the targets, and the entropies of the distributions they were drawn from, N each."""
-        weight_VD = (model.embed if model.head is None else model.head).weight
-        return head_logprobs(self.target_hidden(model), weight_VD, self.targets_N, temperature_N, entropy_gradient)
+        hidden_ND, weight_VD = self.target_hidden(model), model.head_weight_VD
+        return head_logprobs(hidden_ND, weight_VD, self.targets_N, temperature_N, entropy_gradient)
 
 
 def pack(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu") -> Packed:

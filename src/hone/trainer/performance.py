@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import torch
+from torch import nn
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # dense bf16, data sheets
 
@@ -60,7 +61,7 @@ def peak_memory_gib(device: torch.device) -> float:
 WARM_UP = 3  # steps before those that are measured
 
 
-def print_bench(title: str, steps: list[dict[str, float]], seconds: dict[str, float]) -> None:
+def print_bench(name: str, model: nn.Module, steps: list[dict[str, float]], seconds: dict[str, float]) -> None:
     """A table of measured steps (their metrics), and of the shares of what they did."""
     from rich.console import Console
     from rich.table import Table
@@ -68,7 +69,9 @@ def print_bench(title: str, steps: list[dict[str, float]], seconds: dict[str, fl
     def median(name: str) -> float:
         return float(np.median([values[name] for values in steps]))
 
-    print(title)
+    parameters = list(model.parameters())
+    millions, dtype = sum(p.numel() for p in parameters) / 1e6, str(parameters[0].dtype).removeprefix("torch.")
+    print(f"{name}: {millions:.1f}M parameters, {dtype} on {parameters[0].device}")
     table = Table(show_header=False)
     table.add_row("tokens a step", f"{median('progress/tokens'):,.0f}")
     table.add_row("seconds a step", f"{median('time/step'):.4f}")

@@ -39,9 +39,8 @@ def main(config: TrainerRunConfig) -> None:
     run = RunDirectory(config.output_dir, "rl")
     weight_steps = config.weights.steps(config.max_steps)
     sources = resume_from(run, config.resume)
-    anew = config.clean or config.resume == "auto"
     if ranks.is_first:  # before seconds of loading
-        run.check(clean=anew, resume=bool(sources), weight_steps=weight_steps)
+        run.check(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
     loaded = load(config.model, seed=config.seed)
     trainer = RLTrainer(loaded.model, config, config.max_steps, run.bad_steps, ranks)
     state = config.public()
@@ -49,7 +48,7 @@ def main(config: TrainerRunConfig) -> None:
     ranks.wait()  # nobody reads what the first is about to change
     if not ranks.is_first:
         return follow(config, run, trainer, first, ranks)
-    run.claim(clean=anew, resume=bool(sources), weight_steps=weight_steps)
+    run.claim(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
     if sources:
         forget_after(first - 1, run)
     run.write_config(to_toml(config), "trainer")
@@ -108,9 +107,7 @@ def bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None:
         values |= {"progress/tokens": size.sequences * size.tokens, "time/step": values["time/train"]}
         measured.append(values | {"perf/throughput": values["perf/train_throughput"]})
     if ranks.is_first:
-        millions, dtype = sum(p.numel() for p in model.parameters()) / 1e6, str(model.embed.weight.dtype)
-        title = f"{config.model.name}: {millions:.1f}M parameters, {dtype[6:]} on {trainer.device}"
-        print_bench(title, measured[WARM_UP:], trainer.laps.seconds)
+        print_bench(config.model.name, model, measured[WARM_UP:], trainer.laps.seconds)
     ranks.leave()
 
 

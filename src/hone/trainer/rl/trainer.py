@@ -56,11 +56,10 @@ class RLTrainer:
         loss_lengths = [sum(sample.mask[1:]) for sample in samples]
         weights = token_weights(loss_lengths, self.config.loss)
         lengths = [len(sample.ids) for sample in samples]
-        parts: dict[str, list[torch.Tensor]] = {
-            name: [] for name in ("entropy", "mismatch_kl", "is_masked", "importance_ratio", "reference_kl")
-        }
-        if self.reference is None:
-            del parts["reference_kl"]
+        names = ["entropy", "mismatch_kl", "is_masked", "importance_ratio"]
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        if self.reference is not None:
+            parts["reference_kl"] = []
         loss = torch.zeros((), device=self.device)
         for members in self._split(samples):
             loss += self._backward([samples[i] for i in members], [weights[i] for i in members], parts)

@@ -53,7 +53,7 @@ def main(config: SFTConfig) -> None:
         Trainer(config, loaded, optimizer, run, None, component_log("sft"), ranks).train(rows, val_rows, done)
         return ranks.leave()
     run.claim(
-        clean=config.clean or config.resume == "auto",
+        clean=config.may_start_anew,
         resume=bool(sources),
         weight_steps=config.weights.steps(config.max_steps) if config.max_steps else [],
     )
@@ -78,9 +78,7 @@ def bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
             trainer.laps.clear()
         measured.append(trainer.step(step, WARM_UP + MEASURED, batches))
     if ranks.is_first:
-        millions, dtype = sum(p.numel() for p in loaded.model.parameters()) / 1e6, str(optimizer.parameters[0].dtype)
-        title = f"{config.model.name}: {millions:.1f}M parameters, {dtype[6:]} on {trainer.device}"
-        print_bench(title, measured[WARM_UP:], trainer.laps.seconds)
+        print_bench(config.model.name, loaded.model, measured[WARM_UP:], trainer.laps.seconds)
     ranks.leave()
 
 
@@ -98,10 +96,9 @@ class Trainer:
         ranks: Ranks,
     ) -> None:
         self.config, self.loaded, self.run, self.metrics, self.log = config, loaded, run, metrics, log
-        self.ranks = ranks
-        self.laps = Laps(loaded.model.embed.weight.device, is_on=config.bench)
-        self.model = loaded.model
+        self.ranks, self.model = ranks, loaded.model
         self.device = self.model.embed.weight.device
+        self.laps = Laps(self.device, is_on=config.bench)
         self.optimizer = optimizer
         self.model.recomputes = config.activation_checkpointing
 
