@@ -1,17 +1,21 @@
 """From hidden states to logprobs and entropies of targets, with never more than a chunk of the logits in memory.
 
-    hidden_ND ─ chunk of rows ─► logits (fp32) ─► logprob, entropy ──┐  forward keeps two numbers a row
-                     └───────── once more ─► softmax ─► gradients ◄──┘  backward
+    hidden_ND ─ chunk of rows ─► logits (fp32) ─► logprob, entropy ─► loss ─► gradients of the chunk      (head_loss)
 
-The logits of 32,768 tokens over 152k words would take 19 GiB, their gradients as much again.
+    hidden_ND ─ chunk of rows ─► logits (fp32) ─► logprob, entropy ──┐  forward keeps three numbers a row
+                     └───────── once more ─► softmax ─► gradients ◄──┘  backward                     (head_logprobs)
+
+The logits of 32,768 tokens over 152k words would take 19 GiB, their gradients as much again. Where the loss of a chunk
+can be told without the others its gradients are made while its logits are there; else they are computed twice.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hone.kernels import cpu
+from hone.kernels import cpu, gpu
 from hone.kernels.linear import exact_logits, linear
 from hone.kernels.logprobs import at_least_fp32, target_logprobs, target_logprobs_reference
 
@@ -26,12 +30,36 @@ def head_logprobs(
 
     The entropy has a gradient where it is asked for.
     """
-    is_small = 4 * len(hidden_ND) * len(weight_VD) <= WHOLE_BYTES
-    if cpu.takes(hidden_ND) and is_small and not entropy_gradient:
+    if _keeps_logits(hidden_ND, weight_VD) and not entropy_gradient:
         return target_logprobs(linear(hidden_ND, weight_VD), targets_N, temperature_N)
-    rows = max(CHUNK_BYTES // (4 * len(weight_VD)), 64)
-    logprobs_N, entropy_N = _Head.apply(hidden_ND, weight_VD, targets_N, temperature_N, rows)  # type: ignore[no-untyped-call]
+    inputs = (hidden_ND, weight_VD, targets_N, temperature_N, chunk_rows(weight_VD))
+    logprobs_N, entropy_N = _Head.apply(*inputs)  # type: ignore[no-untyped-call]
     return logprobs_N, entropy_N if entropy_gradient else entropy_N.detach()
+
+
+Loss = Callable[[slice, Tensor, Tensor], Tensor]  # of the targets in a slice, by their logprobs and entropies
+
+
+def head_loss(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    temperature_N: Tensor,
+    loss: Loss,
+    entropy_gradient: bool = False,
+) -> Tensor:
+    """The sum of `loss` over slices of the targets, called once for each: a sum over targets, so that it does not
+    matter how they are cut."""
+    if not torch.is_grad_enabled() or _keeps_logits(hidden_ND, weight_VD):
+        results = head_logprobs(hidden_ND, weight_VD, targets_N, temperature_N, entropy_gradient)
+        return loss(slice(0, len(hidden_ND)), *results)
+    inputs = (hidden_ND, weight_VD, targets_N, temperature_N, chunk_rows(weight_VD), loss)
+    total: Tensor = _HeadLoss.apply(*inputs)  # type: ignore[no-untyped-call]
+    return total
+
+
+def chunk_rows(weight_VD: Tensor) -> int:
+    return max(CHUNK_BYTES // (4 * len(weight_VD)), 64)
 
 
 def head_logprobs_reference(
@@ -43,37 +71,108 @@ def head_logprobs_reference(
     return logprobs_NV.gather(1, targets_N[:, None]).squeeze(1), entropy_N
 
 
+def _keeps_logits(hidden: Tensor, weight: Tensor) -> bool:
+    return cpu.takes(hidden) and 4 * len(hidden) * len(weight) <= WHOLE_BYTES
+
+
+class _Chunk:
+    """The logits of a slice of rows, and what is made of them."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor) -> None:
+        self.hidden, self.weight, self.targets, self.temperature = hidden, weight, targets, temperature
+        self.logits = exact_logits(hidden, weight)
+        self.on_gpu = gpu.IS_AVAILABLE and hidden.is_cuda and self.logits.dtype == torch.float32
+        if self.on_gpu:
+            from hone.kernels.gpu import training
+
+            self.logsum, self.logprobs, self.entropy = training.statistics(self.logits, targets, temperature)
+        else:
+            self.logits.div_(temperature[:, None])
+            self.logsum = self.logits.logsumexp(dim=-1)
+            self.logprobs, self.entropy = target_logprobs_reference(self.logits, targets, torch.ones_like(temperature))
+
+    def add_gradients(
+        self, grad: Tensor, grad_entropy: Tensor | None, of_hidden: Tensor, of_weight: Tensor | None
+    ) -> None:
+        """Puts those of hidden states into `of_hidden`, adds those of the weight to `of_weight`; logits are lost."""
+        if self.on_gpu:
+            from hone.kernels.gpu import training
+
+            slope = training.slope(
+                self.logits, self.targets, self.temperature, self.logsum, self.entropy, grad.contiguous(),
+                None if grad_entropy is None else grad_entropy.contiguous(), self.hidden.dtype,
+            )  # fmt: skip
+        else:
+            logprobs = self.logits.sub_(self.logsum[:, None])
+            probs = logprobs.exp()
+            slope = probs * -grad[:, None]
+            slope.scatter_add_(1, self.targets[:, None], grad[:, None])
+            if grad_entropy is not None:
+                slope.addcmul_(probs * (logprobs + self.entropy[:, None]), grad_entropy[:, None], value=-1)
+            slope = slope.div_(self.temperature[:, None]).to(self.hidden.dtype)
+        torch.mm(slope, self.weight, out=of_hidden)
+        if of_weight is None:
+            return
+        if self.hidden.is_cuda and self.hidden.dtype != of_weight.dtype:
+            torch.addmm(of_weight, slope.t(), self.hidden, out_dtype=of_weight.dtype, out=of_weight)
+        else:
+            of_weight += slope.t() @ self.hidden
+
+
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, rows: int) -> Any:
-        hidden, dtype = hidden.contiguous(), torch.promote_types(hidden.dtype, torch.float32)
-        temperature = temperature.to(dtype)
+        hidden, temperature = hidden.contiguous(), at_least_fp32(temperature)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropy = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
-        for i in range(0, len(hidden), rows):
-            part = slice(i, i + rows)
-            results = target_logprobs_reference(exact_logits(hidden[part], weight), targets[part], temperature[part])
-            logprobs[part], entropy[part] = results
-        ctx.save_for_backward(hidden, weight, targets, temperature, entropy)
+        for part in _slices(len(hidden), rows):
+            chunk = _Chunk(hidden[part], weight, targets[part], temperature[part].to(dtype))
+            logprobs[part], entropy[part] = chunk.logprobs, chunk.entropy
+        ctx.save_for_backward(hidden, weight, targets, temperature.to(dtype))
         ctx.rows = rows
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> Any:
-        hidden, weight, targets, temperature, entropy = ctx.saved_tensors
-        of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=temperature.dtype)
-        for i in range(0, len(hidden), ctx.rows):
-            part = slice(i, i + ctx.rows)
-            x, T = hidden[part], temperature[part, None]
-            logprobs = exact_logits(x, weight).div_(T).log_softmax(dim=-1)
-            slope = torch.zeros_like(logprobs)
-            probs = logprobs.exp()
-            if grad is not None:
-                slope.addcmul_(probs, grad[part, None], value=-1)
-                slope.scatter_add_(1, targets[part, None], grad[part, None])
-            if grad_entropy is not None:
-                slope.addcmul_(probs * (logprobs + entropy[part, None]), grad_entropy[part, None], value=-1)
-            slope = slope.div_(T).to(x.dtype)
-            of_hidden[part] = slope @ weight
-            of_weight += slope.t() @ x
-        return of_hidden, of_weight.to(weight.dtype), None, None, None
+        hidden, weight, targets, temperature = ctx.saved_tensors
+        grad = torch.zeros_like(temperature) if grad is None else grad
+        of_hidden = torch.empty_like(hidden)
+        of_weight = torch.zeros_like(weight, dtype=temperature.dtype) if ctx.needs_input_grad[1] else None
+        for part in _slices(len(hidden), ctx.rows):
+            chunk = _Chunk(hidden[part], weight, targets[part], temperature[part])
+            entropy_part = None if grad_entropy is None else grad_entropy[part]
+            chunk.add_gradients(grad[part], entropy_part, of_hidden[part], of_weight)
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, rows: int, loss: Loss
+    ) -> Any:
+        hidden, dtype = hidden.contiguous(), torch.promote_types(hidden.dtype, torch.float32)
+        temperature = temperature.to(dtype)
+        of_hidden = torch.empty_like(hidden)
+        of_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
+        total = torch.zeros((), dtype=dtype, device=hidden.device)
+        for part in _slices(len(hidden), rows):
+            chunk = _Chunk(hidden[part], weight, targets[part], temperature[part])
+            with torch.enable_grad():
+                values = (chunk.logprobs.requires_grad_(), chunk.entropy.requires_grad_())
+                of_part = loss(part, *values)
+                grad, grad_entropy = torch.autograd.grad(of_part, values, allow_unused=True)
+            total += of_part.detach()
+            grad = torch.zeros_like(chunk.logprobs) if grad is None else grad
+            chunk.add_gradients(grad, grad_entropy, of_hidden[part], of_weight)
+        ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        of_hidden, of_weight = ctx.saved_tensors
+        return of_hidden * grad, None if of_weight is None else of_weight * grad, None, None, None, None
+
+
+def _slices(count: int, rows: int) -> list[slice]:
+    return [slice(i, min(i + rows, count)) for i in range(0, count, rows)]

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.kernels import gpu
+from hone.kernels.block import heads_attention
 from hone.kernels.flat_attention import Sequences, flat_attention, takes
 from hone.kernels.norm_rope import norm_rope
 from hone.kernels.rows import put_rows, take_rows
@@ -68,6 +70,12 @@ class PackedAttention:
         return torch.from_numpy(np.concatenate([np.arange(n) for n in self.lengths])).to(self.device)
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
+        if gpu.trains(qkv_TNE) and heads.rotation.positions_T is not None:
+            table = (heads.rotation.cos_PE, heads.rotation.sin_PE)
+            return heads_attention(
+                qkv_TNE, heads.q_scale_E, heads.k_scale_E, table, heads.rotation.positions_T, self.cu_seqlens,
+                max(self.lengths), heads.eps, heads.H,
+            )  # fmt: skip
         return self.attend(*heads(qkv_TNE))
 
     def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:

@@ -47,12 +47,12 @@ class ModelSpec:
         kv = self.num_key_value_heads * self.head_dim
         return self.num_attention_heads * self.head_dim, kv, kv
 
-    def flops_per_token(self, context: float = 0.0) -> float:
-        """Forward FLOPs of one token that attends to `context` others (2 a multiply-add), the LM head included."""
+    def flops_per_token(self, context: float = 0.0, head: float = 1.0) -> float:
+        """Forward FLOPs of one token (2 a multiply-add) that attends to `context` others, the LM head for a share."""
         q, k, v = self.qkv_splits
         layer = self.hidden_size * (2 * q + k + v) + 3 * self.hidden_size * self.intermediate_size
-        head = self.vocab_size * self.hidden_size
-        return 2.0 * (self.num_hidden_layers * (layer + 2 * q * context) + head)
+        logits = self.vocab_size * self.hidden_size
+        return 2.0 * (self.num_hidden_layers * (layer + 2 * q * context) + head * logits)
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hone.kernels import gpu
+from hone.kernels.block import norm_linear, swiglu_linear
 from hone.kernels.linear import linear, linear_parts
 from hone.kernels.norm import add_norm
 from hone.kernels.rows import take_rows
@@ -77,9 +79,16 @@ class RMSNorm(nn.Module):
         """x + delta, and its norm."""
         return add_norm(x_TD, delta_TD, self.weight, self.eps)
 
+    def through(self, linear: Linear, x_TD: Tensor, delta_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + delta, and the projection of its norm."""
+        if gpu.trains(x_TD) and linear.delta is None:
+            return norm_linear(x_TD, delta_TD, self.weight, self.eps, linear.weight, linear.bias)
+        total_TD, normed_TD = self(x_TD, delta_TD)
+        return total_TD, linear(normed_TD)
+
 
 class SelfAttention(nn.Module):
-    """Projections and the mixing of values; `out` is applied by the block, to the rows it keeps."""
+    """Projections, and the mixing of values between them."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -90,8 +99,8 @@ class SelfAttention(nn.Module):
         self.q_norm = nn.Parameter(torch.ones(spec.head_dim)) if spec.qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(spec.head_dim)) if spec.qk_norm else None
 
-    def forward(self, layer: int, x_TD: Tensor, rotation: Rotation, attend: Attention) -> Tensor:
-        qkv_TNE = self.qkv(x_TD).view(len(x_TD), -1, self.head_dim)
+    def mix(self, layer: int, qkv_TO: Tensor, rotation: Rotation, attend: Attention) -> Tensor:
+        qkv_TNE = qkv_TO.view(len(qkv_TO), -1, self.head_dim)
         return attend(layer, qkv_TNE, Heads(self.heads, self.q_norm, self.k_norm, self.eps, rotation))
 
 
@@ -101,8 +110,10 @@ class MLP(nn.Module):
         self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
         self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down.parts(swiglu(self.gate_up(x_TD)))
+    def project(self, gate_up_T2F: Tensor) -> Tensor:
+        if gpu.trains(gate_up_T2F) and self.down.delta is None:
+            return swiglu_linear(gate_up_T2F, self.down.weight, self.down.bias)
+        return self.down.parts(swiglu(gate_up_T2F))
 
 
 class Block(nn.Module):
@@ -123,12 +134,12 @@ class Block(nn.Module):
         keep_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """The residual stream and what is still to be added to it, both before and after: the next norm adds it."""
-        x_TD, normed_TD = self.attention_norm(x_TD, delta_TD)
-        mixed_TD = self.attention(layer, normed_TD, rotation, attend)
+        x_TD, qkv_TO = self.attention_norm.through(self.attention.qkv, x_TD, delta_TD)
+        mixed_TD = self.attention.mix(layer, qkv_TO, rotation, attend)
         if keep_N is not None:
             x_TD, mixed_TD = take_rows(x_TD, keep_N), take_rows(mixed_TD, keep_N)
-        x_TD, normed_TD = self.mlp_norm(x_TD, self.attention.out.parts(mixed_TD))
-        return x_TD, self.mlp(normed_TD)
+        x_TD, gate_up_T2F = self.mlp_norm.through(self.mlp.gate_up, x_TD, self.attention.out.parts(mixed_TD))
+        return x_TD, self.mlp.project(gate_up_T2F)
 
 
 class Transformer(nn.Module):

@@ -23,7 +23,7 @@ from hone.trainer.packing import Packed
 def cross_entropy_sum(packed: Packed, model: Transformer) -> Tensor:
     """Sum of -log p(target), in fp32; divide by the number of targets of the whole batch."""
     ones_N = torch.ones(len(packed.targets_N), device=packed.targets_N.device)
-    return -packed.target_logprobs(model, ones_N)[0].sum()
+    return packed.loss(model, ones_N, lambda part, logprobs, entropy: -logprobs.sum())
 
 
 @dataclass

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.kernels.head import head_logprobs
+from hone.kernels.head import Loss, head_logprobs, head_loss
 from hone.models.attention import PackedAttention
 from hone.models.shared_prompt import SharedPromptAttention
 from hone.models.transformer import Transformer
@@ -47,6 +47,11 @@ class Packed:
         """Logprobs of the targets, and the entropies of the distributions they were drawn from, N each."""
         hidden_ND, weight_VD = self.target_hidden(model), model.head_weight_VD
         return head_logprobs(hidden_ND, weight_VD, self.targets_N, temperature_N, entropy_gradient)
+
+    def loss(self, model: Transformer, temperature_N: Tensor, loss: Loss, entropy_gradient: bool = False) -> Tensor:
+        """The sum of `loss(part, logprobs, entropies)` over slices of the targets (`kernels/head.py`)."""
+        hidden_ND, weight_VD = self.target_hidden(model), model.head_weight_VD
+        return head_loss(hidden_ND, weight_VD, self.targets_N, temperature_N, loss, entropy_gradient)
 
 
 def pack(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu") -> Packed:

@@ -5,7 +5,7 @@ programmatic dependent launch (PDL), so that its blocks start while the kernel b
 kernel is complete and visible, then lets the next one start: before `wait` a kernel may touch what was written two
 kernels earlier and never by the one before it, which is where weights are fetched into the L2 cache.
 
-They take half precision, and no gradients: training has paths of its own.
+They take half precision. Those of `training.py` make gradients, for `kernels/block.py` and `kernels/head.py`.
 """
 
 import functools
@@ -23,6 +23,11 @@ FEW_TOKENS = 256  # up to here a product is bound by fetching weights
 def takes(x: Tensor) -> bool:
     """Whether the Triton kernels take this tensor."""
     return IS_AVAILABLE and x.is_cuda and x.dtype in HALF and not torch.is_grad_enabled()
+
+
+def trains(x: Tensor) -> bool:
+    """Whether the kernels with gradients take this tensor."""
+    return IS_AVAILABLE and x.is_cuda and x.dtype in HALF and torch.is_grad_enabled()
 
 
 def takes_model(weight: Tensor, head_size: int) -> bool:

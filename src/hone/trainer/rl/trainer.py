@@ -89,7 +89,7 @@ class RLTrainer:
             values |= summary(name, self.ranks.gather(torch.cat([*tensors, torch.empty(0, device=self.device)])))
         if tokens:
             context = sum(n * n for n in lengths) / (2 * tokens)
-            used = mfu(3 * self.model.spec.flops_per_token(context) * tokens / seconds, self.device)
+            used = mfu(3 * self.model.spec.flops_per_token(context, sum(loss_lengths) / tokens) * tokens / seconds, self.device)
             values |= {} if used is None else {"perf/mfu": used}
         return values
 
@@ -120,7 +120,6 @@ class RLTrainer:
             for values in ([s.temperature for s in samples], [s.advantage for s in samples], weights)
         )
         self.laps("data")
-        logprobs_N, entropy_N = packed.target_logprobs(self.model, temperature_N, config.entropy_weight > 0)
         reference_N = None
         if self.reference is not None:
             with torch.no_grad():
@@ -128,19 +127,28 @@ class RLTrainer:
         teachers = [s.teacher_logprobs for s in samples]
         teacher_N = None if None in teachers else self._of_targets(samples, teachers)  # type: ignore[arg-type]
         sampled_N = self._of_targets(samples, [s.logprobs for s in samples])
-        loss = policy_loss(
-            logprobs_N, sampled_N, advantage_N, sequence_N, weight_N, config, entropy_N, reference_N, teacher_N
-        )
-        total = loss.total
+
+        def loss_of(part: slice, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+            loss = policy_loss(
+                logprobs, sampled_N[part], advantage_N[part], sequence_N[part], weight_N[part], config, entropy,
+                None if reference_N is None else reference_N[part], None if teacher_N is None else teacher_N[part],
+            )  # fmt: skip
+            parts["entropy"].append(entropy.detach())
+            parts["mismatch_kl"].append(loss.mismatch_kl)
+            parts["is_masked"].append(loss.is_masked)
+            parts["importance_ratio"].append(loss.ratio)
+            if loss.reference_kl is not None:
+                parts["reference_kl"].append(loss.reference_kl)
+            return loss.total
+
+        needs_entropy = config.entropy_weight > 0
+        if config.ratio_type == "token":
+            total = packed.loss(self.model, temperature_N, loss_of, needs_entropy)
+        else:  # a sequence's tokens are needed together
+            total = loss_of(slice(None), *packed.target_logprobs(self.model, temperature_N, needs_entropy))
         self.laps("forward")
         total.backward()
         self.laps("backward")
-        parts["entropy"].append(entropy_N.detach())
-        parts["mismatch_kl"].append(loss.mismatch_kl)
-        parts["is_masked"].append(loss.is_masked)
-        parts["importance_ratio"].append(loss.ratio)
-        if loss.reference_kl is not None:
-            parts["reference_kl"].append(loss.reference_kl)
         return total.detach()
 
     def _backward_alone(self, samples: list[Sample], weights: list[float], i: int) -> None:

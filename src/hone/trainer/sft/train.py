@@ -184,7 +184,7 @@ class Trainer:
             handle(step, grad_norm, len(flat), alone, describe, *where, self.ranks)
         seconds = time.perf_counter() - start
         context = sum(len(ids) ** 2 for row in rows for ids, _ in row) / (2 * tokens)
-        used = mfu(3 * self.model.spec.flops_per_token(context) * tokens / seconds, self.device)
+        used = mfu(3 * self.model.spec.flops_per_token(context, targets / tokens) * tokens / seconds, self.device)
         return {
             "loss/mean": float(self.ranks.sum(loss)),
             "optim/lr": lr,

@@ -1,0 +1,153 @@
+"""The steps of a block as they are trained on a GPU, with gradients that keep little and compute the rest once more.
+
+    x ─ add, norm, linear ─► qkv ─ heads, flash attention ─► mixed ─ linear ─►       norm_linear, heads_attention
+      ─ add, norm, linear ─► gate_up ─ swiglu, linear ─►                             norm_linear, swiglu_linear
+
+Kept between forward and back are the sums that are normed, qkv, what attention gives, and gate_up: 28 KiB a token and
+layer at Qwen3-0.6B's shape where keeping all would take 44. The kernels that compute gradients make the rest beside.
+Written in `kernels/gpu/training.py`; twins in plain torch are `*_reference`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.kernels.linear import linear_reference
+from hone.kernels.norm import add_norm_reference
+from hone.kernels.norm_rope import norm_rope_reference, rotate
+from hone.kernels.swiglu import swiglu_reference
+
+
+def norm_linear(
+    x_TD: Tensor, delta_TD: Tensor | None, scale_D: Tensor, eps: float, weight_OD: Tensor, bias_O: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """x + delta, and the projection of its norm, T x O."""
+    total, out = _NormLinear.apply(x_TD, delta_TD, scale_D, eps, weight_OD, bias_O)  # type: ignore[no-untyped-call]
+    return total, out
+
+
+def norm_linear_reference(
+    x_TD: Tensor, delta_TD: Tensor | None, scale_D: Tensor, eps: float, weight_OD: Tensor, bias_O: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    total, normed = add_norm_reference(x_TD, delta_TD, scale_D, eps)
+    return total, linear_reference(normed, weight_OD, bias_O)
+
+
+def swiglu_linear(gate_up_T2F: Tensor, weight_OF: Tensor, bias_O: Tensor | None) -> Tensor:
+    """silu(gate) * up, projected: T x O."""
+    out: Tensor = _SwiGLULinear.apply(gate_up_T2F, weight_OF, bias_O)  # type: ignore[no-untyped-call]
+    return out
+
+
+def swiglu_linear_reference(gate_up_T2F: Tensor, weight_OF: Tensor, bias_O: Tensor | None) -> Tensor:
+    return linear_reference(swiglu_reference(gate_up_T2F), weight_OF, bias_O)
+
+
+def heads_attention(
+    qkv_TNE: Tensor, q_scale_E: Tensor | None, k_scale_E: Tensor | None, table: tuple[Tensor, Tensor],
+    positions_T: Tensor, ends: Tensor, longest: int, eps: float, H: int,
+) -> Tensor:  # fmt: skip
+    """Causal attention of a fused projection, N = H + 2K heads, over sequences that start and end at `ends` (int32).
+
+    Queries and keys are normalised where there are scales, and rotated by cos and sin, P x E, of their positions.
+    """
+    inputs = (qkv_TNE, q_scale_E, k_scale_E, *table, positions_T, ends, longest, eps, H)
+    out: Tensor = _HeadsAttention.apply(*inputs)  # type: ignore[no-untyped-call]
+    return out.flatten(1)
+
+
+def heads_attention_reference(
+    qkv_TNE: Tensor, q_scale_E: Tensor | None, k_scale_E: Tensor | None, table: tuple[Tensor, Tensor],
+    positions_T: Tensor, ends: Tensor, longest: int, eps: float, H: int,
+) -> Tensor:  # fmt: skip
+    cos, sin = (part[positions_T].unsqueeze(1) for part in table)
+    if q_scale_E is None or k_scale_E is None:
+        K = (qkv_TNE.shape[1] - H) // 2
+        q, k, v = qkv_TNE.split([H, K, K], dim=1)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    else:
+        q, k, v = norm_rope_reference(qkv_TNE, q_scale_E, k_scale_E, cos, sin, eps, H)
+    outs = []
+    for start, end in zip(ends.tolist(), ends.tolist()[1:], strict=False):
+        of_q, of_k, of_v = (x[start:end].transpose(0, 1) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(of_q, of_k, of_v, is_causal=True, enable_gqa=True)
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs).flatten(1)
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float, weight: Tensor, bias: Any) -> Any:
+        from hone.kernels.gpu import rows
+
+        total, normed = rows.add_norm(x, delta, scale, eps)
+        ctx.save_for_backward(total, scale, weight)
+        ctx.eps, ctx.has_delta = eps, delta is not None
+        ctx.set_materialize_grads(False)
+        return total, linear_reference(normed, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor | None, grad: Tensor) -> Any:
+        from hone.kernels.gpu import training
+
+        total, scale, weight = ctx.saved_tensors
+        needs_weight, needs_bias = ctx.needs_input_grad[4:]
+        grad = grad.contiguous()
+        grad_total = None if grad_total is None else grad_total.contiguous()
+        normed, out, of_scale = training.norm_backward(total, scale, grad @ weight, grad_total, ctx.eps, needs_weight)
+        return (
+            out, out if ctx.has_delta else None, of_scale, None,
+            None if normed is None else grad.t() @ normed, grad.sum(dim=0) if needs_bias else None,
+        )  # fmt: skip
+
+
+class _SwiGLULinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        from hone.kernels.gpu import rows
+
+        ctx.save_for_backward(gate_up, weight)
+        return linear_reference(rows.swiglu(gate_up), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        from hone.kernels.gpu import training
+
+        gate_up, weight = ctx.saved_tensors
+        _, needs_weight, needs_bias = ctx.needs_input_grad
+        grad = grad.contiguous()
+        act, out = training.swiglu_backward(gate_up, grad @ weight, needs_weight)
+        return out, None if act is None else grad.t() @ act, grad.sum(dim=0) if needs_bias else None
+
+
+class _HeadsAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, q_scale: Any, k_scale: Any, cos: Tensor, sin: Tensor, positions: Tensor, ends: Tensor,
+        longest: int, eps: float, H: int,
+    ) -> Any:  # fmt: skip
+        from hone.kernels.gpu import training
+
+        q, k = training.rotate_heads(qkv, q_scale, k_scale, cos, sin, positions, eps, H)
+        v = qkv[:, H + k.shape[1] :]
+        out, logsum, seed, unused, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, ends, ends, longest, longest, 0.0, True, False
+        )
+        ctx.save_for_backward(qkv, q_scale, k_scale, cos, sin, positions, ends, out, logsum, seed, unused)
+        ctx.longest, ctx.eps, ctx.H = longest, eps, H
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        from hone.kernels.gpu import training
+
+        qkv, q_scale, k_scale, cos, sin, positions, ends, out, logsum, seed, unused = ctx.saved_tensors
+        q, k = training.rotate_heads(qkv, q_scale, k_scale, cos, sin, positions, ctx.eps, ctx.H)
+        v, n = qkv[:, ctx.H + k.shape[1] :], ctx.longest
+        grads = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), q, k, v, out, logsum, ends, ends, n, n, 0.0, True, seed, unused
+        )
+        dq, dk, dv = grads
+        found = training.rotate_heads_backward(qkv, q_scale, k_scale, cos, sin, positions, dq, dk, dv, ctx.eps)
+        return *found, None, None, None, None, None, None, None

@@ -1,0 +1,98 @@
+"""Kernels with gradients against their plain twins in fp64, on a GPU."""
+
+import pytest
+import torch
+
+from hone.kernels.block import (
+    heads_attention,
+    heads_attention_reference,
+    norm_linear,
+    norm_linear_reference,
+    swiglu_linear,
+    swiglu_linear_reference,
+)
+from hone.kernels.head import head_logprobs, head_logprobs_reference, head_loss
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+def assert_like_twin(function, twin, tensors, *rest, limit=0.01):
+    """Results and all gradients, of bf16 inputs, against the twin's in fp64."""
+    half = [None if x is None else x.cuda().bfloat16().requires_grad_() for x in tensors]
+    exact = [None if x is None else x.detach().double().requires_grad_() for x in half]
+    got, expected = function(*half, *rest), twin(*exact, *rest)
+    got, expected = (x if isinstance(x, tuple) else (x,) for x in (got, expected))
+    directions = [torch.randn_like(x) for x in expected]
+    for results in (got, expected):
+        sum((x.double() * d).sum() for x, d in zip(results, directions, strict=True)).backward()
+    pairs = list(zip(got, expected, strict=True))
+    pairs += [(x.grad, y.grad) for x, y in zip(half, exact, strict=True) if x is not None]
+    for one, other in pairs:
+        assert (one.double() - other).norm() / other.norm() < limit
+
+
+@pytest.mark.parametrize("D", [256, 320])
+@pytest.mark.parametrize("has_delta", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_norm_linear(D, has_delta, has_bias):
+    x, delta = torch.randn(1000, D), torch.randn(1000, D) if has_delta else None
+    tensors = [x, delta, torch.rand(D) + 0.5, torch.randn(96, D), torch.randn(96) if has_bias else None]
+    assert_like_twin(
+        lambda x, d, s, w, b: norm_linear(x, d, s, 1e-6, w, b),
+        lambda x, d, s, w, b: norm_linear_reference(x, d, s, 1e-6, w, b), tensors,
+    )  # fmt: skip
+
+
+def test_swiglu_linear():
+    tensors = [torch.randn(500, 2 * 1100), torch.randn(64, 1100), torch.randn(64)]
+    assert_like_twin(swiglu_linear, swiglu_linear_reference, tensors)
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize(("H", "K", "E"), [(4, 2, 64), (6, 1, 128)])
+def test_heads_attention(has_norm, H, K, E):
+    lengths = [5, 64, 1, 200, 129]
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
+    angles = torch.outer(torch.arange(256.0), 1 / 100 ** (torch.arange(0, E, 2) / E))
+    cos, sin = angles.cos(), angles.sin()
+    table = [torch.cat(x, -1).cuda().bfloat16() for x in ([cos, cos], [-sin, sin])]
+    scales = [torch.rand(E) + 0.5 if has_norm else None for _ in range(2)]
+    tensors = [torch.randn(sum(lengths), H + 2 * K, E), *scales]
+
+    def call(function, dtype):
+        turn = tuple(x.to(dtype) for x in table)
+        return lambda x, q, k: function(x, q, k, turn, positions, ends, max(lengths), 1e-6, H)
+
+    half, exact = call(heads_attention, torch.bfloat16), call(heads_attention_reference, torch.float64)
+    assert_like_twin(half, exact, tensors, limit=0.015)
+
+
+@pytest.mark.parametrize("chunk", [2**30, 4 * 5003 * 64])
+def test_head(monkeypatch, chunk):
+    monkeypatch.setattr("hone.kernels.head.CHUNK_BYTES", chunk)
+    targets, temperature = torch.randint(0, 5003, (300,), device="cuda"), (torch.rand(300) + 0.5).cuda()
+    tensors = [torch.randn(300, 128), torch.randn(5003, 128) / 4]
+
+    def half(x, w):
+        return head_logprobs(x, w, targets, temperature, entropy_gradient=True)
+
+    def exact(x, w):
+        return head_logprobs_reference(x, w, targets, temperature.double())
+
+    assert_like_twin(half, exact, tensors)
+    a, b, seen = torch.randn(300).cuda(), torch.randn(300).cuda(), []
+
+    def loss_of(part, logprobs, entropy):
+        seen.append(part)
+        return (logprobs.exp() * a[part] + entropy * b[part]).sum()
+
+    def loss(x, w):
+        return head_loss(x, w, targets, temperature, loss_of, entropy_gradient=True)
+
+    def exact_loss(x, w):
+        logprobs, entropy = exact(x, w)
+        return (logprobs.exp() * a + entropy * b).sum()
+
+    assert_like_twin(loss, exact_loss, tensors)
+    assert len(seen) == -(-300 // max(chunk // (4 * 5003), 64))
