@@ -11,6 +11,8 @@ Samples of a group share their prompt; `pack_shared` lays it down once:
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,14 +58,20 @@ class Packed:
 
 def pack(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu") -> Packed:
     """Packs sequences; `masks[i][j]` says that token j of sequence i is a target. A first token never is one."""
-    attention = PackedAttention([len(sequence) - 1 for sequence in ids], device)
-    tokens = np.concatenate([np.asarray(sequence[:-1], dtype=np.int64) for sequence in ids])
-    following = np.concatenate([np.asarray(sequence[1:], dtype=np.int64) for sequence in ids])
-    wanted = np.concatenate([np.asarray(mask[1:], dtype=bool) for mask in masks])
+    lengths = np.array([len(sequence) for sequence in ids])
+    attention = PackedAttention((lengths - 1).tolist(), device)
+    flat, ends = flatten(ids, np.int64), np.cumsum(lengths)
+    tokens, following = np.delete(flat, ends - 1), np.delete(flat, ends - lengths)
+    wanted = np.delete(flatten(masks, bool), ends - lengths)
     keep = np.flatnonzero(wanted)
     sequence = np.searchsorted(attention.starts, keep, side="right") - 1
     tokens_T, keep_K, targets_N, sequence_N = _tensors(device, tokens, keep, following[keep], sequence)
     return Packed(attention, tokens_T, keep_K, None, targets_N, sequence_N)
+
+
+def flatten(rows: Sequence[Sequence[Any]], dtype: type) -> np.ndarray:
+    """Rows end to end: one pass, where an array of each row would cost as much as the rest of packing."""
+    return np.fromiter(chain.from_iterable(rows), dtype, sum(map(len, rows)))
 
 
 def prompt_of(ids: Ids, mask: Mask) -> tuple[int, ...]:

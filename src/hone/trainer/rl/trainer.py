@@ -9,6 +9,7 @@ from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from hone.config.rl import TrainerConfig
@@ -18,7 +19,7 @@ from hone.records import Batch, Sample
 from hone.trainer.bad_steps import handle
 from hone.trainer.loss import loss_function, policy_loss, token_weights
 from hone.trainer.optim import Optimizer, learning_rate
-from hone.trainer.packing import pack, pack_shared, prompt_of, split_by_prompt, split_by_tokens
+from hone.trainer.packing import flatten, pack, pack_shared, prompt_of, split_by_prompt, split_by_tokens
 from hone.trainer.performance import Laps, mfu, peak_memory_gib
 from hone.trainer.ranks import Ranks
 
@@ -89,7 +90,9 @@ class RLTrainer:
             values |= summary(name, self.ranks.gather(torch.cat([*tensors, torch.empty(0, device=self.device)])))
         if tokens:
             context = sum(n * n for n in lengths) / (2 * tokens)
-            used = mfu(3 * self.model.spec.flops_per_token(context, sum(loss_lengths) / tokens) * tokens / seconds, self.device)
+            used = mfu(
+                3 * self.model.spec.flops_per_token(context, sum(loss_lengths) / tokens) * tokens / seconds, self.device
+            )
             values |= {} if used is None else {"perf/mfu": used}
         return values
 
@@ -156,7 +159,6 @@ class RLTrainer:
 
     def _of_targets(self, samples: list[Sample], values: list[list[float]]) -> torch.Tensor:
         """What the samples' targets have, end to end."""
-        flat = [
-            x for s, of_s in zip(samples, values, strict=True) for x, m in zip(of_s[1:], s.mask[1:], strict=True) if m
-        ]
-        return torch.tensor(flat, device=self.device)
+        is_target = flatten([s.mask for s in samples], bool)
+        is_target[np.cumsum([0, *(len(s.mask) for s in samples[:-1])])] = False  # a first token never is one
+        return torch.from_numpy(flatten(values, np.float32)[is_target]).to(self.device)
