@@ -84,7 +84,8 @@ def measure(step, lengths_of, targets_of, laps=None) -> dict:
     rates = [n / t for n, t in zip(tokens, times[WARM_UP:], strict=True)]
     used = [flops(*w) / t for w, t in zip(work[WARM_UP:], times[WARM_UP:], strict=True)]
     result = {
-        "tokens_per_second": statistics.median(rates), "first_step": times[0], "step": statistics.median(times[WARM_UP:]),
+        "tokens_per_second": statistics.median(rates), "first_step": times[0],
+        "step": statistics.median(times[WARM_UP:]),
         "memory_gib": torch.cuda.max_memory_allocated() / 2**30, "spread": (max(rates) - min(rates)) / max(rates),
         "flops_per_second": statistics.median(used),
     }  # fmt: skip
@@ -130,6 +131,8 @@ def our_rl(micro_batch_tokens: int) -> dict:
 def our_sft(micro_batches: int, **options) -> dict:
     import logging
 
+    import torch
+
     from hone.config.sft import SFTConfig
     from hone.models.loading import Loaded
     from hone.run_directory import RunDirectory
@@ -142,7 +145,7 @@ def our_sft(micro_batches: int, **options) -> dict:
     model = our_model()
     optimizer = Optimizer(model, config.optim)
     run = RunDirectory(Path(tempfile.mkdtemp()), "sft")
-    loaded = Loaded(model, None, Path())
+    loaded = Loaded(model, None, Path(), torch.bfloat16)
     trainer = Trainer(config, loaded, optimizer, run, None, logging.getLogger(), Ranks())
 
     def rows(i: int) -> list:
@@ -168,7 +171,9 @@ def hf_rl(compiled: bool) -> dict:
 
     def loss_of(ids: torch.Tensor, advantage: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         logits = model(ids[:, :-1], use_cache=False).logits
-        logprobs = -torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        logprobs = -torch.nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+        )
         return -(torch.exp(logprobs.view_as(old) - old) * advantage[:, None]).mean()
 
     function = torch.compile(loss_of) if compiled else loss_of
@@ -218,20 +223,24 @@ def trl_sft(attention: str, strategy: str) -> dict:
             tokens.append(inputs["input_ids"].numel())  # padding too, if there is any: to the peer's favour
             return super().compute_loss(model, inputs, *rest, **named)
 
-    from transformers import PreTrainedTokenizerFast
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(vocabulary, "<unk>")), pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, "<unk>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
     )
     data = Dataset.from_dict({"input_ids": rows})
     trainer = Counted(model=model, args=args, train_dataset=data, processing_class=tokenizer, callbacks=[Timer()])
     trainer.train()
     rates = [n / t for n, t in zip(tokens[WARM_UP:], seconds[WARM_UP:], strict=True)]
     return {
-        "tokens_per_second": statistics.median(rates), "first_step": seconds[0], "step": statistics.median(seconds[WARM_UP:]),
+        "tokens_per_second": statistics.median(rates), "first_step": seconds[0],
+        "step": statistics.median(seconds[WARM_UP:]),
         "memory_gib": torch.cuda.max_memory_allocated() / 2**30, "spread": (max(rates) - min(rates)) / max(rates),
     }  # fmt: skip
 

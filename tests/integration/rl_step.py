@@ -1,4 +1,7 @@
-"""Two RL steps on a fixed batch, their metrics as JSON: run alone or under torchrun by test_training.py."""
+"""Two RL steps on a fixed batch, their metrics as JSON: run alone or under torchrun by test_training.py.
+
+usage: rl_step.py OUT [KEY=JSON …] of TrainerConfig
+"""
 
 import json
 import sys
@@ -12,6 +15,7 @@ from hone.models.transformer import Transformer
 from hone.records import Batch, Sample
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.sharding import Export
 
 ranks = Ranks.join(60.0)
 model = Transformer(ModelSpec(40, 32, 48, 2, 2, 1, 16, 1e-6, 100.0, True, 64, 0.3, False))
@@ -23,11 +27,15 @@ for i in range(15):
     n = 4 + i // 4
     logprobs = [0.0] * n + (-3 - torch.rand(len(ids) - n, generator=draw)).tolist()
     samples.append(Sample(ids, [False] * n + [True] * (len(ids) - n), logprobs, (-1.0) ** i, 1.0))
-trainer = RLTrainer(model, TrainerConfig(micro_batch_tokens=40), 10, ranks=ranks)
-trainer.config.optim.lr = 1e-3
+given = {key: json.loads(value) for key, value in (word.split("=") for word in sys.argv[2:])}
+config = {"micro_batch_tokens": 40, "optim": {"lr": 1e-3, "type": given.pop("optimizer", "adamw")}, **given}
+trainer = RLTrainer(model, TrainerConfig.model_validate(config), 10, ranks=ranks)
 values: dict[str, float] = {"ranks": ranks.count}
 for step in (1, 2):
     values |= {f"{step}/{name}": value for name, value in trainer.step(Batch(step, samples)).items()}
+export = Export(model, ranks, torch.float32)()
+if export is not None:
+    values |= {f"weights/{name}": float(p.norm()) for name, p in export.named_parameters()}
 values = {name.split("/", 1)[1] if "time/" in name or "perf/" in name else name: x for name, x in values.items()}
 if ranks.is_first:
     Path(sys.argv[1]).write_text(json.dumps(values))

@@ -17,6 +17,7 @@ from hone.kernels import cpu
 from hone.kernels.linear import HAS_AVX512
 from hone.models.hf import load_model, save_model
 from hone.models.proof import checksum
+from hone.trainer.checkpoint import is_whole
 
 from .conftest import BIN, ROOT, TINY, Server, command
 
@@ -137,7 +138,7 @@ def test_the_death_of_any_process_ends_all(victim, trained, tmp_path):
         assert last == f"rl: error: {victim} was killed (SIGKILL)", run.log.read_text()
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*[0-9]/trainer/*.partial"))
     steps = sorted(int(p.name[5:]) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.suffix != ".partial")
-    assert load_file(tmp_path / "run" / "checkpoints" / f"step_{steps[-1]}" / "trainer" / "optimizer.safetensors")
+    assert is_whole(tmp_path / "run" / "checkpoints" / f"step_{steps[-1]}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -184,10 +184,10 @@ def test_sft_killed_at_ten_random_moments_ends_as_if_it_had_not_been(tmp_path):
     assert_same_weights(weights(out, 40), weights(tmp_path / "straight", 40))
 
 
-def torchrun(*words):
-    """Two processes on this machine, by the file, as in the seeds."""
+def torchrun(*words, ranks=2):
+    """Processes on this machine, by the file, as in the seeds."""
     subprocess.run(
-        [BIN / "torchrun", "--nproc-per-node", "2", "--master-port", str(free_port()), *map(str, words)],
+        [BIN / "torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port()), *map(str, words)],
         cwd=ROOT, check=True, timeout=120,
     )  # fmt: skip
 
@@ -201,29 +201,44 @@ def test_two_ranks_have_the_losses_of_one(tmp_path):
     ]  # fmt: skip
     command("sft", *words, tmp_path / "one")
     torchrun("--local-ranks-filter", 0, "src/hone/trainer/sft/train.py", *words, tmp_path / "two")
-    one, two = (metrics(tmp_path / name, "metrics_sft.jsonl") for name in ("one", "two"))
-    assert len(one) == len(two) == 4
+    torchrun("src/hone/trainer/sft/train.py", *words, tmp_path / "parts", "--sharding", "full")
+    one, *others = (metrics(tmp_path / name, "metrics_sft.jsonl") for name in ("one", "two", "parts"))
     for name in ("loss/mean", "val/loss", "optim/grad_norm"):
-        assert [r[name] for r in two if name in r] == pytest.approx([r[name] for r in one if name in r], rel=1e-5)
+        values = [row[name] for row in one if name in row]
+        assert values and all(
+            [r[name] for r in other if name in r] == pytest.approx(values, rel=1e-5) for other in others
+        )
     command("hone", "export", "--checkpoint", tmp_path / "two" / "checkpoints_sft" / "step_4", "--output-dir",
             tmp_path / "exported", "--dtype", "float32")  # fmt: skip
     assert_same_weights(load_file(tmp_path / "exported" / "model.safetensors"), weights(tmp_path / "two", 4))
     refused = command("hone", "export", "--checkpoint", tmp_path, "--output-dir", tmp_path / "more", ok=False)
     assert "no checkpoint there" in refused.stderr
-    # One rank goes on where two stopped.
-    command("sft", *words, tmp_path / "two", "--max-steps", 5, "--resume")
-    assert [row["step"] for row in metrics(tmp_path / "two", "metrics_sft.jsonl")] == [1, 2, 3, 4, 5]
+    # One rank goes on where two stopped that had parts, three with parts where one stopped.
+    more = ["--max-steps", 5, "--resume"]
+    command("sft", *words, tmp_path / "parts", *more)
+    torchrun("src/hone/trainer/sft/train.py", *words, tmp_path / "one", *more, "--sharding", "full", ranks=3)
+    one, parts = (metrics(tmp_path / name, "metrics_sft.jsonl") for name in ("one", "parts"))
+    assert [row["step"] for row in one] == [row["step"] for row in parts] == [1, 2, 3, 4, 5]
+    assert one[-1]["loss/mean"] == pytest.approx(parts[-1]["loss/mean"], rel=1e-5)
 
 
-def test_two_ranks_take_the_rl_step_of_one(tmp_path):
-    script = ROOT / "tests" / "integration" / "rl_step.py"
-    command("python", script, tmp_path / "one.json")
-    torchrun(script, tmp_path / "two.json")
-    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
-    assert one.keys() == two.keys() and one["ranks"] == 1 and two["ranks"] == 2
-    for name in set(one) - {"ranks"}:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_ranks_take_the_rl_step_of_one(optimizer, tmp_path):
+    """Each with the whole model, or with a part of it; three share the batch so that one has fewer micro-batches."""
+    script, options = (
+        ROOT / "tests" / "integration" / "rl_step.py",
+        [f'optimizer="{optimizer}"', 'loss={"kl_beta":0.1}'],
+    )
+    command("python", script, tmp_path / "one.json", *options)
+    torchrun(script, tmp_path / "two.json", *options)
+    torchrun(script, tmp_path / "parts.json", *options, 'sharding="full"', ranks=3)
+    one, two, parts = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two", "parts"))
+    assert (one.pop("ranks"), two.pop("ranks"), parts.pop("ranks")) == (1, 2, 3)
+    limit = 1e-5 if optimizer == "adamw" else 1e-3  # Muon's products are in bf16
+    for name in set(one):
         if not name.startswith(("time/", "perf/")):
-            assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7), name
+            assert two[name] == pytest.approx(one[name], rel=limit, abs=1e-7), name
+            assert parts[name] == pytest.approx(one[name], rel=limit, abs=1e-7), name
 
 
 def test_bench_measures_and_writes_nothing(tmp_path):

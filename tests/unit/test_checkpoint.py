@@ -15,8 +15,9 @@ from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import Batch, Sample
 from hone.run_directory import RunDirectory
-from hone.trainer.checkpoint import forget_after, restore, resume_from, save_checkpoint, to_keep
+from hone.trainer.checkpoint import Checkpoints, forget_after, restore, resume_from, to_keep
 from hone.trainer.optim import Optimizer
+from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
 
 SPEC = ModelSpec(40, 16, 24, 1, 2, 1, 8, 1e-6, 100.0, True, 64, 0.3, False)
@@ -38,8 +39,12 @@ def run(tmp_path):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(step)
-        save_checkpoint(run, optimizer, step, {"seed": 0}, CkptConfig(keep=3), {"val/loss": 1 / step})
+        save(run, optimizer, step, CkptConfig(keep=3), 1 / step)
     return run
+
+
+def save(run, optimizer, step, policy, loss):
+    Checkpoints(run, optimizer, policy, Ranks()).save(step, True, {"seed": 0}, {"val/loss": loss})
 
 
 def restored(run, resume=True, config=None):
@@ -50,7 +55,7 @@ def restored(run, resume=True, config=None):
 def test_the_last_whole_one_is_gone_on_from(run, caplog):
     step, model = restored(run)
     assert step == 3 and all((p == 3).all() for p in model.parameters())
-    tensors = run.checkpoints / "step_3" / "trainer" / "optimizer.safetensors"
+    tensors = run.checkpoints / "step_3" / "trainer" / "__0_0.distcp"
     content = bytearray(tensors.read_bytes())
     content[-1] ^= 1  # one bit
     tensors.write_bytes(content)
@@ -60,7 +65,7 @@ def test_the_last_whole_one_is_gone_on_from(run, caplog):
         step, model = restored(run)
     assert step == 1 and all((p == 1).all() for p in model.parameters())
     assert "step_3 is damaged" in caplog.text and "step_2 is damaged" in caplog.text
-    (run.checkpoints / "step_1" / "trainer" / "optimizer.safetensors").unlink()
+    (run.checkpoints / "step_1" / "trainer" / "__0_0.distcp").unlink()
     with pytest.raises(ValueError, match="none of .*step_3.* is whole"):
         restored(run)
 
@@ -95,7 +100,7 @@ def test_which_are_kept(run):
     assert to_keep(values, CkptConfig(keep=1, keep_best="reward/mean")) == {10, 50}
     model = made()
     policy = CkptConfig(keep=1, keep_best="val/loss")
-    save_checkpoint(run, Optimizer(model, OptimConfig()), 4, {"seed": 0}, policy, {"val/loss": 0.9})
+    save(run, Optimizer(model, OptimConfig()), 4, policy, 0.9)
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step_3", "step_4"]
 
 

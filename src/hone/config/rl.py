@@ -22,6 +22,7 @@ from hone.config.sections import (
     SamplingConfig,
     SchedulerConfig,
     ServeConfig,
+    Sharding,
     WeightsConfig,
     as_list,
 )
@@ -35,6 +36,9 @@ class TrainerConfig(Config):
     """Most tokens in one forward and backward pass."""
     activation_checkpointing: bool = False
     """Keep the inputs of blocks alone and compute the rest once more going back: less memory, a third more work."""
+    sharding: Sharding = "auto"
+    """With several ranks. full: each stores a part of every weight and of the optimiser's state (FSDP2); none: each
+    stores all. auto: full on GPUs, none on CPUs."""
     on_bad_step: OnBadStep = "stop"
     """When gradients are not finite, or over optim.skip_norm: end the run, or go on without that step. The samples go
     to bad_steps/ either way."""

@@ -10,6 +10,7 @@ from hone.config.base import COMMAND_LINE, Config
 
 Positive = Annotated[int, Field(gt=0)]
 OnBadStep = Literal["stop", "skip"]
+Sharding = Literal["auto", "full", "none"]
 API_KEY_VARIABLE = "HONE_API_KEY"  # gives a server its key without showing it in the list of processes
 
 

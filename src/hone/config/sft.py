@@ -11,6 +11,7 @@ from hone.config.sections import (
     Positive,
     ResumableConfig,
     SchedulerConfig,
+    Sharding,
     WeightsConfig,
     as_list,
 )
@@ -80,6 +81,9 @@ class SFTConfig(ResumableConfig):
     conversations go to bad_steps/ either way."""
     activation_checkpointing: bool = False
     """Keep the inputs of blocks alone and compute the rest once more going back: less memory, a third more work."""
+    sharding: Sharding = "auto"
+    """With several ranks. full: each stores a part of every weight and of the optimiser's state (FSDP2); none: each
+    stores all. auto: full on GPUs, none on CPUs."""
     weights: WeightsConfig = WeightsConfig()
 
     @model_validator(mode="after")

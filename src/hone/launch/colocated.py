@@ -23,7 +23,7 @@ from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
 from hone.orchestrator.orchestrator import Orchestrator, write_rollouts
 from hone.run_directory import RunDirectory
-from hone.trainer.checkpoint import forget_after, restore, resume_from, save_checkpoint
+from hone.trainer.checkpoint import Checkpoints, forget_after, restore, resume_from
 from hone.trainer.performance import keep_freed_memory
 from hone.trainer.rl.trainer import RLTrainer
 from hone.transport.waiting import Pulse
@@ -76,6 +76,7 @@ async def train(
         str(loaded.model.embed.weight.dtype)[6:], trainer.device, len(orchestrator.examples),
         ", ".join(environments), first, config.max_steps,
     )  # fmt: skip
+    checkpoints = Checkpoints(run, trainer.optimizer, config.ckpt, trainer.ranks)
     for step in range(first, config.max_steps + 1):
         start = time.perf_counter()
         collected = await orchestrator.collect(step, version=step - 1)
@@ -91,9 +92,7 @@ async def train(
         metrics.log(step, values)  # before the checkpoint: a run that resumes from it has the row
         if step in weight_steps:
             await service.run(partial(save_model, loaded.model, loaded.directory, run.weights_for(step)))
-        if config.ckpt and (is_last or step % config.ckpt.interval == 0):
-            state = (trainer.optimizer, step, config.public(), config.ckpt, values)
-            await service.run(partial(save_checkpoint, run, *state))
+        await service.run(partial(checkpoints.save, step, is_last, config.public(), values))
         console = {"console": is_last or step % config.log_interval == 0}
         if not collected.batch.samples:
             orchestrator_log.warning("Step %d: no group had rollouts of different reward, nothing to learn from", step)

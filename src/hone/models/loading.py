@@ -16,6 +16,7 @@ class Loaded:
     model: Transformer
     tokenizer: Tokenizer
     directory: Path
+    dtype: torch.dtype  # of weights and activations
 
 
 def load(config: ModelConfig, seed: int = 0) -> Loaded:
@@ -36,4 +37,4 @@ def load(config: ModelConfig, seed: int = 0) -> Loaded:
             f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, "
             f"the model's vocab_size is {model.spec.vocab_size}"
         )
-    return Loaded(model, tokenizer, directory)
+    return Loaded(model, tokenizer, directory, dtype)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
+from hone.trainer.sharding import local
 
 SHOWN = 8  # sequences that are written down
 
@@ -29,18 +29,17 @@ def handle(
 ) -> None:
     """After a bad step of `count` sequences: `backward(i)` adds the gradients of sequence i, `describe(i)` is what is
     written down of it. Writes those with the worst gradients; raises ValueError where the run is to end."""
-    if not ranks.is_first:  # every rank has the whole batch; the first looks at it
+    norms = []
+    for i in range(count):  # every rank has the whole batch; where they share the model, all go through it
         optimizer.clear()
+        if ranks.is_first or optimizer.is_sharded:
+            backward(i)
+            norms.append(optimizer.norm(optimizer.gradients()))
+    optimizer.clear()
+    if not ranks.is_first:
         if on_bad_step == "stop":
             raise ValueError(f"step {step}: the gradients' norm is {norm:.4g}")
         return
-    norms = []
-    for i in range(count):
-        optimizer.clear()
-        backward(i)
-        grads = [p.grad for p in optimizer.parameters if p.grad is not None]
-        norms.append(float(nn.utils.get_total_norm(grads)) if grads else 0.0)
-    optimizer.clear()
     worst = sorted(range(count), key=lambda i: -norms[i] if math.isfinite(norms[i]) else -math.inf)[:SHOWN]
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"step_{step}.jsonl"
@@ -48,7 +47,7 @@ def handle(
     file.write_text("\n".join(lines) + "\n")
     what = f"step {step}: the gradients' norm is {norm:.4g}; the sequences with the worst are in {file}"
     if on_bad_step == "stop":
-        broken = sum(not torch.isfinite(p).all() for p in optimizer.parameters)
+        broken = sum(not torch.isfinite(local(p)).all() for p in optimizer.parameters)
         cause = (
             f"{broken} weights are not finite themselves" if broken else "a lower optim.lr? --on-bad-step skip goes on"
         )

@@ -1,64 +1,113 @@
 """Checkpoints to resume from: checkpoints/step_N, whole or not at all.
 
     checkpoint.json                  step, configuration, metrics of the step; size and CRC-32 of every file
-    trainer/optimizer.safetensors    fp32 weights and moments
+    trainer/                         fp32 weights and moments, in torch's distributed format (DCP): a file a rank
     orchestrator/progress.json       (rl) the step; the order of the data and all draws follow from it and the seed
 
-A directory appears by rename once everything in it is on disk. One that is damaged all the same is named and passed
-over for the one before it.
+The state is copied to the CPU and written while training goes on. A directory appears by rename once everything in it
+is on disk. One that is damaged all the same is named and passed over for the one before it. What several ranks wrote
+can be read by any number of them.
 """
 
 import json
 import logging
 import os
 import shutil
+import threading
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+import torch
+from torch import Tensor
 
 from hone.config.sections import CkptConfig
 from hone.run_directory import RunDirectory, steps_in
 from hone.trainer.optim import Optimizer
+from hone.trainer.ranks import Ranks
 
 FREE_TO_CHANGE = {
     "output_dir", "clean", "resume", "wandb", "log_level", "log_interval", "max_steps", "max_seconds", "ckpt",
     "weights", "val", "deployment", "inference_gpu_ids", "trainer_gpu_ids", "batch_timeout", "on_bad_step",
-    "ranks_timeout", "activation_checkpointing",
+    "ranks_timeout", "activation_checkpointing", "sharding",
 }  # fmt: skip
-HEADER, TENSORS = "checkpoint.json", Path("trainer") / "optimizer.safetensors"
+HEADER, TENSORS = "checkpoint.json", "trainer"
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves alone: so it shall
 
 
 class Damaged(Exception):
     """A checkpoint that cannot be gone on from, and why."""
 
 
-def save_checkpoint(
-    run: RunDirectory, optimizer: Optimizer, step: int, config: dict[str, Any], policy: CkptConfig,
-    metrics: dict[str, float],
-) -> None:  # fmt: skip
-    """Writes the checkpoint of a step and removes those that the policy does not keep."""
-    directory = run.checkpoints / f"step_{step}"
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    (partial / "trainer").mkdir(parents=True)
-    save_file({name: t.contiguous() for name, t in optimizer.state().items()}, partial / TENSORS)
-    if run.command == "rl":
-        (partial / "orchestrator").mkdir()
-        (partial / "orchestrator" / "progress.json").write_text(json.dumps({"step": step}) + "\n")
-    files = {str(p.relative_to(partial)): _fingerprint(p) for p in sorted(partial.rglob("*")) if p.is_file()}
-    header = {"step": step, "config": config, "metrics": metrics, "files": files}
-    (partial / HEADER).write_text(json.dumps(header, indent=2) + "\n")
-    for path in (*(partial / name for name in files), partial / HEADER):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    shutil.rmtree(directory, ignore_errors=True)  # of a run that had gone further before it was resumed
-    partial.rename(directory)
-    kept = to_keep({s: _metric(p, policy.keep_best) for s, p in steps_in(run.checkpoints).items()}, policy)
-    for other, path in steps_in(run.checkpoints).items():
-        if other not in kept:
-            shutil.rmtree(path)
+class Checkpoints:
+    """Writes the checkpoints of a run beside its training; all ranks save together."""
+
+    def __init__(self, run: RunDirectory, optimizer: Optimizer, policy: CkptConfig | None, ranks: Ranks) -> None:
+        self.run, self.optimizer, self.policy, self.ranks = run, optimizer, policy, ranks
+        self._group: Any = None  # of messages between the ranks' writers, beside those of training
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, step: int, is_last: bool, config: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Begins to write the checkpoint of a step, if it is due. Waits for the one before, at last for this one."""
+        if self.policy is None or not (is_last or step % self.policy.interval == 0):
+            return
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+
+        self.wait()
+        directory = self.run.checkpoints / f"step_{step}"
+        partial = directory.with_name(directory.name + ".partial")
+        if self.ranks.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        self.ranks.wait()
+        if self._group is None and self.ranks.count > 1:
+            self._group = torch.distributed.new_group(backend="gloo")
+        place = {"checkpoint_id": partial / TENSORS, "process_group": self._group}
+        written: Any = async_save(self.optimizer.state(), **place)
+        header = {"step": step, "config": config, "metrics": metrics}
+
+        def finish() -> None:
+            try:
+                written.result()  # on the first rank: when all have written
+                if self.ranks.is_first:
+                    self._publish(partial, directory, header)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=finish)
+        self._thread.start()
+        if is_last:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until what was begun is on disk. Raises what went wrong there."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self.ranks.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _publish(self, partial: Path, directory: Path, header: dict[str, Any]) -> None:
+        assert self.policy is not None
+        if self.run.command == "rl":
+            (partial / "orchestrator").mkdir()
+            (partial / "orchestrator" / "progress.json").write_text(json.dumps({"step": header["step"]}) + "\n")
+        files = {str(p.relative_to(partial)): _fingerprint(p) for p in sorted(partial.rglob("*")) if p.is_file()}
+        (partial / HEADER).write_text(json.dumps(header | {"files": files}, indent=2) + "\n")
+        for path in (*(partial / name for name in files), partial / HEADER):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        shutil.rmtree(directory, ignore_errors=True)  # of a run that had gone further before it was resumed
+        partial.rename(directory)
+        kept = to_keep(
+            {s: _metric(p, self.policy.keep_best) for s, p in steps_in(self.run.checkpoints).items()}, self.policy
+        )
+        for other, path in steps_in(self.run.checkpoints).items():
+            if other not in kept:
+                shutil.rmtree(path)
 
 
 def to_keep(metrics: dict[int, float | None], policy: CkptConfig) -> set[int]:
@@ -92,30 +141,50 @@ def resume_from(run: RunDirectory, resume: bool | str) -> list[Path]:
     return [found[step] for step in sorted(found, reverse=True)]
 
 
-def restore(sources: list[Path], optimizer: Optimizer, config: dict[str, Any]) -> int:
+def restore(sources: list[Path], optimizer: Optimizer, config: dict[str, Any], ranks: Ranks | None = None) -> int:
     """Puts weights and optimiser back from the first of these that is whole; returns its step, 0 without any.
 
-    Raises ValueError where the run would not be the same, and where all are damaged.
+    Raises ValueError where the run would not be the same, and where all are damaged. All ranks restore together.
     """
-    for source in sources:
-        try:
-            header = read_header(source)
-            tensors = load_file(source / TENSORS)
-        except Damaged as error:
-            logging.getLogger("hone").warning("Checkpoint %s is damaged and passed over: %s", source, error)
-            continue
-        for key, value in config.items():
-            if key not in FREE_TO_CHANGE and key in header["config"] and header["config"][key] != value:
-                raise ValueError(
-                    f"--resume: {key} differs from the run in {source.parent.parent}: "
-                    f"it had {header['config'][key]}, found {value}"
-                )
-        optimizer.load_state(tensors)
-        step: int = header["step"]
-        return step
-    if sources:
+    ranks = ranks or Ranks()
+    at = len(sources)
+    if ranks.is_first:  # the others need not read everything to know
+        at = next((i for i, source in enumerate(sources) if is_whole(source)), len(sources))
+    device = optimizer.parameters[0].device
+    at = ranks.most(at if ranks.is_first else 0, device)
+    if sources and at == len(sources):
         raise ValueError(f"--resume: none of {', '.join(map(str, sources))} is whole; start again with --clean")
-    return 0
+    if not sources:
+        return 0
+    header = json.loads((sources[at] / HEADER).read_text())
+    for key, value in config.items():
+        if key not in FREE_TO_CHANGE and key in header["config"] and header["config"][key] != value:
+            raise ValueError(
+                f"--resume: {key} differs from the run in {sources[at].parent.parent}: "
+                f"it had {header['config'][key]}, found {value}"
+            )
+    load_tensors(sources[at], optimizer.state())
+    optimizer.follow_masters()
+    step: int = header["step"]
+    return step
+
+
+def is_whole(source: Path) -> bool:
+    """Whether a checkpoint can be gone on from; says so where it cannot."""
+    try:
+        read_header(source)
+    except Damaged as error:
+        logging.getLogger("hone").warning("Checkpoint %s is damaged and passed over: %s", source, error)
+        return False
+    return True
+
+
+def load_tensors(source: Path, tensors: dict[str, Tensor]) -> None:
+    """Fills tensors, which may be parts of larger ones, with what a whole checkpoint has under their names."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    with torch.no_grad():
+        load(tensors, checkpoint_id=source / TENSORS)
 
 
 def forget_after(step: int, run: RunDirectory) -> None:

@@ -6,13 +6,12 @@ checkpoints/step_N: fp32 weights ─ dtype ─► OUTPUT_DIR: model.safetensors,
 import logging
 
 import torch
-from safetensors import safe_open
 
 from hone.config.export import ExportConfig
 from hone.models.hf import resolve_model, save_model
 from hone.models.spec import parse_model_config, read_model_config
 from hone.models.transformer import Transformer
-from hone.trainer.checkpoint import HEADER, TENSORS, Damaged, read_header
+from hone.trainer.checkpoint import HEADER, Damaged, load_tensors, read_header
 
 
 def main(config: ExportConfig) -> None:
@@ -26,8 +25,6 @@ def main(config: ExportConfig) -> None:
         raise ValueError(f"--checkpoint {config.checkpoint} is damaged: {error}") from None
     directory = resolve_model(header["config"]["model"]["name"])
     model = Transformer(parse_model_config(read_model_config(directory), str(directory / "config.json")))
-    with safe_open(config.checkpoint / TENSORS, framework="pt") as file, torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(file.get_tensor(f"master.{name}"))
+    load_tensors(config.checkpoint, {f"master.{name}": p.detach() for name, p in model.named_parameters()})
     save_model(model.to(getattr(torch, config.dtype)), directory, config.output_dir)
     logging.getLogger("hone").info("Step %d of %s in %s", header["step"], config.checkpoint, config.output_dir)

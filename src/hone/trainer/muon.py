@@ -6,9 +6,12 @@ The factor gives updates the size that AdamW's have, so that both share one lear
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from hone.trainer.sharding import as_part_of, local, part_of, whole
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic whose iteration takes singular values near 1
@@ -26,10 +29,16 @@ def orthogonal(x_MN: Tensor, steps: int = 5) -> Tensor:
     return y.t() if is_tall else y
 
 
-def step(weights: list[Tensor], grad: Tensor, momentum: Tensor, lr: float, weight_decay: float) -> None:
-    """Moves the matrices that, stacked by rows, are one parameter with this gradient and momentum."""
-    momentum.lerp_(grad, 1 - MOMENTUM)
-    update = grad.lerp(momentum, MOMENTUM)
-    for weight, part in zip(weights, update.split([len(w) for w in weights]), strict=True):
-        weight.mul_(1 - lr * weight_decay)
-        weight.add_(orthogonal(part), alpha=-lr * 0.2 * math.sqrt(max(weight.shape)))
+def step(
+    weight: Tensor, grad: Tensor, momentum: Tensor, lr: float, weight_decay: float,
+    split: Callable[[Tensor], list[Tensor]],
+) -> None:  # fmt: skip
+    """Moves a parameter that `split` cuts into the matrices stacked in it, each by itself.
+
+    A weight and momentum that are split over ranks are taken with this rank's part of the gradient; collective then.
+    """
+    local(momentum).lerp_(grad, 1 - MOMENTUM)
+    update = whole(as_part_of(grad.lerp(local(momentum), MOMENTUM), weight))
+    moves = [orthogonal(part).to(update.dtype) * (0.2 * math.sqrt(max(part.shape))) for part in split(update)]
+    local(weight).mul_(1 - lr * weight_decay)
+    local(weight).add_(part_of(torch.cat(moves), weight), alpha=-lr)

@@ -1,6 +1,7 @@
 """AdamW and Muon, schedule and clipping, over fp32 masters where the weights are stored in half precision."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,10 @@ from hone.config.sections import OptimConfig, SchedulerConfig
 from hone.models.hf import split_rows
 from hone.models.transformer import Transformer
 from hone.trainer import muon
+from hone.trainer.ranks import Ranks
+from hone.trainer.sharding import is_sharded, local
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 def learning_rate(optim: OptimConfig, schedule: SchedulerConfig, step: int, max_steps: int) -> float:
@@ -33,15 +38,18 @@ class Optimizer:
     may read it. Half-precision parameters are rounded from fp32 masters. With `type` muon the matrices of the blocks
     are moved by Muon (`muon.py`), each of the parts that are stored together by itself.
 
+    Gradients of several ranks are summed. Of a model that is split over ranks, each moves its own part.
+
     Calls torch's fused kernel itself: constructing `torch.optim.AdamW` imports the compiler, which takes longer
     than loading a small model. Equality with it is tested.
     """
 
-    def __init__(self, model: Transformer, config: OptimConfig) -> None:
-        self.config, self.spec = config, model.spec
-        self.names = [name for name, _ in model.named_parameters()]
-        self.parameters = list(model.parameters())
-        half = self.parameters[0].dtype != torch.float32
+    def __init__(self, model: Transformer, config: OptimConfig, ranks: Ranks | None = None) -> None:
+        self.config, self.spec, self.ranks = config, model.spec, ranks or Ranks()
+        self.is_sharded = is_sharded(model)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.names, self.parameters = list(trained), list(trained.values())
+        half = self.parameters[0].dtype in HALF
         self.masters = [p.detach().float() for p in self.parameters] if half else self.parameters
         self.exp_avg = [torch.zeros_like(m, requires_grad=False) for m in self.masters]
         self.by_muon = [
@@ -49,47 +57,70 @@ class Optimizer:
             if config.type == "muon" and p.dim() == 2 and name.startswith("blocks.")
         ]  # fmt: skip
         self.exp_avg_sq = [
-            m.new_zeros(0 if i in self.by_muon else m.shape) for i, m in enumerate(self.masters)
+            m.new_zeros(0) if i in self.by_muon else torch.zeros_like(m, requires_grad=False)
+            for i, m in enumerate(self.masters)
         ]  # Muon has none
         device = self.masters[0].device
         self.steps = [torch.zeros((), device=device) for _ in self.masters]
         matrices = [i for i, p in enumerate(self.masters) if p.dim() > 1 and i not in self.by_muon]
         others = [i for i, p in enumerate(self.masters) if p.dim() <= 1]
         self.groups = [(matrices, config.weight_decay), (others, 0.0)]
+        self._sums: list[Tensor] | None = None
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """After one of several micro-batches: adds its gradients to sums in fp32, where half precision would round."""
+        if self.masters is self.parameters:
+            return  # summed where they are
+        grads = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in self.parameters]
+        if self._sums is None:
+            self._sums = _floats(grads)
+        else:
+            torch._foreach_add_(self._sums, grads)
+        for parameter in self.parameters:
+            parameter.grad = None
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
         """Clips, steps and clears the gradients; returns their norm before clipping.
 
-        Where the norm is not finite, or over `skip_norm`, nothing is done: the gradients are there to be looked at.
+        Where the norm is not finite, or over `skip_norm`, nothing is done.
         """
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        norm = float(nn.utils.get_total_norm(grads))
+        grads, self._sums = self._sums or _floats(self.gradients()), None
+        if not self.is_sharded:
+            grads = self.ranks.sum_each(grads)
+        norm = self.norm(grads)
         if self.is_bad(norm):
             return norm
         scale = min(self.config.max_norm / (norm + 1e-6), 1.0)
-        grads = [grad.float() for grad in grads]
         if scale < 1.0:
             torch._foreach_mul_(grads, scale)
         beta1, beta2 = self.config.betas
         for members, weight_decay in self.groups:
-            masters, grad, exp_avg, exp_avg_sq = (
-                [values[i] for i in members] for values in (self.masters, grads, self.exp_avg, self.exp_avg_sq)
+            masters, exp_avg, exp_avg_sq = (
+                [local(values[i]) for i in members] for values in (self.masters, self.exp_avg, self.exp_avg_sq)
             )
             steps = [self.steps[i] for i in members]
             torch._foreach_add_(steps, 1)
             torch._fused_adamw_(
-                masters, grad, exp_avg, exp_avg_sq, [], steps, lr=lr, beta1=beta1, beta2=beta2,
+                masters, [grads[i] for i in members], exp_avg, exp_avg_sq, [], steps, lr=lr, beta1=beta1, beta2=beta2,
                 weight_decay=weight_decay, eps=1e-8, amsgrad=False, maximize=False,
             )  # fmt: skip
         for i in self.by_muon:
-            weights = split_rows(self.spec, self.names[i], self.masters[i].data)
-            muon.step(weights, grads[i], self.exp_avg[i], lr, self.config.weight_decay)
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            parameter.grad = None
-            if parameter is not master:
-                parameter.copy_(master)
+            split = partial(split_rows, self.spec, self.names[i])
+            muon.step(self.masters[i], grads[i], self.exp_avg[i], lr, self.config.weight_decay, split)
+        self.clear()
+        self.follow_masters()
         return norm
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of each; zeros where there is none."""
+        return [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.parameters]
+
+    def norm(self, grads: list[Tensor]) -> float:
+        """Of all gradients together."""
+        norm = nn.utils.get_total_norm(grads)
+        return float(self.ranks.sum(norm.square()).sqrt() if self.is_sharded else norm)
 
     def is_bad(self, norm: float) -> bool:
         return not math.isfinite(norm) or norm > (self.config.skip_norm or math.inf)
@@ -105,9 +136,15 @@ class Optimizer:
         return {name: tensor for name, tensor in named.items() if tensor.numel()}
 
     @torch.no_grad()
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Takes over what `state` gave; the parameters follow."""
-        for name, value in self.state().items():
-            value.copy_(tensors[name])
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            parameter.copy_(master)
+    def follow_masters(self) -> None:
+        """After a state was loaded in place: the parameters are what their masters say."""
+        if self.masters is not self.parameters:
+            torch._foreach_copy_([*self.parameters], [*self.masters])
+
+
+def _floats(tensors: list[Tensor]) -> list[Tensor]:
+    if tensors[0].dtype not in HALF:
+        return tensors
+    copies = [torch.empty_like(x, dtype=torch.float32) for x in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies

@@ -1,6 +1,8 @@
-"""The processes that train one model together, under torchrun: each holds all of it and takes a share of the sequences.
+"""The processes that train one model together, under torchrun: each takes a share of the sequences.
 
     batch ─ shares of like cost ─► rank 0 … n - 1: forward, backward ─ sum of gradients ─► the same step on all
+
+Each has the whole model, or a part of every weight (`sharding.py`).
 
 Losses are weighted over the whole batch, so sums over ranks are what one process would have. The first rank alone
 writes. Nothing but tensors travels between them.
@@ -16,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -38,7 +40,8 @@ class Ranks:
         on_gpu = torch.cuda.is_available()
         if on_gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout))
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # checkpoints are written from the CPU
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         ranks = Ranks(dist.get_rank(), count)
         if not ranks.is_first:
             logging.getLogger("hone").setLevel(logging.ERROR)
@@ -82,14 +85,23 @@ class Ranks:
             dist.all_reduce(x)
         return x
 
-    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replaces the gradients by their sum over all ranks."""
+    def sum_each(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The sum over all ranks of each of them, in one message."""
         if self.count == 1:
-            return
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = self.sum(torch.cat([grad.reshape(-1).float() for grad in grads]))
-        for parameter, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad = total.view_as(parameter).to(parameter.dtype)
+            return tensors
+        flat = self.sum(torch.cat([x.reshape(-1) for x in tensors]))
+        parts = flat.split([x.numel() for x in tensors])
+        return [part.view_as(x) for part, x in zip(parts, tensors, strict=True)]
+
+    def most(self, number: int, device: torch.device) -> int:
+        """The largest of what the ranks give."""
+        if self.count == 1:
+            return number
+        import torch.distributed as dist
+
+        x = torch.tensor(number, device=device)
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        return int(x)
 
     def gather(self, x_N: Tensor) -> NDArray[np.float64]:
         """The numbers of all ranks, end to end."""

@@ -10,6 +10,7 @@ is what an orchestrator waits for. Also run as a file under torchrun.
 import math
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,11 @@ from hone.monitors.lines import trainer_line
 from hone.monitors.log import SUCCESS, component_log
 from hone.records import Batch, Sample
 from hone.run_directory import RunDirectory
-from hone.trainer.checkpoint import forget_after, restore, resume_from, save_checkpoint
+from hone.trainer.checkpoint import Checkpoints, forget_after, restore, resume_from
 from hone.trainer.performance import WARM_UP, Laps, keep_freed_memory, print_bench
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.sharding import Export
 from hone.transport.files import BATCH, Canary, Delivery, is_published, publish_delivery, read_batch, remove_before
 from hone.transport.waiting import Pulse, Wait, wait_for
 
@@ -44,23 +46,25 @@ def main(config: TrainerRunConfig) -> None:
     loaded = load(config.model, seed=config.seed)
     trainer = RLTrainer(loaded.model, config, config.max_steps, run.bad_steps, ranks)
     state = config.public()
-    first = 1 + restore(sources, trainer.optimizer, state)
+    first = 1 + restore(sources, trainer.optimizer, state, ranks)
     ranks.wait()  # nobody reads what the first is about to change
-    if not ranks.is_first:
-        return follow(config, run, trainer, first, ranks)
-    run.claim(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
-    if sources:
-        forget_after(first - 1, run)
-    run.write_config(to_toml(config), "trainer")
-    log = component_log("trainer", run.logs)
-    log.info(
-        "Training %s (%.2fM parameters, %s on %s), steps %d to %d, with an orchestrator over %s",
-        config.model.name, sum(p.numel() for p in loaded.model.parameters()) / 1e6,
-        str(loaded.model.embed.weight.dtype)[6:], trainer.device, first, config.max_steps, run.path,
-    )  # fmt: skip
+    log = component_log("trainer", run.logs if ranks.is_first else None)
+    if ranks.is_first:
+        run.claim(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
+        if sources:
+            forget_after(first - 1, run)
+        run.write_config(to_toml(config), "trainer")
+        log.info(
+            "Training %s (%.2fM parameters, %s on %s%s), steps %d to %d, with an orchestrator over %s",
+            config.model.name, sum(p.numel() for p in loaded.model.parameters()) / 1e6, str(loaded.dtype)[6:],
+            trainer.device.type, f" x {ranks.count}" if ranks.count > 1 else "", first, config.max_steps, run.path,
+        )  # fmt: skip
     ranks.wait()  # the run has its id
-    publish = Publisher(loaded, run, config.max_async_level)
-    with Pulse(run.pulse("trainer")):
+    run.id = run.id_on_disk()
+    export = Export(loaded.model, ranks, loaded.dtype)
+    publish = Publisher(loaded, export, run, config.max_async_level)
+    checkpoints = Checkpoints(run, trainer.optimizer, config.ckpt, ranks)
+    with Pulse(run.pulse("trainer")) if ranks.is_first else nullcontext():
         publish(first - 1, {})
         for step in range(first, config.max_steps + 1):
             start = time.perf_counter()
@@ -69,24 +73,15 @@ def main(config: TrainerRunConfig) -> None:
             values = trainer.step(batch) | {"time/wait_for_batch": waited}
             start = time.perf_counter()
             is_last = step == config.max_steps
-            if step in weight_steps:
-                save_model(loaded.model, loaded.directory, run.weights_for(step))
-            if config.ckpt and (is_last or step % config.ckpt.interval == 0):
-                save_checkpoint(run, trainer.optimizer, step, state, config.ckpt, values)
+            if step in weight_steps and (model := export()) is not None:
+                save_model(model, loaded.directory, run.weights_for(step))
+            checkpoints.save(step, is_last, state, values)
             publish(step, values | {"time/save": time.perf_counter() - start})
-            console = {"console": is_last or step % config.log_interval == 0}
-            log.log(SUCCESS, trainer_line(step, values), extra=console)
-            (run.rollouts / f"step_{step}" / BATCH).unlink(missing_ok=True)  # the rollouts beside it stay
+            if ranks.is_first:
+                console = {"console": is_last or step % config.log_interval == 0}
+                log.log(SUCCESS, trainer_line(step, values), extra=console)
+                (run.rollouts / f"step_{step}" / BATCH).unlink(missing_ok=True)  # the rollouts beside it stay
         log.info("Weights of step %d in %s", config.max_steps, run.weights / f"step_{config.max_steps}")
-    ranks.leave()
-
-
-def follow(config: TrainerRunConfig, run: RunDirectory, trainer: RLTrainer, first: int, ranks: Ranks) -> None:
-    """What the ranks after the first do: their share of every step."""
-    ranks.wait()
-    run.id = run.id_on_disk()
-    for step in range(first, config.max_steps + 1):
-        trainer.step(receive(run, step, config.batch_timeout, component_log("trainer")))
     ranks.leave()
 
 
@@ -125,22 +120,25 @@ def receive(run: RunDirectory, step: int, timeout: float, log) -> Batch:  # type
 class Publisher:
     """Publishes the weights as version N; the first time with the tokenizer, so that any server can take them."""
 
-    def __init__(self, loaded: Loaded, run: RunDirectory, max_async_level: int) -> None:
-        self.loaded, self.run, self.keep = loaded, run, max_async_level + 2
-        self.is_first = True
+    def __init__(self, loaded: Loaded, export: Export, run: RunDirectory, max_async_level: int) -> None:
+        self.loaded, self.export, self.run, self.keep = loaded, export, run, max_async_level + 2
+        self.is_first_time = True
 
     def __call__(self, version: int, metrics: dict[str, float]) -> None:
-        model, broadcasts = self.loaded.model, self.run.broadcasts
-        partial = write_model(model, self.loaded.directory, broadcasts / f"step_{version}.partial", self.is_first)
-        ids = canary_ids(model.spec.vocab_size)
-        dtype = str(model.embed.weight.dtype).removeprefix("torch.")
-        canary = Canary(ids, score(model, ids))
+        """All ranks publish together; the first one writes."""
+        ids = canary_ids(self.loaded.model.spec.vocab_size)
+        canary = Canary(ids, score(self.loaded.model, ids))
         if not all(map(math.isfinite, canary.logprobs)):
             raise ValueError(f"step {version}: training has diverged, the model's logprobs are not finite; a lower lr?")
-        delivery = Delivery(self.run.id, version, checksum(model), dtype, canary, metrics)
-        publish_delivery(partial, delivery)
+        model = self.export()
+        if model is None:
+            return
+        broadcasts = self.run.broadcasts
+        partial = write_model(model, self.loaded.directory, broadcasts / f"step_{version}.partial", self.is_first_time)
+        dtype = str(self.loaded.dtype).removeprefix("torch.")
+        publish_delivery(partial, Delivery(self.run.id, version, checksum(model), dtype, canary, metrics))
         remove_before(broadcasts, version - self.keep)
-        self.is_first = False
+        self.is_first_time = False
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import flatten, pack, pack_shared, prompt_of, split_by_prompt, split_by_tokens
 from hone.trainer.performance import Laps, mfu, peak_memory_gib
 from hone.trainer.ranks import Ranks
+from hone.trainer.sharding import shard
 
 ALONE = Ranks()
 
@@ -39,10 +40,12 @@ class RLTrainer:
         self.ranks = ranks
         self.device = model.embed.weight.device
         self.laps = Laps(self.device, is_on=False)
-        self.optimizer = Optimizer(model, config.optim)
-        model.recomputes = config.activation_checkpointing
         loss_function(config.loss.type)  # a user's own is imported now, not after the first rollouts
         self.reference = copy.deepcopy(model).requires_grad_(False) if config.loss.kl_beta else None
+        for part in filter(None, (model, self.reference)):
+            shard(part, ranks, config.sharding)
+        self.optimizer = Optimizer(model, config.optim, ranks)
+        model.recomputes = config.activation_checkpointing
         # On a GPU the variable-length flash kernel is faster on whole sequences than the masked rectangle.
         self.shares_prompts = self.device.type == "cpu"
 
@@ -62,9 +65,13 @@ class RLTrainer:
         if self.reference is not None:
             parts["reference_kl"] = []
         loss = torch.zeros((), device=self.device)
-        for members in self._split(samples):
+        split = self._split(samples)
+        if self.optimizer.is_sharded:  # all ranks go through the model equally often
+            split += [[]] * (self.ranks.most(len(split), self.device) - len(split))
+        for members in split:
             loss += self._backward([samples[i] for i in members], [weights[i] for i in members], parts)
-        self.ranks.sum_gradients(self.optimizer.parameters)
+            if len(split) > 1:
+                self.optimizer.accumulate()
         grad_norm = self.optimizer.step(lr) if any(loss_lengths) else 0.0
         self.laps("optimizer")
         is_bad = self.optimizer.is_bad(grad_norm)
@@ -114,7 +121,13 @@ class RLTrainer:
     def _backward(
         self, samples: list[Sample], weights: list[float], parts: dict[str, list[torch.Tensor]]
     ) -> torch.Tensor:
-        """Adds a micro-batch to the gradients and its per-token numbers to `parts`; returns its share of the loss."""
+        """Adds a micro-batch to the gradients and its per-token numbers to `parts`; returns its share of the loss.
+
+        Without samples it takes part in what the ranks do together, and adds nothing.
+        """
+        if not samples:
+            nothing = Sample([0, 0], [False, True], [0.0, 0.0], 0.0, 1.0)
+            return self._backward([nothing], [0.0], defaultdict(list))
         pack_samples = pack_shared if self.shares_prompts else pack
         packed = pack_samples([s.ids for s in samples], [s.mask for s in samples], self.device)
         config, sequence_N = self.config.loss, packed.sequence_N

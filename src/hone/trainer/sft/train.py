@@ -3,6 +3,7 @@
 rows ─ tokenise, pack ─► micro-batches ─ forward, loss on assistant tokens, backward ─► AdamW ─► weights/step_N
 """
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -22,17 +23,19 @@ from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
 from hone.run_directory import RunDirectory
 from hone.trainer.bad_steps import handle
-from hone.trainer.checkpoint import forget_after, restore, resume_from, save_checkpoint
+from hone.trainer.checkpoint import Checkpoints, forget_after, restore, resume_from
 from hone.trainer.loss import cross_entropy_sum
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import Packed, pack
 from hone.trainer.performance import WARM_UP, Laps, keep_freed_memory, mfu, peak_memory_gib, print_bench
 from hone.trainer.ranks import Ranks
 from hone.trainer.sft.data import Conversations, FakeConversations, Row, load_rows, steps
+from hone.trainer.sharding import Export, shard
 
 DataSets = list[list[dict[str, Any]]]
 MEASURED = 10  # steps of --bench
 FAKE_ROWS = 4096
+NOTHING: list[Row] = [[([0, 0], [False, True])]]  # what a rank without rows goes through the model with
 
 
 def main(config: SFTConfig) -> None:
@@ -46,8 +49,9 @@ def main(config: SFTConfig) -> None:
     run = RunDirectory(config.output_dir, "sft")
     sources = resume_from(run, config.resume)
     loaded = load(config.model, seed=config.seed)
-    optimizer = Optimizer(loaded.model, config.optim)
-    done = restore(sources, optimizer, config.public())
+    shard(loaded.model, ranks, config.sharding)
+    optimizer = Optimizer(loaded.model, config.optim, ranks)
+    done = restore(sources, optimizer, config.public(), ranks)
     ranks.wait()  # nobody reads what the first is about to change
     if not ranks.is_first:
         Trainer(config, loaded, optimizer, run, None, component_log("sft"), ranks).train(rows, val_rows, done)
@@ -69,7 +73,8 @@ def main(config: SFTConfig) -> None:
 def bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
     """Prints where the time of a step goes; writes nothing."""
     loaded = load(config.model, seed=config.seed)
-    optimizer = Optimizer(loaded.model, config.optim)
+    shard(loaded.model, ranks, config.sharding)
+    optimizer = Optimizer(loaded.model, config.optim, ranks)
     run = RunDirectory(config.output_dir, "sft")
     trainer = Trainer(config, loaded, optimizer, run, None, component_log("sft"), ranks)
     batches, measured = steps(trainer.data(rows), config.data, config.seed), []
@@ -100,6 +105,8 @@ class Trainer:
         self.device = self.model.embed.weight.device
         self.laps = Laps(self.device, is_on=config.bench)
         self.optimizer = optimizer
+        self.export = Export(self.model, ranks, loaded.dtype)
+        self.checkpoints = Checkpoints(run, optimizer, config.ckpt, ranks)
         self.model.recomputes = config.activation_checkpointing
 
     def train(self, rows: DataSets, val_rows: DataSets, done: int) -> None:
@@ -126,8 +133,7 @@ class Trainer:
                 if config.val and (is_last or step % config.val.interval == 0):
                     values["val/loss"] = self.validate(val, data_of_val)
                 progress.update(task, advance=1, loss=values["loss/mean"], rate=values["perf/throughput"])
-                if self.metrics is not None:
-                    self._write(self.metrics, step, values, is_last)
+                self._write(step, values, is_last)
                 if is_last:
                     break
         if data.dropped:
@@ -145,14 +151,16 @@ class Trainer:
             return FakeConversations(FAKE_ROWS, config.seq_len, self.model.spec.vocab_size, self.config.seed)
         return Conversations(rows, self.loaded.tokenizer, config.seq_len, config.train_on)
 
-    def _write(self, metrics: Metrics, step: int, values: dict[str, float], is_last: bool) -> None:
+    def _write(self, step: int, values: dict[str, float], is_last: bool) -> None:
         config = self.config
-        metrics.log(step, values)
-        self._log_step(step, values, console=is_last or step % config.log_interval == 0)
-        if config.ckpt and (is_last or step % config.ckpt.interval == 0):
-            save_checkpoint(self.run, self.optimizer, step, config.public(), config.ckpt, values)
+        if self.metrics is not None:
+            self.metrics.log(step, values)
+            self._log_step(step, values, console=is_last or step % config.log_interval == 0)
+        self.checkpoints.save(step, is_last, config.public(), values)
         if is_last or (config.weights.interval and step % config.weights.interval == 0):
-            save_model(self.model, self.loaded.directory, self.run.weights_for(step))
+            model = self.export()
+            if model is not None:
+                save_model(model, self.loaded.directory, self.run.weights_for(step))
 
     def step(self, step: int, max_steps: int, batches: Iterator[list[Row]]) -> dict[str, float]:
         """One optimiser step. The loss is the mean over all targets of the step, however it is split."""
@@ -163,15 +171,19 @@ class Trainer:
         mine = self.ranks.share(rows, [sum(len(ids) for ids, _ in row) for row in rows])
         tokens = sum(len(ids) for row in rows for ids, _ in row)
         loss = torch.zeros((), device=self.device)
-        for i in range(0, len(mine), size):
-            micro = self._pack(mine[i : i + size])
+        parts = [mine[i : i + size] for i in range(0, len(mine), size)]
+        if self.optimizer.is_sharded:  # all ranks go through the model equally often
+            parts += [[]] * (self.ranks.most(len(parts), self.device) - len(parts))
+        for part in parts:
+            micro = self._pack(part or NOTHING)
             self.laps("data")
-            total = cross_entropy_sum(micro, self.model) / targets
+            total = cross_entropy_sum(micro, self.model) / (targets if part else math.inf)
             self.laps("forward")
             total.backward()
             loss += total.detach()
             self.laps("backward")
-        self.ranks.sum_gradients(self.optimizer.parameters)
+            if len(parts) > 1:
+                self.optimizer.accumulate()
         lr = learning_rate(self.config.optim, self.config.scheduler, step, max_steps)
         grad_norm = self.optimizer.step(lr)
         self.laps("optimizer")
@@ -205,9 +217,9 @@ class Trainer:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # of losses, of targets
         for rows in steps(data, config, seed=0, epochs=1):
             mine = rows[self.ranks.rank :: self.ranks.count]
-            if mine:
-                micro = self._pack(mine)
-                sums += torch.tensor([float(cross_entropy_sum(micro, self.model)), len(micro.targets_N)]).to(sums)
+            micro = self._pack(mine or NOTHING)
+            found = torch.tensor([float(cross_entropy_sum(micro, self.model)), len(micro.targets_N)]).to(sums)
+            sums += found if mine else 0.0
         total, targets = self.ranks.sum(sums).tolist()
         return total / targets
 

@@ -1,0 +1,89 @@
+"""One model over several GPUs by FSDP2: a rank stores a part of each weight, and a block is whole only while it runs.
+
+    fp32 parts of all ranks ─ gather a block, in bf16 ─► forward, backward ─ sum over ranks, in fp32 ─► their gradients
+
+Gathers and sums are collective: all ranks go through the model equally often, with tokens of their own.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.config.sections import Sharding
+from hone.models.transformer import Transformer
+from hone.trainer.ranks import Ranks
+
+
+def shard(model: Transformer, ranks: Ranks, sharding: Sharding) -> None:
+    """Splits the model among the ranks, where there are several and the configuration wants it: auto, on GPUs."""
+    device = model.embed.weight.device
+    if ranks.count == 1 or sharding == "none" or (sharding == "auto" and device.type == "cpu"):
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    dtype = model.embed.weight.dtype
+    mesh = init_device_mesh(device.type, (ranks.count,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for part in (*model.blocks, model):  # the last one is what the blocks left: embedding, final norm, head
+        fully_shard(part.float(), mesh=mesh, mp_policy=policy)  # the parts are the optimiser's fp32 masters
+        part.set_gradient_divide_factor(1.0)  # losses are shares of the whole batch's: a sum is wanted, not a mean
+        part.set_force_sum_reduction_for_comms(True)  # Gloo knows no other
+
+
+def is_sharded(model: Transformer) -> bool:
+    return hasattr(model, "reshard")
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part, sharing storage; of a tensor that is not split, all of it."""
+    part: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return part
+
+
+def whole(x: Tensor) -> Tensor:
+    """All parts together; collective."""
+    full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return full
+
+
+def as_part_of(part: Tensor, like: Any) -> Tensor:
+    """A tensor whose part on this rank is given, split as `like` is."""
+    if not hasattr(like, "to_local"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
+def part_of(x: Tensor, like: Any) -> Tensor:
+    """This rank's part of a tensor that all ranks have whole, split as `like` is."""
+    if not hasattr(like, "to_local"):
+        return x
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+class Export:
+    """The model as others take it, whole and in its own dtype: the model itself unless it is split."""
+
+    def __init__(self, model: Transformer, ranks: Ranks, dtype: torch.dtype) -> None:
+        self.model, self.ranks, self.dtype = model, ranks, dtype
+        self._copy: Transformer | None = None
+
+    @torch.no_grad()
+    def __call__(self) -> Transformer | None:
+        """Collective; None on all ranks but the first."""
+        if not is_sharded(self.model):
+            return self.model if self.ranks.is_first else None
+        if self._copy is None and self.ranks.is_first:
+            self._copy = Transformer(self.model.spec).to(self.dtype)
+        self.model.reshard()  # type: ignore[operator]
+        copies = dict(self._copy.named_parameters()) if self._copy is not None else {}
+        for name, parameter in self.model.named_parameters():
+            value = whole(parameter)
+            if name in copies:
+                copies[name].copy_(value)
+        return self._copy
