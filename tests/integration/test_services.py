@@ -104,6 +104,18 @@ def test_processes_give_the_same_rewards_and_weights_as_one_process(trained, tmp
     assert gone(tmp_path, 0.5)
 
 
+def test_a_trainer_of_several_processes_that_share_the_model(trained, tmp_path):
+    options = ("--max-async-level", 0, "--max-steps", 3, "--trainer.micro-batch-tokens", 200, "--ckpt.interval", 3)
+    for name, ids in (("one", "[0]"), ("two", "[0, 1]")):
+        processes(tmp_path / name, trained, *options, "--trainer-gpu-ids", ids, "--trainer.sharding", "full")
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    for key in ("reward/mean", "loss/mean", "optim/grad_norm", "entropy/mean"):
+        assert [row[key] for row in one[:2]] == pytest.approx([row[key] for row in two[:2]], rel=1e-3), key
+    assert len(two) == 3  # and the server scored the canary of each version as the ranks did
+    assert is_whole(tmp_path / "two" / "checkpoints" / "step_3")
+    assert (tmp_path / "two" / "weights" / "step_3" / "model.safetensors").exists() and gone(tmp_path, 0.5)
+
+
 def test_sampling_runs_a_step_ahead_and_says_so(trained, tmp_path):
     processes(tmp_path / "run", trained, "--max-steps", 5)
     rows = metrics(tmp_path / "run")

@@ -134,7 +134,7 @@ class RLConfig(ResumableConfig):
     inference_gpu_ids: Annotated[list[int], BeforeValidator(as_list)] = Field(default=[0])
     """GPUs of the inference process."""
     trainer_gpu_ids: Annotated[list[int], BeforeValidator(as_list)] = Field(default=[1])
-    """GPUs of the trainer process."""
+    """GPUs of the trainer, a process for each (without GPUs: as many processes)."""
     weights: WeightsConfig = WeightsConfig()
     orchestrator: OrchestratorConfig
     trainer: TrainerConfig = TrainerConfig()

@@ -2,7 +2,7 @@
 
     rl ─┬─ inference      (unless a running server is used)    logs/inference.log
         ├─ orchestrator   ── HTTP ──► inference                logs/orchestrator.log, console
-        └─ trainer        ── files of the run directory ──     logs/trainer.log, console
+        └─ trainer        ── files of the run directory ──     logs/trainer.log, console; a process for each of its GPUs
 
 Each gets its configuration as configs/NAME.toml. A child ends by itself when its launcher is gone (`HONE_PARENT_PID`).
 """
@@ -62,7 +62,8 @@ def launch(config: RLConfig) -> None:
         for name, component in configs.items():
             file = run.write_config(to_toml(component), name)
             environment = keys | threads(config) | visible_gpus(gpus.get(name), config)
-            children.append(Child(name, file, environment, run.logs))
+            ranks = environments_of_ranks(len(config.trainer_gpu_ids)) if name == "trainer" else [{}]
+            children += [Child(name, file, environment | rank, run.logs) for rank in ranks]
         log.info("Started %s; logs in %s", ", ".join(f"{c.name} ({c.process.pid})" for c in children), run.logs)
         watch(children)
     finally:
@@ -110,6 +111,15 @@ def threads(config: RLConfig) -> dict[str, str]:
     """Where sampling and training share the cores of a CPU, a thread that waits sleeps instead of spinning."""
     shares = config.max_async_level > 0 and "OMP_WAIT_POLICY" not in os.environ
     return {"OMP_WAIT_POLICY": "passive"} if shares else {}
+
+
+def environments_of_ranks(count: int) -> list[dict[str, str]]:
+    """What tells each of several processes who it is and where the others are, in torchrun's words."""
+    if count == 1:
+        return [{}]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    cores = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))}
+    return [meeting | cores | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(count)]
 
 
 def visible_gpus(ids: list[int] | None, config: RLConfig) -> dict[str, str]:
