@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from hone.engine.engine import Engine
+from hone.models.adapters import read_adapter
 from hone.models.hf import hf_names, split_rows
-from hone.models.lora import read_adapter
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import GenerateRequest, Sampling

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from hone.config.base import Config, ConfigError, merge
+from hone.config.lora import LoRAConfig, check_optimizer
 from hone.config.loss import LossConfig
 from hone.config.sections import (
     ClientConfig,
@@ -36,6 +37,8 @@ class TrainerConfig(Config):
     """Most tokens in one forward and backward pass."""
     activation_checkpointing: bool = False
     """Keep the inputs of blocks alone and compute the rest once more going back: less memory, a third more work."""
+    lora: LoRAConfig | None = None
+    """Train adapters beside frozen weights, when a key of it is given, as --lora.rank 16."""
     sharding: Sharding = "auto"
     """With several ranks. full: each stores a part of every weight and of the optimiser's state (FSDP2); none: each
     stores all. auto: full on GPUs, none on CPUs."""
@@ -44,6 +47,11 @@ class TrainerConfig(Config):
     to bad_steps/ either way."""
     batch_timeout: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds until waiting for the rollouts of a step is given up."""
+
+    @model_validator(mode="after")
+    def _lora_fits(self) -> "TrainerConfig":
+        check_optimizer(self.lora, self.optim)
+        return self
 
 
 class OrchestratorConfig(Config):

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from hone.config.base import Config
+from hone.config.lora import LoRAConfig, check_optimizer
 from hone.config.sections import (
     OnBadStep,
     OptimConfig,
@@ -81,6 +82,8 @@ class SFTConfig(ResumableConfig):
     conversations go to bad_steps/ either way."""
     activation_checkpointing: bool = False
     """Keep the inputs of blocks alone and compute the rest once more going back: less memory, a third more work."""
+    lora: LoRAConfig | None = None
+    """Train adapters beside frozen weights, when a key of it is given, as --lora.rank 16."""
     sharding: Sharding = "auto"
     """With several ranks. full: each stores a part of every weight and of the optimiser's state (FSDP2); none: each
     stores all. auto: full on GPUs, none on CPUs."""
@@ -93,4 +96,5 @@ class SFTConfig(ResumableConfig):
             raise ValueError(
                 f"data.batch-size {self.data.batch_size} is not a multiple of data.micro-batch-size {micro}"
             )
+        check_optimizer(self.lora, self.optim)
         return self

@@ -31,7 +31,8 @@ from hone.kernels import gpu
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows
 from hone.kernels.linear import exact_logits
-from hone.models.lora import Adapters, read_adapter
+from hone.models.adapters import Adapters, read_adapter
+from hone.models.lora import loras, refresh
 from hone.models.transformer import Transformer
 from hone.records import Completion, GenerateRequest
 
@@ -96,6 +97,7 @@ class Engine:
         self.slots = Slots(max_batch_size, self.max_model_len, self.pool.needed(self.max_model_len), STOPS, self.device)
         self.sampler = Sampler(self.slots, spec.vocab_size)
         self.adapters = Adapters(model)
+        refresh(model)
         self.prefill = Prefill(model, self.cache, self.adapters)
         self.packed = PackedModel(model, self.cache) if PackedModel.takes(model) else None
         self.graphs = DecodeGraphs(self) if gpu.takes_model(weight, spec.head_dim) else None
@@ -177,6 +179,7 @@ class Engine:
     def set_version(self, version: int) -> None:
         """Names the weights that the next tokens come from. Prompts computed with the old ones are not used again."""
         self.version = version
+        refresh(self.model)
         if self.packed is not None:
             self.packed.is_stale = True
         self.pool.forget()
@@ -199,6 +202,8 @@ class Engine:
 
         Requests under way go on with it, as they do with new weights. Raises ValueError for what does not fit.
         """
+        if any(loras(self.model)):
+            raise ValueError(f"adapter {name}: the model has one that is being trained; it takes no others")
         self.adapters.load(name, read_adapter(directory))
         self.set_version(self.version)  # what was computed with the old one is not used again
         self._drop_graphs()

@@ -15,6 +15,7 @@ from hone.engine.prefill import Stretch
 from hone.kernels import cpu, row_state
 from hone.kernels.decode import Rows
 from hone.kernels.linear import HAS_AVX512, LARGE_WEIGHT
+from hone.models.lora import loras
 from hone.models.transformer import Block, Linear, Transformer
 
 
@@ -32,7 +33,8 @@ class PackedModel:
     def takes(model: Transformer) -> bool:
         weights = [p for p in model.parameters() if p.dim() == 2]
         is_small = all(weight.numel() <= LARGE_WEIGHT for weight in weights)
-        return HAS_AVX512 and cpu.takes(model.embed.weight) and is_small and model.spec.head_dim % 16 == 0
+        is_plain = not any(loras(model))
+        return HAS_AVX512 and cpu.takes(model.embed.weight) and is_small and is_plain and model.spec.head_dim % 16 == 0
 
     def decode(self, rows: Rows) -> Tensor:
         """Logits B x V after the newest token of each active row; its keys and values go into the cache."""

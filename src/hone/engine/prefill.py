@@ -20,8 +20,8 @@ from torch import Tensor
 from hone.engine.cache import KVCache
 from hone.engine.slots import to_device
 from hone.kernels import gpu
+from hone.models.adapters import Adapters
 from hone.models.attention import ContinuedAttention, Heads, PackedAttention, varlen
-from hone.models.lora import Adapters
 from hone.models.transformer import Transformer
 
 WORTH_A_GRAPH = 2e13  # FLOP of a pass: a longer one hides its launches, and its graph would hold on to memory

@@ -8,6 +8,7 @@ layer at Qwen3-0.6B's shape where keeping all would take 44. The kernels that co
 Written in `kernels/gpu/training.py`; twins in plain torch are `*_reference`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,28 +21,49 @@ from hone.kernels.swiglu import swiglu_reference
 
 
 def norm_linear(
-    x_TD: Tensor, delta_TD: Tensor | None, scale_D: Tensor, eps: float, weight_OD: Tensor, bias_O: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """x + delta, and the projection of its norm, T x O."""
-    total, out = _NormLinear.apply(x_TD, delta_TD, scale_D, eps, weight_OD, bias_O)  # type: ignore[no-untyped-call]
+    x_TD: Tensor, delta_TD: Tensor | None, scale_D: Tensor, eps: float, weight_OD: Tensor, bias_O: Tensor | None,
+    a_RD: Tensor | None = None, b_OR: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x + delta, and the projection of its norm, T x O, by the weight or by weight + b a."""
+    total, out = _NormLinear.apply(x_TD, delta_TD, scale_D, eps, weight_OD, bias_O, a_RD, b_OR)  # type: ignore[no-untyped-call]
     return total, out
 
 
 def norm_linear_reference(
-    x_TD: Tensor, delta_TD: Tensor | None, scale_D: Tensor, eps: float, weight_OD: Tensor, bias_O: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    x_TD: Tensor, delta_TD: Tensor | None, scale_D: Tensor, eps: float, weight_OD: Tensor, bias_O: Tensor | None,
+    a_RD: Tensor | None = None, b_OR: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     total, normed = add_norm_reference(x_TD, delta_TD, scale_D, eps)
-    return total, linear_reference(normed, weight_OD, bias_O)
+    return total, low_rank_linear_reference(normed, weight_OD, bias_O, a_RD, b_OR)
 
 
-def swiglu_linear(gate_up_T2F: Tensor, weight_OF: Tensor, bias_O: Tensor | None) -> Tensor:
+def swiglu_linear(
+    gate_up_T2F: Tensor,
+    weight_OF: Tensor,
+    bias_O: Tensor | None,
+    a_RF: Tensor | None = None,
+    b_OR: Tensor | None = None,
+) -> Tensor:
     """silu(gate) * up, projected: T x O."""
-    out: Tensor = _SwiGLULinear.apply(gate_up_T2F, weight_OF, bias_O)  # type: ignore[no-untyped-call]
+    out: Tensor = _SwiGLULinear.apply(gate_up_T2F, weight_OF, bias_O, a_RF, b_OR)  # type: ignore[no-untyped-call]
     return out
 
 
-def swiglu_linear_reference(gate_up_T2F: Tensor, weight_OF: Tensor, bias_O: Tensor | None) -> Tensor:
-    return linear_reference(swiglu_reference(gate_up_T2F), weight_OF, bias_O)
+def swiglu_linear_reference(
+    gate_up_T2F: Tensor,
+    weight_OF: Tensor,
+    bias_O: Tensor | None,
+    a_RF: Tensor | None = None,
+    b_OR: Tensor | None = None,
+) -> Tensor:
+    return low_rank_linear_reference(swiglu_reference(gate_up_T2F), weight_OF, bias_O, a_RF, b_OR)
+
+
+def low_rank_linear_reference(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor | None, b_OR: Tensor | None
+) -> Tensor:
+    out_TO = linear_reference(x_TI, weight_OI, bias_O)
+    return out_TO if a_RI is None or b_OR is None else out_TO + (x_TI @ a_RI.t()) @ b_OR.t()
 
 
 def heads_attention(
@@ -76,49 +98,87 @@ def heads_attention_reference(
     return torch.cat(outs).flatten(1)
 
 
+class _LowRankLinear:
+    """W x + b (+ B A x) inside a step: its input is thrown away and made once more for the gradients of weights."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None) -> None:
+        self.weight, self.bias, self.a, self.b = weight, bias, a, b
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The result, and A x."""
+        out = linear_reference(x, self.weight, self.bias)
+        if self.a is None or self.b is None:
+            return out, None
+        h = x @ self.a.t()
+        return out.addmm_(h, self.b.t()), h
+
+    def of_input(self, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The gradients of x and of A x."""
+        if self.a is None or self.b is None:
+            return grad @ self.weight, None
+        of_h = grad @ self.b
+        return (grad @ self.weight).addmm_(of_h, self.a), of_h
+
+    def of_weights(
+        self, needs: Sequence[bool], grad: Tensor, x: Tensor | None, h: Tensor | None, of_h: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of W, b, A and B, where they are needed."""
+        return (
+            grad.t() @ x if needs[0] and x is not None else None,
+            grad.sum(dim=0) if needs[1] else None,
+            of_h.t() @ x if needs[2] and of_h is not None and x is not None else None,
+            grad.t() @ h if needs[3] and h is not None else None,
+        )
+
+
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float, weight: Tensor, bias: Any) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float, weight: Tensor, bias: Any, a: Any, b: Any
+    ) -> Any:
         from hone.kernels.gpu import rows
 
         total, normed = rows.add_norm(x, delta, scale, eps)
-        ctx.save_for_backward(total, scale, weight)
+        out, h = _LowRankLinear(weight, bias, a, b).forward(normed)
+        ctx.save_for_backward(total, scale, weight, bias, a, b, h)
         ctx.eps, ctx.has_delta = eps, delta is not None
         ctx.set_materialize_grads(False)
-        return total, linear_reference(normed, weight, bias)
+        return total, out
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor | None, grad: Tensor) -> Any:
         from hone.kernels.gpu import training
 
-        total, scale, weight = ctx.saved_tensors
-        needs_weight, needs_bias = ctx.needs_input_grad[4:]
+        total, scale, weight, bias, a, b, h = ctx.saved_tensors
+        linear, needs = _LowRankLinear(weight, bias, a, b), ctx.needs_input_grad[4:]
         grad = grad.contiguous()
         grad_total = None if grad_total is None else grad_total.contiguous()
-        normed, out, of_scale = training.norm_backward(total, scale, grad @ weight, grad_total, ctx.eps, needs_weight)
-        return (
-            out, out if ctx.has_delta else None, of_scale, None,
-            None if normed is None else grad.t() @ normed, grad.sum(dim=0) if needs_bias else None,
-        )  # fmt: skip
+        of_normed, of_h = linear.of_input(grad)
+        needs_normed = needs[0] or needs[2]
+        normed, out, of_scale = training.norm_backward(total, scale, of_normed, grad_total, ctx.eps, needs_normed)
+        of_weights = linear.of_weights(needs, grad, normed, h, of_h)
+        return out, out if ctx.has_delta else None, of_scale, None, *of_weights
 
 
 class _SwiGLULinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Any, a: Any, b: Any) -> Any:
         from hone.kernels.gpu import rows
 
-        ctx.save_for_backward(gate_up, weight)
-        return linear_reference(rows.swiglu(gate_up), weight, bias)
+        out, h = _LowRankLinear(weight, bias, a, b).forward(rows.swiglu(gate_up))
+        ctx.save_for_backward(gate_up, weight, bias, a, b, h)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         from hone.kernels.gpu import training
 
-        gate_up, weight = ctx.saved_tensors
-        _, needs_weight, needs_bias = ctx.needs_input_grad
+        gate_up, weight, bias, a, b, h = ctx.saved_tensors
+        linear, needs = _LowRankLinear(weight, bias, a, b), ctx.needs_input_grad[1:]
         grad = grad.contiguous()
-        act, out = training.swiglu_backward(gate_up, grad @ weight, needs_weight)
-        return out, None if act is None else grad.t() @ act, grad.sum(dim=0) if needs_bias else None
+        of_act, of_h = linear.of_input(grad)
+        act, out = training.swiglu_backward(gate_up, of_act, needs[0] or needs[2])
+        return out, *linear.of_weights(needs, grad, act, h, of_h)
 
 
 class _HeadsAttention(torch.autograd.Function):

@@ -18,7 +18,8 @@ def add_norm(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float
         return rows.add_norm(x_TD, delta_TD, weight_D, eps)
     if not cpu.takes(x_TD):
         return add_norm_reference(x_TD, delta_TD, weight_D, eps)
-    if torch.is_grad_enabled() and (x_TD.requires_grad or weight_D.requires_grad):
+    inputs = (x_TD, weight_D) if delta_TD is None else (x_TD, weight_D, delta_TD)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         total, out = _AddNorm.apply(x_TD, delta_TD, weight_D, eps)  # type: ignore[no-untyped-call]
         return total, out
     total, out, _ = _forward(x_TD, delta_TD, weight_D, eps)

@@ -29,7 +29,7 @@ def norm_rope(
         qk, v = qkv_TNE.split([H + K, K], dim=1)
         q, k = rotate(qk, cos_T1E, sin_T1E).split([H, K], dim=1)
         return q, k, v
-    needs_grad = torch.is_grad_enabled() and qkv_TNE.requires_grad
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (qkv_TNE, q_scale_E, k_scale_E))
     if cpu.takes(qkv_TNE):
         if needs_grad:
             q, k, v = _Compiled.apply(qkv_TNE, q_scale_E, k_scale_E, cos_T1E, sin_T1E, eps, H)  # type: ignore[no-untyped-call]

@@ -16,7 +16,6 @@ from hone.config.sections import ServeConfig
 from hone.engine.engine import Engine
 from hone.environments import Environment, load_environments
 from hone.inference.service import EngineService, LocalClient
-from hone.models.hf import save_model
 from hone.models.loading import Loaded, load
 from hone.monitors.lines import orchestrator_line, trainer_line
 from hone.monitors.log import SUCCESS, component_log
@@ -26,6 +25,7 @@ from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import Checkpoints, forget_after, restore, resume_from
 from hone.trainer.performance import keep_freed_memory
 from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.sharding import Export
 from hone.transport.waiting import Pulse
 
 
@@ -35,7 +35,7 @@ def main(config: RLConfig) -> None:
     environments = load_environments(config.orchestrator.env)
     loaded = load(config.model, seed=config.seed)
     run = RunDirectory(config.output_dir, "rl")
-    trainer = RLTrainer(loaded.model, config.trainer, config.max_steps, run.bad_steps)
+    trainer = RLTrainer(loaded.model, config.trainer, config.max_steps, run.bad_steps, seed=config.seed)
     limit, serving = loaded.model.spec.max_position_embeddings, config.inference or ServeConfig()
     engine = Engine(
         loaded.model,
@@ -76,6 +76,7 @@ async def train(
         str(loaded.model.embed.weight.dtype)[6:], trainer.device, len(orchestrator.examples),
         ", ".join(environments), first, config.max_steps,
     )  # fmt: skip
+    export = Export(loaded.model, trainer.ranks, loaded.dtype)
     checkpoints = Checkpoints(run, trainer.optimizer, config.ckpt, trainer.ranks)
     for step in range(first, config.max_steps + 1):
         start = time.perf_counter()
@@ -91,7 +92,7 @@ async def train(
         is_last = step == config.max_steps
         metrics.log(step, values)  # before the checkpoint: a run that resumes from it has the row
         if step in weight_steps:
-            await service.run(partial(save_model, loaded.model, loaded.directory, run.weights_for(step)))
+            await service.run(partial(export.save, loaded.directory, run.weights_for(step), config.model.name))
         await service.run(partial(checkpoints.save, step, is_last, config.public(), values))
         console = {"console": is_last or step % config.log_interval == 0}
         if not collected.batch.samples:

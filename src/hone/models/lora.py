@@ -1,181 +1,200 @@
-"""LoRA adapters beside the weights (Hu et al. 2021): y = W x + scale * B A x, of an adapter chosen for every token.
+"""LoRA as it is trained (Hu et al. 2021): y = W x + scale * B A x, W frozen, A and B of each HF linear its own.
 
-peft directory ─ read_adapter ─► Adapter (A and B per HF linear) ─ Adapters.load ─► one A and one B per fused weight
+    fused weight   q │ k │ v  by rows        A_RI   A of q, of k, of v, one below the other
+    adapter        B_q A_q │ B_k A_k │ …     B_OR   B of q, k, v along the diagonal, 0 elsewhere
 
-All loaded adapters lie side by side: h = A_all x, then h is zeroed where the token has another adapter, then B_all h. A
-handful of small adapters costs two thin products a weight, has no branches, and so fits into a CUDA graph. The rows of
-a fused weight (q, k, v; gate, up) have adapters of their own: B is zero between them.
+Saved as peft does (adapter_config.json, adapter_model.safetensors), and merged into a plain model. The adapters that a
+server loads beside a model are in `adapters.py`.
 """
 
 import json
 import math
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
+from hone.config.lora import LoRAConfig
+from hone.models.adapters import read_adapter
 from hone.models.hf import hf_names, split_rows
+from hone.models.spec import ModelSpec
 from hone.models.transformer import Linear, Transformer
 
-ACCEPTED = {"bias": ("none",), "use_dora": (False,), "modules_to_save": (None, []), "alpha_pattern": ({}, None)}
-ACCEPTED |= {"rank_pattern": ({}, None), "lora_bias": (False,), "fan_in_fan_out": (False,)}
+Whole = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """A (rank x inputs) and B (outputs x rank, scaled) of HF linears by name, without `.weight`."""
-
-    rank: int
-    weights: dict[str, tuple[Tensor, Tensor]]
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
-def read_adapter(directory: Path) -> Adapter:
-    """An adapter in peft's format. Raises ValueError for what is missing or what has no counterpart here."""
-    path = directory / "adapter_config.json"
-    if not path.is_file():
-        raise ValueError(f"{directory} is not an adapter: it has no adapter_config.json")
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type {config.get('peft_type')!r} is not supported; supported: 'LORA'")
-    for key, accepted in ACCEPTED.items():
-        if key in config and config[key] not in accepted:
-            raise ValueError(f"{path}: {key} = {config[key]!r} is not supported")
-    rank = config.get("r")
-    if not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"{path}: r = {rank!r} is not a rank")
-    scale = config.get("lora_alpha", rank) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    file = directory / "adapter_model.safetensors"
-    if not file.is_file():
-        raise ValueError(f"{directory} has no adapter_model.safetensors")
-    try:
-        tensors = load_file(file)
-    except Exception as error:  # safetensors raises its own class for a damaged file
-        raise ValueError(f"{file} is not a readable safetensors file: {error}") from None
-    parts: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight", key)
-        if match is None:
-            raise ValueError(f"{file}: tensor {key} is not of a LoRA layer")
-        parts.setdefault(match[1], {})[match[2]] = tensor
-    for name, pair in parts.items():
-        if set(pair) != {"A", "B"} or len(pair["A"]) != rank or pair["B"].shape[1] != rank:
-            raise ValueError(f"{file}: {name} needs lora_A and lora_B of rank {rank}")
-    return Adapter(rank, {name: (pair["A"], pair["B"] * scale) for name, pair in parts.items()})
+class LoRA(nn.Module):
+    """What is added to one fused weight, whose rows are those of the HF linears `names`, of the `heights` given."""
 
+    def __init__(self, linear: Linear, names: list[str], heights: list[int], config: LoRAConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.heights = dict(zip(names, heights, strict=True))
+        self.targets = [name for name in names if name.rsplit(".", 1)[-1] in config.targets]
+        r, weight = config.rank, linear.weight
+        self.A = nn.Parameter(weight.new_empty(r * len(self.targets), weight.shape[1]))
+        self.B = nn.ParameterList(nn.Parameter(weight.new_zeros(self.heights[name], r)) for name in self.targets)
+        fused = weight.new_zeros(len(weight), len(self.A))
+        self.register_buffer("fused", fused, persistent=False)  # B_OR as samplers read it, at a fixed address
+        self._seen = -1
 
-class Delta:
-    """What the loaded adapters add to one fused weight."""
+    def forward(self, x_TI: Tensor) -> Tensor:
+        if not self.is_plain and torch.is_grad_enabled():
+            x_TI = F.dropout(x_TI, self.config.dropout)
+        a_RI, b_OR = self.factors()
+        return F.linear(F.linear(x_TI, a_RI), b_OR)
 
-    def __init__(self, a_RI: Tensor, b_OR: Tensor, owner_R: Tensor, adapters: "Adapters") -> None:
-        self.a_RI, self.b_OR, self.owner_R, self.adapters = a_RI, b_OR, owner_R, adapters
+    @property
+    def is_plain(self) -> bool:
+        return not (self.training and self.config.dropout)
 
-    def __call__(self, x_TI: Tensor) -> Tensor | None:
-        if not self.adapters.which:
-            return None
-        h_TR = F.linear(x_TI, self.a_RI)
-        others = self.adapters.which[len(x_TI)][:, None] != self.owner_R
-        return F.linear(h_TR.masked_fill(others, 0.0), self.b_OR)
-
-
-class Adapters:
-    """The adapters of a model by name.
-
-    `which`: the number of each token's adapter in a forward, by how many tokens there are (all, or those that its last
-    block keeps); empty where none has one.
-    """
-
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
-        self.loaded: dict[str, tuple[int, Adapter]] = {}
-        self.which: dict[int, Tensor] = {}
-        self._next = 0
-
-    def number(self, name: str | None) -> int:
-        """The number of an adapter, 0 for none. Raises ValueError for one that is not loaded."""
-        if name is None:
-            return 0
-        if name not in self.loaded:
-            raise ValueError(f"no adapter {name!r} is loaded; loaded: {', '.join(self.loaded) or 'none'}")
-        return self.loaded[name][0]
-
-    def load(self, name: str, adapter: Adapter) -> None:
-        """Takes an adapter, instead of one of that name. Raises ValueError where it does not fit the model."""
-        sources = self._sources()
-        for target, (a, b) in adapter.weights.items():
-            if target not in sources:
-                raise ValueError(f"adapter {name}: the model has no linear {target}")
-            outputs, inputs = sources[target]
-            if (b.shape[0], a.shape[1]) != (outputs, inputs):
-                found = f"{b.shape[0]} x {a.shape[1]}"
-                raise ValueError(
-                    f"adapter {name}: {target} is for {found} weights, the model's are {outputs} x {inputs}"
-                )
-        if name not in self.loaded:
-            self._next += 1
-        number = self.loaded[name][0] if name in self.loaded else self._next
-        self.loaded[name] = (number, adapter)
-        self._place()
-
-    def unload(self, name: str) -> None:
-        self.number(name)
-        del self.loaded[name]
-        self._place()
-
-    @contextmanager
-    def used_by(self, which_T: Tensor | None, keep_N: Tensor | None = None) -> Iterator[None]:
-        """Inside, forwards are of tokens with adapters of these numbers, of which the last block keeps some."""
-        if which_T is not None:
-            kept = {} if keep_N is None else {len(keep_N): which_T[keep_N]}
-            self.which = {len(which_T): which_T, **kept}
-        try:
-            yield
-        finally:
-            self.which = {}
-
-    def _sources(self) -> dict[str, tuple[int, int]]:
-        """HF linears, and their outputs and inputs."""
-        parameters = dict(self.model.named_parameters())
-        sizes = {}
-        for ours, theirs in hf_names(self.model.spec).items():
-            for name, part in zip(theirs, split_rows(self.model.spec, ours, parameters[ours]), strict=True):
-                if part.dim() == 2 and "embed" not in name and name != "lm_head.weight":
-                    sizes[name.removesuffix(".weight")] = (part.shape[0], part.shape[1])
-        return sizes
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A_RI and B_OR, scaled; with gradients where those are on."""
+        if torch.is_grad_enabled() or self._seen < 0:
+            return self.A, self._fuse()
+        self.refresh()
+        return self.A, self.fused  # type: ignore[return-value]
 
     @torch.no_grad()
-    def _place(self) -> None:
-        modules = dict(self.model.named_modules())
-        for ours, theirs in hf_names(self.model.spec).items():
-            module = modules.get(ours.removesuffix(".weight"))
-            if not isinstance(module, Linear) or not ours.endswith(".weight"):
-                continue
-            rows_A, columns_B, owners = [], [], []
-            blocks = split_rows(self.model.spec, ours, module.weight)
-            starts = [0]
-            for block in blocks:
-                starts.append(starts[-1] + len(block))
-            for number, adapter in self.loaded.values():
-                for i, hf in enumerate(theirs):
-                    pair = adapter.weights.get(hf.removesuffix(".weight"))
-                    if pair is None:
-                        continue
-                    a, b = (x.to(module.weight.device, module.weight.dtype) for x in pair)
-                    column = a.new_zeros(len(module.weight), adapter.rank)
-                    column[starts[i] : starts[i + 1]] = b
-                    rows_A.append(a)
-                    columns_B.append(column)
-                    owners += [number] * adapter.rank
-            if not owners:
-                module.delta = None
-                continue
-            owner_R = torch.tensor(owners, device=module.weight.device)
-            module.delta = Delta(torch.cat(rows_A), torch.cat(columns_B, dim=1), owner_R, self)
+    def refresh(self) -> None:
+        """Brings what samplers read up to date; a captured graph reads it without asking. Nobody does before the first
+        time."""
+        changes = sum(b._version for b in self.B)
+        if changes != self._seen:
+            self.fused.copy_(self._fuse())  # type: ignore[operator]
+            self._seen = changes
+
+    def _fuse(self) -> Tensor:
+        r, rows, of_targets = self.config.rank, [], dict(zip(self.targets, self.B, strict=True))
+        for name, height in self.heights.items():
+            if name in of_targets:
+                at = self.targets.index(name) * r
+                rows.append(F.pad(of_targets[name] * self.config.scale, (at, len(self.A) - at - r)))
+            else:
+                rows.append(self.A.new_zeros(height, len(self.A)))
+        return torch.cat(rows)
+
+    def pairs(self, whole: Whole = _as_it_is) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """HF linears with their A and B, not scaled, detached; `whole` joins what is split over ranks."""
+        for name, a, b in zip(self.targets, whole(self.A.detach()).split(self.config.rank), self.B, strict=True):
+            yield name, a, whole(b.detach())
+
+    def add_to(self, weight_OI: Tensor, whole: Whole = _as_it_is) -> Tensor:
+        """A fused weight with the adapter merged into it, in fp32."""
+        merged, at = weight_OI.float(), 0
+        pairs = {name: (a, b) for name, a, b in self.pairs(whole)}
+        for name, height in self.heights.items():
+            if name in pairs:
+                a, b = pairs[name]
+                merged[at : at + height].addmm_(b.float(), a.float(), alpha=self.config.scale)
+            at += height
+        return merged
+
+
+def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
+    """Freezes the model but for `modules_to_save`, and adds adapters whose product is 0. Raises ValueError."""
+    table = hf_names(model.spec)
+    if model.head is None and "lm_head" in config.modules_to_save:
+        raise ValueError("lora.modules_to_save: lm_head is embed_tokens in this model; name that")
+    for name, parameter in model.named_parameters():
+        modules = {theirs.rsplit(".", 2)[-2] for theirs in table[name]}
+        parameter.requires_grad_(bool(modules & set(config.modules_to_save)))
+    generator = torch.Generator().manual_seed(seed)
+    for linear, names in _linears(model):
+        heights = [len(part) for part in split_rows(model.spec, names[0], linear.weight)]
+        theirs = [name.removesuffix(".weight") for name in table[names[0]]]
+        lora = LoRA(linear, theirs, heights, config)
+        if lora.targets:
+            with torch.no_grad():  # as nn.Linear draws, which peft keeps: uniform up to 1 / sqrt(inputs)
+                bound = 1 / math.sqrt(lora.A.shape[1])
+                lora.A.copy_(torch.empty(lora.A.shape).uniform_(-bound, bound, generator=generator))
+            linear.delta = lora
+    if config.start_from is not None:
+        _load(model, config, config.start_from)
+
+
+def _load(model: Transformer, config: LoRAConfig, directory: Path) -> None:
+    adapter = read_adapter(directory)
+    wanted = {name for lora in loras(model) for name in lora.targets}
+    if adapter.rank != config.rank or set(adapter.weights) != wanted:
+        targets = sorted({name.rsplit(".", 1)[-1] for name in adapter.weights})
+        raise ValueError(
+            f"lora.start_from {directory}: rank {adapter.rank} on {', '.join(targets)}; "
+            f"lora.rank is {config.rank}, lora.targets are {', '.join(config.targets)}"
+        )
+    with torch.no_grad():
+        for lora in loras(model):
+            for name, a, b in lora.pairs():
+                theirs_a, theirs_b = adapter.weights[name]
+                a.copy_(theirs_a)
+                b.copy_(theirs_b / config.scale)  # they come scaled
+
+
+def loras(model: Transformer) -> Iterator[LoRA]:
+    return (module for module in model.modules() if isinstance(module, LoRA))
+
+
+def refresh(model: Transformer) -> None:
+    """After training has changed adapters: what samplers read follows."""
+    for lora in loras(model):
+        lora.refresh()
+
+
+@contextmanager
+def without_lora(model: Transformer) -> Iterator[None]:
+    """Inside, the model is what its adapters were added to."""
+    kept = [(linear, linear.delta) for linear, _ in _linears(model)]
+    for linear, _ in kept:
+        linear.delta = None
+    try:
+        yield
+    finally:
+        for linear, delta in kept:
+            linear.delta = delta
+
+
+def adapter_tensors(model: Transformer, whole: Whole = _as_it_is) -> dict[str, Tensor]:
+    """What peft saves of an adapter, by its names."""
+    tensors: dict[str, Tensor] = {}
+    saved = set[str]()
+    for lora in loras(model):
+        saved = set(lora.config.modules_to_save)
+        for name, a, b in lora.pairs(whole):
+            tensors |= {f"base_model.model.{name}.lora_{kind}.weight": x for kind, x in (("A", a), ("B", b))}
+    parameters = dict(model.named_parameters())
+    for ours, theirs in hf_names(model.spec).items():
+        if saved & {name.rsplit(".", 2)[-2] for name in theirs}:
+            tensors[f"base_model.model.{theirs[0]}"] = whole(parameters[ours].detach())
+    return tensors
+
+
+def write_adapter(tensors: dict[str, Tensor], config: LoRAConfig, spec: ModelSpec, base: str, directory: Path) -> None:
+    """An adapter in peft's format: for peft, vLLM, and `load_lora_adapter` of our server."""
+    # peft goes by the ends of names: norm alone would be all norms
+    saved = ["model.norm" if name == "norm" else name for name in config.modules_to_save]
+    settings = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": config.rank,
+        "lora_alpha": config.alpha, "use_rslora": config.rslora, "lora_dropout": config.dropout, "bias": "none",
+        "target_modules": sorted(config.targets), "modules_to_save": saved or None,
+        "inference_mode": True, "fan_in_fan_out": False, "init_lora_weights": True,
+    }  # fmt: skip
+    if "embed_tokens" in config.modules_to_save and spec.tie_word_embeddings:
+        settings["ensure_weight_tying"] = True
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    save_file({name: x.contiguous().cpu() for name, x in tensors.items()}, directory / "adapter_model.safetensors")
+
+
+def _linears(model: Transformer) -> Iterator[tuple[Linear, list[str]]]:
+    """The blocks' linears, with the names of their weights here."""
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and name.startswith("blocks."):
+            yield module, [f"{name}.weight"]

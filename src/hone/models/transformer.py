@@ -46,12 +46,21 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-        self.delta: Callable[[Tensor], Tensor | None] | None = None  # what adapters add (`models/lora.py`)
+        self.delta: Callable[[Tensor], Tensor | None] | None = None  # what adapters add (`adapters.py`, `lora.py`)
 
     def forward(self, x: Tensor) -> Tensor:
         y = linear(x, self.weight, self.bias)
         added = None if self.delta is None else self.delta(x)
         return y if added is None else y + added
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that is computed is W x + b, or W x + b + B A x with the `factors` A and B."""
+        return self.delta is None or getattr(self.delta, "is_plain", False)
+
+    def factors(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """A and B of what is added to a plain one."""
+        return (None, None) if self.delta is None else self.delta.factors()  # type: ignore[attr-defined]
 
     def parts(self, x: Tensor) -> Tensor:
         """The result, or for few tokens on a GPU parts S x T x O that add up to it: `add_norm` takes either."""
@@ -81,8 +90,8 @@ class RMSNorm(nn.Module):
 
     def through(self, linear: Linear, x_TD: Tensor, delta_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """x + delta, and the projection of its norm."""
-        if gpu.trains(x_TD) and linear.delta is None:
-            return norm_linear(x_TD, delta_TD, self.weight, self.eps, linear.weight, linear.bias)
+        if gpu.trains(x_TD) and linear.is_plain:
+            return norm_linear(x_TD, delta_TD, self.weight, self.eps, linear.weight, linear.bias, *linear.factors())
         total_TD, normed_TD = self(x_TD, delta_TD)
         return total_TD, linear(normed_TD)
 
@@ -111,8 +120,8 @@ class MLP(nn.Module):
         self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
     def project(self, gate_up_T2F: Tensor) -> Tensor:
-        if gpu.trains(gate_up_T2F) and self.down.delta is None:
-            return swiglu_linear(gate_up_T2F, self.down.weight, self.down.bias)
+        if gpu.trains(gate_up_T2F) and self.down.is_plain:
+            return swiglu_linear(gate_up_T2F, self.down.weight, self.down.bias, *self.down.factors())
         return self.down.parts(swiglu(gate_up_T2F))
 
 

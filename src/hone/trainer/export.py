@@ -8,10 +8,13 @@ import logging
 import torch
 
 from hone.config.export import ExportConfig
-from hone.models.hf import resolve_model, save_model
-from hone.models.spec import parse_model_config, read_model_config
-from hone.models.transformer import Transformer
+from hone.config.lora import LoRAConfig
+from hone.config.sections import ModelConfig
+from hone.models.loading import load
+from hone.models.lora import add_lora
 from hone.trainer.checkpoint import HEADER, Damaged, load_tensors, read_header
+from hone.trainer.ranks import Ranks
+from hone.trainer.sharding import Export
 
 
 def main(config: ExportConfig) -> None:
@@ -23,8 +26,15 @@ def main(config: ExportConfig) -> None:
         header = read_header(config.checkpoint)
     except Damaged as error:
         raise ValueError(f"--checkpoint {config.checkpoint} is damaged: {error}") from None
-    directory = resolve_model(header["config"]["model"]["name"])
-    model = Transformer(parse_model_config(read_model_config(directory), str(directory / "config.json")))
-    load_tensors(config.checkpoint, {f"master.{name}": p.detach() for name, p in model.named_parameters()})
-    save_model(model.to(getattr(torch, config.dtype)), directory, config.output_dir)
+    settings = header["config"]
+    loaded = load(
+        ModelConfig.model_validate(settings["model"] | {"device": "cpu", "dtype": "float32"}), settings["seed"]
+    )
+    lora = settings.get("lora") or (settings.get("trainer") or {}).get("lora")
+    if lora:
+        add_lora(loaded.model, LoRAConfig.model_validate(lora | {"start_from": None}), 0)
+    trained = {f"master.{name}": p.detach() for name, p in loaded.model.named_parameters() if p.requires_grad}
+    load_tensors(config.checkpoint, trained)
+    export = Export(loaded.model.to(getattr(torch, config.dtype)), Ranks(), getattr(torch, config.dtype))
+    export.save(loaded.directory, config.output_dir, settings["model"]["name"])
     logging.getLogger("hone").info("Step %d of %s in %s", header["step"], config.checkpoint, config.output_dir)

@@ -64,7 +64,8 @@ class Optimizer:
         self.steps = [torch.zeros((), device=device) for _ in self.masters]
         matrices = [i for i, p in enumerate(self.masters) if p.dim() > 1 and i not in self.by_muon]
         others = [i for i, p in enumerate(self.masters) if p.dim() <= 1]
-        self.groups = [(matrices, config.weight_decay), (others, 0.0)]
+        groups = [(matrices, config.weight_decay), (others, 0.0)]
+        self.groups = [(members, decay) for members, decay in groups if members]
         self._sums: list[Tensor] | None = None
 
     @torch.no_grad()
@@ -111,6 +112,7 @@ class Optimizer:
             muon.step(self.masters[i], grads[i], self.exp_avg[i], lr, self.config.weight_decay, split)
         self.clear()
         self.follow_masters()
+        torch.autograd.graph.increment_version(self.parameters)  # the fused kernel leaves them uncounted
         return norm
 
     def gradients(self) -> list[Tensor]:

@@ -5,12 +5,16 @@
 Gathers and sums are collective: all ranks go through the model equally often, with tokens of their own.
 """
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hone.config.sections import Sharding
+from hone.models.hf import hf_names, write_model
+from hone.models.lora import LoRA, adapter_tensors, loras, write_adapter
 from hone.models.transformer import Transformer
 from hone.trainer.ranks import Ranks
 
@@ -67,23 +71,51 @@ def part_of(x: Tensor, like: Any) -> Tensor:
 
 
 class Export:
-    """The model as others take it, whole and in its own dtype: the model itself unless it is split."""
+    """The model as others take it: whole, adapters merged, in its own dtype. The model itself if it is that already."""
 
     def __init__(self, model: Transformer, ranks: Ranks, dtype: torch.dtype) -> None:
         self.model, self.ranks, self.dtype = model, ranks, dtype
+        self.is_plain = not is_sharded(model) and not any(loras(model))
         self._copy: Transformer | None = None
 
     @torch.no_grad()
     def __call__(self) -> Transformer | None:
         """Collective; None on all ranks but the first."""
-        if not is_sharded(self.model):
+        if self.is_plain:
             return self.model if self.ranks.is_first else None
         if self._copy is None and self.ranks.is_first:
             self._copy = Transformer(self.model.spec).to(self.dtype)
-        self.model.reshard()  # type: ignore[operator]
-        copies = dict(self._copy.named_parameters()) if self._copy is not None else {}
-        for name, parameter in self.model.named_parameters():
-            value = whole(parameter)
+        self._reshard()
+        modules, copies = dict(self.model.named_modules()), {}
+        if self._copy is not None:
+            copies = dict(self._copy.named_parameters())
+        for name in hf_names(self.model.spec):
+            value, delta = whole(self.model.get_parameter(name)), None
+            if name.endswith(".weight"):
+                delta = getattr(modules[name.removesuffix(".weight")], "delta", None)
+            if isinstance(delta, LoRA):
+                value = delta.add_to(value, whole)
             if name in copies:
                 copies[name].copy_(value)
         return self._copy
+
+    def save(self, source: Path, directory: Path, base: str) -> None:
+        """Writes the model as a directory in HF format, beside it the adapter if there is one (lora_adapters/).
+
+        Collective; the first rank writes.
+        """
+        model = self()
+        self._reshard()
+        adapter = adapter_tensors(self.model, whole)
+        if model is None:
+            return
+        partial = write_model(model, source, directory.with_name(directory.name + ".partial"))
+        if adapter:
+            config = next(loras(self.model)).config
+            write_adapter(adapter, config, model.spec, base, partial / "lora_adapters")
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
+
+    def _reshard(self) -> None:
+        if is_sharded(self.model):  # a forward without gradients leaves the last part whole
+            self.model.reshard()  # type: ignore[operator]

@@ -17,7 +17,7 @@ import numpy as np
 
 from hone.config.help import to_toml
 from hone.config.rl import BenchConfig, TrainerRunConfig
-from hone.models.hf import save_model, write_model
+from hone.models.hf import write_model
 from hone.models.loading import Loaded, load
 from hone.models.proof import canary_ids, checksum, score
 from hone.monitors.lines import trainer_line
@@ -44,7 +44,7 @@ def main(config: TrainerRunConfig) -> None:
     if ranks.is_first:  # before seconds of loading
         run.check(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
     loaded = load(config.model, seed=config.seed)
-    trainer = RLTrainer(loaded.model, config, config.max_steps, run.bad_steps, ranks)
+    trainer = RLTrainer(loaded.model, config, config.max_steps, run.bad_steps, ranks, config.seed)
     state = config.public()
     first = 1 + restore(sources, trainer.optimizer, state, ranks)
     ranks.wait()  # nobody reads what the first is about to change
@@ -73,8 +73,8 @@ def main(config: TrainerRunConfig) -> None:
             values = trainer.step(batch) | {"time/wait_for_batch": waited}
             start = time.perf_counter()
             is_last = step == config.max_steps
-            if step in weight_steps and (model := export()) is not None:
-                save_model(model, loaded.directory, run.weights_for(step))
+            if step in weight_steps:
+                export.save(loaded.directory, run.weights_for(step), config.model.name)
             checkpoints.save(step, is_last, state, values)
             publish(step, values | {"time/save": time.perf_counter() - start})
             if ranks.is_first:

@@ -6,6 +6,7 @@ samples ─ split by tokens, pack ─► forward ─ logprobs at T of the sample
 import copy
 import time
 from collections import defaultdict
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from hone.config.rl import TrainerConfig
+from hone.models.lora import add_lora, without_lora
 from hone.models.transformer import Transformer
 from hone.monitors.statistics import summary
 from hone.records import Batch, Sample
@@ -35,13 +37,22 @@ class RLTrainer:
         max_steps: int,
         bad_steps: Path = Path("bad_steps"),
         ranks: Ranks = ALONE,
+        seed: int = 0,
     ) -> None:
         self.model, self.config, self.max_steps, self.bad_steps = model, config, max_steps, bad_steps
         self.ranks = ranks
         self.device = model.embed.weight.device
         self.laps = Laps(self.device, is_on=False)
         loss_function(config.loss.type)  # a user's own is imported now, not after the first rollouts
-        self.reference = copy.deepcopy(model).requires_grad_(False) if config.loss.kl_beta else None
+        lora = config.lora
+        # What training starts from: under a fresh adapter the model itself, else a copy.
+        is_under_adapter = lora is not None and not lora.modules_to_save and lora.start_from is None
+        keeps = config.loss.kl_beta > 0 and not is_under_adapter
+        if keeps and lora is not None:
+            add_lora(model, lora, seed)
+        self.reference = copy.deepcopy(model).requires_grad_(False) if keeps else None
+        if not keeps and lora is not None:
+            add_lora(model, lora, seed)
         for part in filter(None, (model, self.reference)):
             shard(part, ranks, config.sharding)
         self.optimizer = Optimizer(model, config.optim, ranks)
@@ -62,7 +73,7 @@ class RLTrainer:
         lengths = [len(sample.ids) for sample in samples]
         names = ["entropy", "mismatch_kl", "is_masked", "importance_ratio"]
         parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-        if self.reference is not None:
+        if self.config.loss.kl_beta:
             parts["reference_kl"] = []
         loss = torch.zeros((), device=self.device)
         split = self._split(samples)
@@ -137,9 +148,9 @@ class RLTrainer:
         )
         self.laps("data")
         reference_N = None
-        if self.reference is not None:
-            with torch.no_grad():
-                reference_N, _ = packed.target_logprobs(self.reference, temperature_N)
+        if config.kl_beta:
+            with torch.no_grad(), without_lora(self.model) if self.reference is None else nullcontext():
+                reference_N, _ = packed.target_logprobs(self.reference or self.model, temperature_N)
         teachers = [s.teacher_logprobs for s in samples]
         teacher_N = None if None in teachers else self._of_targets(samples, teachers)  # type: ignore[arg-type]
         sampled_N = self._of_targets(samples, [s.logprobs for s in samples])

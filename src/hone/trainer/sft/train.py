@@ -17,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hone.config.help import to_toml
 from hone.config.sft import DataConfig, SFTConfig
-from hone.models.hf import save_model
 from hone.models.loading import Loaded, load
+from hone.models.lora import add_lora
 from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
 from hone.run_directory import RunDirectory
@@ -49,6 +49,8 @@ def main(config: SFTConfig) -> None:
     run = RunDirectory(config.output_dir, "sft")
     sources = resume_from(run, config.resume)
     loaded = load(config.model, seed=config.seed)
+    if config.lora:
+        add_lora(loaded.model, config.lora, config.seed)
     shard(loaded.model, ranks, config.sharding)
     optimizer = Optimizer(loaded.model, config.optim, ranks)
     done = restore(sources, optimizer, config.public(), ranks)
@@ -73,6 +75,8 @@ def main(config: SFTConfig) -> None:
 def bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
     """Prints where the time of a step goes; writes nothing."""
     loaded = load(config.model, seed=config.seed)
+    if config.lora:
+        add_lora(loaded.model, config.lora, config.seed)
     shard(loaded.model, ranks, config.sharding)
     optimizer = Optimizer(loaded.model, config.optim, ranks)
     run = RunDirectory(config.output_dir, "sft")
@@ -158,9 +162,7 @@ class Trainer:
             self._log_step(step, values, console=is_last or step % config.log_interval == 0)
         self.checkpoints.save(step, is_last, config.public(), values)
         if is_last or (config.weights.interval and step % config.weights.interval == 0):
-            model = self.export()
-            if model is not None:
-                save_model(model, self.loaded.directory, self.run.weights_for(step))
+            self.export.save(self.loaded.directory, self.run.weights_for(step), config.model.name)
 
     def step(self, step: int, max_steps: int, batches: Iterator[list[Row]]) -> dict[str, float]:
         """One optimiser step. The loss is the mean over all targets of the step, however it is split."""

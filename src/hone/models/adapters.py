@@ -1,0 +1,181 @@
+"""LoRA adapters beside the weights (Hu et al. 2021): y = W x + scale * B A x, of an adapter chosen for every token.
+
+peft directory ─ read_adapter ─► Adapter (A and B per HF linear) ─ Adapters.load ─► one A and one B per fused weight
+
+All loaded adapters lie side by side: h = A_all x, then h is zeroed where the token has another adapter, then B_all h. A
+handful of small adapters costs two thin products a weight, has no branches, and so fits into a CUDA graph. The rows of
+a fused weight (q, k, v; gate, up) have adapters of their own: B is zero between them.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hone.models.hf import hf_names, split_rows
+from hone.models.transformer import Linear, Transformer
+
+ACCEPTED = {"bias": ("none",), "use_dora": (False,), "modules_to_save": (None, []), "alpha_pattern": ({}, None)}
+ACCEPTED |= {"rank_pattern": ({}, None), "lora_bias": (False,), "fan_in_fan_out": (False,)}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A (rank x inputs) and B (outputs x rank, scaled) of HF linears by name, without `.weight`."""
+
+    rank: int
+    weights: dict[str, tuple[Tensor, Tensor]]
+
+
+def read_adapter(directory: Path) -> Adapter:
+    """An adapter in peft's format. Raises ValueError for what is missing or what has no counterpart here."""
+    path = directory / "adapter_config.json"
+    if not path.is_file():
+        raise ValueError(f"{directory} is not an adapter: it has no adapter_config.json")
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type {config.get('peft_type')!r} is not supported; supported: 'LORA'")
+    for key, accepted in ACCEPTED.items():
+        if key in config and config[key] not in accepted:
+            raise ValueError(f"{path}: {key} = {config[key]!r} is not supported")
+    rank = config.get("r")
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"{path}: r = {rank!r} is not a rank")
+    scale = config.get("lora_alpha", rank) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    file = directory / "adapter_model.safetensors"
+    if not file.is_file():
+        raise ValueError(f"{directory} has no adapter_model.safetensors")
+    try:
+        tensors = load_file(file)
+    except Exception as error:  # safetensors raises its own class for a damaged file
+        raise ValueError(f"{file} is not a readable safetensors file: {error}") from None
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight", key)
+        if match is None:
+            raise ValueError(f"{file}: tensor {key} is not of a LoRA layer")
+        parts.setdefault(match[1], {})[match[2]] = tensor
+    for name, pair in parts.items():
+        if set(pair) != {"A", "B"} or len(pair["A"]) != rank or pair["B"].shape[1] != rank:
+            raise ValueError(f"{file}: {name} needs lora_A and lora_B of rank {rank}")
+    return Adapter(rank, {name: (pair["A"], pair["B"] * scale) for name, pair in parts.items()})
+
+
+class Delta:
+    """What the loaded adapters add to one fused weight."""
+
+    def __init__(self, a_RI: Tensor, b_OR: Tensor, owner_R: Tensor, adapters: "Adapters") -> None:
+        self.a_RI, self.b_OR, self.owner_R, self.adapters = a_RI, b_OR, owner_R, adapters
+
+    def __call__(self, x_TI: Tensor) -> Tensor | None:
+        if not self.adapters.which:
+            return None
+        h_TR = F.linear(x_TI, self.a_RI)
+        others = self.adapters.which[len(x_TI)][:, None] != self.owner_R
+        return F.linear(h_TR.masked_fill(others, 0.0), self.b_OR)
+
+
+class Adapters:
+    """The adapters of a model by name.
+
+    `which`: the number of each token's adapter in a forward, by how many tokens there are (all, or those that its last
+    block keeps); empty where none has one.
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = model
+        self.loaded: dict[str, tuple[int, Adapter]] = {}
+        self.which: dict[int, Tensor] = {}
+        self._next = 0
+
+    def number(self, name: str | None) -> int:
+        """The number of an adapter, 0 for none. Raises ValueError for one that is not loaded."""
+        if name is None:
+            return 0
+        if name not in self.loaded:
+            raise ValueError(f"no adapter {name!r} is loaded; loaded: {', '.join(self.loaded) or 'none'}")
+        return self.loaded[name][0]
+
+    def load(self, name: str, adapter: Adapter) -> None:
+        """Takes an adapter, instead of one of that name. Raises ValueError where it does not fit the model."""
+        sources = self._sources()
+        for target, (a, b) in adapter.weights.items():
+            if target not in sources:
+                raise ValueError(f"adapter {name}: the model has no linear {target}")
+            outputs, inputs = sources[target]
+            if (b.shape[0], a.shape[1]) != (outputs, inputs):
+                found = f"{b.shape[0]} x {a.shape[1]}"
+                raise ValueError(
+                    f"adapter {name}: {target} is for {found} weights, the model's are {outputs} x {inputs}"
+                )
+        if name not in self.loaded:
+            self._next += 1
+        number = self.loaded[name][0] if name in self.loaded else self._next
+        self.loaded[name] = (number, adapter)
+        self._place()
+
+    def unload(self, name: str) -> None:
+        self.number(name)
+        del self.loaded[name]
+        self._place()
+
+    @contextmanager
+    def used_by(self, which_T: Tensor | None, keep_N: Tensor | None = None) -> Iterator[None]:
+        """Inside, forwards are of tokens with adapters of these numbers, of which the last block keeps some."""
+        if which_T is not None:
+            kept = {} if keep_N is None else {len(keep_N): which_T[keep_N]}
+            self.which = {len(which_T): which_T, **kept}
+        try:
+            yield
+        finally:
+            self.which = {}
+
+    def _sources(self) -> dict[str, tuple[int, int]]:
+        """HF linears, and their outputs and inputs."""
+        parameters = dict(self.model.named_parameters())
+        sizes = {}
+        for ours, theirs in hf_names(self.model.spec).items():
+            for name, part in zip(theirs, split_rows(self.model.spec, ours, parameters[ours]), strict=True):
+                if part.dim() == 2 and "embed" not in name and name != "lm_head.weight":
+                    sizes[name.removesuffix(".weight")] = (part.shape[0], part.shape[1])
+        return sizes
+
+    @torch.no_grad()
+    def _place(self) -> None:
+        modules = dict(self.model.named_modules())
+        for ours, theirs in hf_names(self.model.spec).items():
+            module = modules.get(ours.removesuffix(".weight"))
+            if not isinstance(module, Linear) or not ours.endswith(".weight"):
+                continue
+            rows_A, columns_B, owners = [], [], []
+            blocks = split_rows(self.model.spec, ours, module.weight)
+            starts = [0]
+            for block in blocks:
+                starts.append(starts[-1] + len(block))
+            for number, adapter in self.loaded.values():
+                for i, hf in enumerate(theirs):
+                    pair = adapter.weights.get(hf.removesuffix(".weight"))
+                    if pair is None:
+                        continue
+                    a, b = (x.to(module.weight.device, module.weight.dtype) for x in pair)
+                    column = a.new_zeros(len(module.weight), adapter.rank)
+                    column[starts[i] : starts[i + 1]] = b
+                    rows_A.append(a)
+                    columns_B.append(column)
+                    owners += [number] * adapter.rank
+            if not owners:
+                module.delta = None
+                continue
+            owner_R = torch.tensor(owners, device=module.weight.device)
+            module.delta = Delta(torch.cat(rows_A), torch.cat(columns_B, dim=1), owner_R, self)
