@@ -173,6 +173,8 @@ def adapter_tensors(model: Transformer, whole: Whole = _as_it_is) -> dict[str, T
     for ours, theirs in hf_names(model.spec).items():
         if saved & {name.rsplit(".", 2)[-2] for name in theirs}:
             tensors[f"base_model.model.{theirs[0]}"] = whole(parameters[ours].detach())
+    if "embed_tokens" in saved and model.head is None:  # peft wants a tied head by its own name too
+        tensors["base_model.model.lm_head.weight"] = tensors["base_model.model.model.embed_tokens.weight"].clone()
     return tensors
 
 
