@@ -1,7 +1,9 @@
 """The same training work for ours and peers: one process a trainer, one line of JSON at its end.
 
-    python training.py rl|sft|sft_lora OURS            python training.py rl hf|hf_compiled
-    python training.py sft trl ATTENTION STRATEGY      (trl, liger-kernel; ATTENTION as transformers names it)
+    python training.py rl ours TOKENS           micro-batches of so many
+    python training.py sft ours COUNT [lora]    so many micro-batches a step
+    python training.py rl hf|hf_compiled
+    python training.py sft trl ATTENTION STRATEGY      needs trl and liger-kernel; both as they name them
 
 Qwen3-0.6B's shape, random weights, random tokens, bf16 with AdamW. `rl`: a step on 128 sequences with 256 targets each.
 `sft`: a step on documents of 512 to 2,048 tokens, 65,536 in all. Every token is a target.
@@ -40,14 +42,14 @@ def sequences(step: int) -> list[list[int]]:
     return [draw.choices(range(1000, 150_000), k=TARGETS + 1) for _ in range(SEQUENCES)]
 
 
-def flops(lengths: list[int], targets: int) -> float:
+def flops(lengths: list[int], targets: int, shape: dict = QWEN3_06B) -> float:
     """Of a step: products of all tokens, causal attention, the head where there is a target; three times for training.
 
     What is computed once more is not counted.
     """
     from hone.models.spec import parse_model_config
 
-    spec = parse_model_config(QWEN3_06B)
+    spec = parse_model_config(shape)
     context = sum(n * n for n in lengths) / (2 * sum(lengths))
     return 3 * spec.flops_per_token(context, head=targets / sum(lengths)) * sum(lengths)
 
@@ -98,7 +100,7 @@ def measure(step, lengths_of, targets_of, laps=None) -> dict:
     return result | {"matrix_rate": matrix_rate()}
 
 
-def our_model():
+def our_model(shape: dict = QWEN3_06B):
     import torch
 
     from hone.models.spec import parse_model_config
@@ -106,7 +108,7 @@ def our_model():
 
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        model = Transformer(parse_model_config(QWEN3_06B))
+        model = Transformer(parse_model_config(shape))
     torch.set_default_dtype(torch.float32)
     model.init_weights(torch.Generator("cuda").manual_seed(0))
     return model
@@ -135,6 +137,7 @@ def our_sft(micro_batches: int, **options) -> dict:
 
     from hone.config.sft import SFTConfig
     from hone.models.loading import Loaded
+    from hone.models.lora import add_lora
     from hone.run_directory import RunDirectory
     from hone.trainer.optim import Optimizer
     from hone.trainer.ranks import Ranks
@@ -143,6 +146,8 @@ def our_sft(micro_batches: int, **options) -> dict:
     data = {"fake": True, "seq_len": TOKENS // micro_batches, "batch_size": micro_batches, "micro_batch_size": 1}
     config = SFTConfig(model={"name": "random"}, data=data, **options)
     model = our_model()
+    if config.lora:
+        add_lora(model, config.lora, 0)
     optimizer = Optimizer(model, config.optim)
     run = RunDirectory(Path(tempfile.mkdtemp()), "sft")
     loaded = Loaded(model, None, Path(), torch.bfloat16)
@@ -248,7 +253,8 @@ def trl_sft(attention: str, strategy: str) -> dict:
 def main(work: str, trainer: str, *options: str) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     if trainer == "ours":
-        result = our_rl(*map(int, options)) if work == "rl" else our_sft(*map(int, options))
+        lora = {"lora": {"rank": 16}} if "lora" in options else {}
+        result = our_rl(int(options[0])) if work == "rl" else our_sft(int(options[0]), **lora)
     elif trainer == "trl":
         result = trl_sft(*options)
     else:

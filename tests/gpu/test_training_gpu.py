@@ -1,5 +1,6 @@
 """Kernels with gradients against their plain twins in fp64, on a GPU."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,7 +53,7 @@ def test_swiglu_linear():
 @pytest.mark.parametrize(("H", "K", "E"), [(4, 2, 64), (6, 1, 128)])
 def test_heads_attention(has_norm, H, K, E):
     lengths = [5, 64, 1, 200, 129]
-    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    starts = np.cumsum([0, *lengths])
     positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
     angles = torch.outer(torch.arange(256.0), 1 / 100 ** (torch.arange(0, E, 2) / E))
     cos, sin = angles.cos(), angles.sin()
@@ -60,12 +61,41 @@ def test_heads_attention(has_norm, H, K, E):
     scales = [torch.rand(E) + 0.5 if has_norm else None for _ in range(2)]
     tensors = [torch.randn(sum(lengths), H + 2 * K, E), *scales]
 
+    from hone.kernels.gpu.attention import tiles
+
     def call(function, dtype):
         turn = tuple(x.to(dtype) for x in table)
-        return lambda x, q, k: function(x, q, k, turn, positions, ends, max(lengths), 1e-6, H)
+        return lambda x, q, k: function(x, q, k, turn, positions, starts, tiles(starts, x.device), 1e-6, H)
 
     half, exact = call(heads_attention, torch.bfloat16), call(heads_attention_reference, torch.float64)
     assert_like_twin(half, exact, tensors, limit=0.015)
+
+
+def test_low_rank_parts():
+    gate_up, x, scale = torch.randn(300, 2 * 96), torch.randn(300, 128), torch.rand(128) + 0.5
+    a, b = torch.randn(16, 96) / 8, torch.randn(64, 16) / 8
+    assert_like_twin(swiglu_linear, swiglu_linear_reference, [gate_up, torch.randn(64, 96), None, a, b])
+    tensors = [x, scale, torch.randn(64, 128), torch.randn(16, 128) / 8, b]
+    assert_like_twin(
+        lambda x, s, w, a, b: norm_linear(x, None, s, 1e-6, w, None, a, b),
+        lambda x, s, w, a, b: norm_linear_reference(x, None, s, 1e-6, w, None, a, b), tensors,
+    )  # fmt: skip
+
+
+def test_a_step_gives_the_same_bits_twice():
+    lengths = [5, 300, 64]
+    starts, qkv = np.cumsum([0, *lengths]), torch.randn(369, 8, 64, device="cuda", dtype=torch.bfloat16)
+    table = tuple(torch.randn(300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
+    from hone.kernels.gpu.attention import tiles
+
+    found = []
+    for _ in range(2):
+        x = qkv.clone().requires_grad_()
+        out = heads_attention(x, None, None, table, positions, starts, tiles(starts, x.device), 1e-6, 4)
+        (out * out).sum().backward()
+        found.append((out, x.grad))
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("chunk", [2**30, 4 * 5003 * 64])

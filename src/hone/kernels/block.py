@@ -5,13 +5,16 @@
 
 Kept between forward and back are the sums that are normed, qkv, what attention gives, and gate_up: 28 KiB a token and
 layer at Qwen3-0.6B's shape where keeping all would take 44. The kernels that compute gradients make the rest beside.
-Written in `kernels/gpu/training.py`; twins in plain torch are `*_reference`.
+Written in `kernels/gpu/training.py` and `attention.py`; twins in plain torch are `*_reference`.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.kernels.linear import linear_reference
@@ -68,20 +71,21 @@ def low_rank_linear_reference(
 
 def heads_attention(
     qkv_TNE: Tensor, q_scale_E: Tensor | None, k_scale_E: Tensor | None, table: tuple[Tensor, Tensor],
-    positions_T: Tensor, ends: Tensor, longest: int, eps: float, H: int,
+    positions_T: Tensor, starts: NDArray[np.int64], tiles: tuple[Tensor, Tensor], eps: float, H: int,
 ) -> Tensor:  # fmt: skip
-    """Causal attention of a fused projection, N = H + 2K heads, over sequences that start and end at `ends` (int32).
+    """Causal attention of a fused projection, N = H + 2K heads, over sequences that start and end at `starts`.
 
     Queries and keys are normalised where there are scales, and rotated by cos and sin, P x E, of their positions.
+    `tiles` are those of `starts` (`kernels/gpu/attention.py`).
     """
-    inputs = (qkv_TNE, q_scale_E, k_scale_E, *table, positions_T, ends, longest, eps, H)
+    inputs = (qkv_TNE, q_scale_E, k_scale_E, *table, positions_T, *tiles, eps, H)
     out: Tensor = _HeadsAttention.apply(*inputs)  # type: ignore[no-untyped-call]
     return out.flatten(1)
 
 
 def heads_attention_reference(
     qkv_TNE: Tensor, q_scale_E: Tensor | None, k_scale_E: Tensor | None, table: tuple[Tensor, Tensor],
-    positions_T: Tensor, ends: Tensor, longest: int, eps: float, H: int,
+    positions_T: Tensor, starts: NDArray[np.int64], tiles: object, eps: float, H: int,
 ) -> Tensor:  # fmt: skip
     cos, sin = (part[positions_T].unsqueeze(1) for part in table)
     if q_scale_E is None or k_scale_E is None:
@@ -91,7 +95,7 @@ def heads_attention_reference(
     else:
         q, k, v = norm_rope_reference(qkv_TNE, q_scale_E, k_scale_E, cos, sin, eps, H)
     outs = []
-    for start, end in zip(ends.tolist(), ends.tolist()[1:], strict=False):
+    for start, end in itertools.pairwise(starts.tolist()):
         of_q, of_k, of_v = (x[start:end].transpose(0, 1) for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(of_q, of_k, of_v, is_causal=True, enable_gqa=True)
         outs.append(out.transpose(0, 1))
@@ -184,30 +188,24 @@ class _SwiGLULinear(torch.autograd.Function):
 class _HeadsAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, q_scale: Any, k_scale: Any, cos: Tensor, sin: Tensor, positions: Tensor, ends: Tensor,
-        longest: int, eps: float, H: int,
+        ctx: Any, qkv: Tensor, q_scale: Any, k_scale: Any, cos: Tensor, sin: Tensor, positions: Tensor,
+        of_queries: Tensor, of_keys: Tensor, eps: float, H: int,
     ) -> Any:  # fmt: skip
-        from hone.kernels.gpu import training
+        from hone.kernels.gpu import attention, training
 
         q, k = training.rotate_heads(qkv, q_scale, k_scale, cos, sin, positions, eps, H)
-        v = qkv[:, H + k.shape[1] :]
-        out, logsum, seed, unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, ends, ends, longest, longest, 0.0, True, False
-        )
-        ctx.save_for_backward(qkv, q_scale, k_scale, cos, sin, positions, ends, out, logsum, seed, unused)
-        ctx.longest, ctx.eps, ctx.H = longest, eps, H
+        out, logsum = attention.forward(q, k, qkv[:, H + k.shape[1] :], of_queries)
+        ctx.save_for_backward(qkv, q_scale, k_scale, cos, sin, positions, of_queries, of_keys, out, logsum)
+        ctx.eps, ctx.H = eps, H
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        from hone.kernels.gpu import training
+        from hone.kernels.gpu import attention, training
 
-        qkv, q_scale, k_scale, cos, sin, positions, ends, out, logsum, seed, unused = ctx.saved_tensors
+        qkv, q_scale, k_scale, cos, sin, positions, of_queries, of_keys, out, logsum = ctx.saved_tensors
         q, k = training.rotate_heads(qkv, q_scale, k_scale, cos, sin, positions, ctx.eps, ctx.H)
-        v, n = qkv[:, ctx.H + k.shape[1] :], ctx.longest
-        grads = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), q, k, v, out, logsum, ends, ends, n, n, 0.0, True, seed, unused
-        )
-        dq, dk, dv = grads
+        v = qkv[:, ctx.H + k.shape[1] :]
+        dq, dk, dv = attention.backward(q, k, v, out, logsum, grad.contiguous(), of_queries, of_keys)
         found = training.rotate_heads_backward(qkv, q_scale, k_scale, cos, sin, positions, dq, dk, dv, ctx.eps)
         return *found, None, None, None, None, None, None, None

@@ -70,11 +70,11 @@ class PackedAttention:
         return torch.from_numpy(np.concatenate([np.arange(n) for n in self.lengths])).to(self.device)
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
-        if gpu.trains(qkv_TNE) and heads.rotation.positions_T is not None:
+        if gpu.trains(qkv_TNE) and gpu.trains_heads(qkv_TNE.shape[2]) and heads.rotation.positions_T is not None:
             table = (heads.rotation.cos_PE, heads.rotation.sin_PE)
             return heads_attention(
-                qkv_TNE, heads.q_scale_E, heads.k_scale_E, table, heads.rotation.positions_T, self.cu_seqlens,
-                max(self.lengths), heads.eps, heads.H,
+                qkv_TNE, heads.q_scale_E, heads.k_scale_E, table, heads.rotation.positions_T, self.starts,
+                self.tiles, heads.eps, heads.H,
             )  # fmt: skip
         return self.attend(*heads(qkv_TNE))
 
@@ -102,6 +102,12 @@ class PackedAttention:
         nothing = np.zeros(len(self.lengths), dtype=np.int64)
         rows = np.stack([self.starts[:-1], np.asarray(self.lengths), nothing, nothing], axis=1)
         return Sequences(rows, np.arange(len(rows) + 1))
+
+    @cached_property
+    def tiles(self) -> tuple[Tensor, Tensor]:
+        from hone.kernels.gpu import attention
+
+        return attention.tiles(self.starts, self.device)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:

@@ -5,7 +5,8 @@ programmatic dependent launch (PDL), so that its blocks start while the kernel b
 kernel is complete and visible, then lets the next one start: before `wait` a kernel may touch what was written two
 kernels earlier and never by the one before it, which is where weights are fetched into the L2 cache.
 
-They take half precision. Those of `training.py` make gradients, for `kernels/block.py` and `kernels/head.py`.
+They take half precision. Those of `training.py` and `attention.py` make gradients, for `kernels/block.py` and
+`kernels/head.py`.
 """
 
 import functools
@@ -61,6 +62,11 @@ def power_of_2(n: int) -> int:
 def takes_heads(head_size: int) -> bool:
     """Whether attention kernels take heads of this size."""
     return 16 <= head_size <= 256 and head_size & (head_size - 1) == 0
+
+
+def trains_heads(head_size: int) -> bool:
+    """Whether attention with gradients takes heads of this size."""
+    return takes_heads(head_size) and head_size <= 128
 
 
 def takes_head(hidden_TD: Tensor) -> bool:

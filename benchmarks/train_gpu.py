@@ -1,0 +1,95 @@
+"""Training on one GPU, against transformers and TRL: Qwen3-0.6B's shape, random weights, bf16, AdamW (`training.py`).
+
+    python benchmarks/train_gpu.py [--trl PYTHON] [--only ours]
+
+Each trainer has the GPU to itself, in a process of its own, and the same tokens: RL on 128 sequences with 256 targets
+each, SFT on documents of 512 to 2,048 tokens, 65,536 a step. `--trl` is a Python that has TRL and Liger kernels, whose
+best of two packings counts. MFU: FLOPs that a step needs (causal attention, the head where there is a target, three times
+the forward; what is computed twice counts once), over the rate of a large matrix product in the same process.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+
+from peer import ROOT, finish
+
+WORKER = ROOT / "benchmarks" / "training.py"
+RL, SFT, LORA = "rl, ours", "sft, ours, 2 x 32,768", "sft, ours, LoRA"
+FULL_8K, LORA_8K = "sft, ours, 8 x 8,192", "sft, ours, LoRA, 8 x 8,192"
+OURS = {
+    RL: ("rl", "ours", 32_896), SFT: ("sft", "ours", 2), "sft, ours, 1 x 65,536": ("sft", "ours", 1),
+    LORA: ("sft", "ours", 2, "lora"), FULL_8K: ("sft", "ours", 8), LORA_8K: ("sft", "ours", 8, "lora"),
+}  # fmt: skip
+EAGER, COMPILED = "rl, transformers", "rl, transformers, compiled"
+PEERS = {EAGER: ("rl", "hf"), COMPILED: ("rl", "hf_compiled")}
+TRL = {"sft, TRL, wrapped": ("sft", "trl", "sdpa", "wrapped"), "sft, TRL, bfd": ("sft", "trl", "sdpa", "bfd")}
+PARAMETERS, BYTES = 596e6, 4.17e12  # of the model; a second, of a large copy
+
+
+def run(python: str, words: tuple) -> dict | None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    command = [python, str(WORKER), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        print(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}", flush=True)
+        return None
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def floor(tokens: int, flops: float, rate: float) -> dict[str, float]:
+    """Seconds that a step cannot go below: arithmetic, the optimiser's bytes, activations read and written once."""
+    element_wise = 28 * tokens * 2 * (1024 * 24 + 4096 * 8 + 6144 * 9)  # norms, heads and SwiGLU, forward and back
+    return {
+        "products and attention": flops / rate,
+        "optimiser": PARAMETERS * (2 + 3 * 8 + 2) / BYTES,
+        "norms, heads, SwiGLU": element_wise / BYTES,
+        "logits in fp32, once": 4 * 151_936 * tokens * 3 / BYTES,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl")
+    parser.add_argument("--only", choices=["ours"])
+    options = parser.parse_args()
+    wanted = {name: (sys.executable, words) for name, words in OURS.items()}
+    if options.only is None:
+        wanted |= {name: (sys.executable, words) for name, words in PEERS.items()}
+        wanted |= {name: (options.trl, words) for name, words in TRL.items() if options.trl}
+    found: dict[str, dict] = {}
+    print(f"{'':30} {'tokens/s':>9} {'step':>8} {'MFU':>6} {'memory':>9} {'first step':>10}")
+    for name, (python, words) in wanted.items():
+        result = run(python, words)
+        if result is None:
+            continue
+        found[name] = result
+        mfu = result["flops_per_second"] / result["matrix_rate"] if "matrix_rate" in result else float("nan")
+        print(
+            f"{name:30} {result['tokens_per_second']:9,.0f} {result['step'] * 1e3:5.0f} ms {mfu:6.1%} "
+            f"{result['memory_gib']:5.1f} GiB {result['first_step']:8.1f} s",
+            flush=True,
+        )
+    for name in (RL, SFT):
+        result = found[name]
+        laps = ", ".join(f"{lap} {1e3 * seconds:.0f}" for lap, seconds in result["laps"].items())
+        tokens = result["tokens_per_second"] * result["step"]
+        parts = floor(int(tokens), result["flops_per_second"] * result["step"], result["matrix_rate"])
+        floors = ", ".join(f"{part} {1e3 * seconds:.0f}" for part, seconds in parts.items())
+        print(f"{name}: {laps} ms; floor {1e3 * sum(parts.values()):.0f} ms: {floors}")
+    best = max((found[name]["tokens_per_second"] for name in TRL if name in found), default=float("nan"))
+    finish(
+        ours_rl=found[RL]["tokens_per_second"],
+        ours_sft=found[SFT]["tokens_per_second"],
+        ours_sft_mfu=found[SFT]["flops_per_second"] / found[SFT]["matrix_rate"],
+        peer_rl=max((found[n]["tokens_per_second"] for n in PEERS if n in found), default=float("nan")),
+        peer_sft=best,
+        ratio=found[SFT]["tokens_per_second"] / best,
+        lora_memory=found[LORA_8K]["memory_gib"] / found[FULL_8K]["memory_gib"],
+    )
+
+
+if __name__ == "__main__":
+    main()

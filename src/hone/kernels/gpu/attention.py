@@ -1,0 +1,203 @@
+"""Causal attention over sequences that lie end to end, with gradients: flash attention (Dao 2023) for grouped heads.
+
+    forward      a tile of queries ─ over the keys before it ─► out, log of the sum of exponentials (base 2)
+    backward     a tile of keys    ─ over the queries after it, of all heads that share it ─► dk, dv
+                 a tile of queries ─ over the keys before it ─► dq
+
+Every number is the sum of one program, in one order: the same step gives the same bits. A tile belongs to one sequence;
+`tiles` lists their sequences' starts and lengths and which tile of it they are, those with most to do first.
+Shapes: T tokens, H query heads, K key/value heads, E head size.
+"""
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+TILE = 64
+LOG2_E = 1.4426950408889634
+
+
+def tiles(starts: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
+    """N x 3: a sequence's start, its length, the tile's index; for queries and for keys. `starts` has the last end too."""
+    lengths = np.diff(starts)
+    counts = -(-lengths // TILE)
+    sequence = np.repeat(np.arange(len(lengths)), counts)
+    index = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
+    rows = np.stack([starts[:-1][sequence], lengths[sequence], index], axis=1).astype(np.int32)
+    before, after = index, counts[sequence] - index
+    orders = (np.argsort(-work, kind="stable") for work in (before, after))
+    of_queries, of_keys = (torch.from_numpy(rows[order]).to(device) for order in orders)
+    return of_queries, of_keys
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, out, logsum, tiles, scale, T, q_row, k_row, v_row,
+    H: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Tile of M queries of head h. `scale` is that of the logits in base 2; *_row are strides of tokens."""
+    h = tl.program_id(1)
+    tile = tiles + tl.program_id(0) * 3
+    start, length, index = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    e = tl.arange(0, E)[None, :]
+    m, n = index * M + tl.arange(0, M), tl.arange(0, N)
+    first = start.to(tl.int64)
+    q_ME = tl.load(q + (first + m)[:, None] * q_row + h * E + e, (m < length)[:, None], other=0.0)
+    keys = k + (first + n)[:, None] * k_row + h // GROUP * E + e
+    values = v + (first + n)[:, None] * v_row + h // GROUP * E + e
+    top = tl.full([M], -1e30, dtype=tl.float32)
+    size = tl.zeros([M], dtype=tl.float32)
+    sum_ME = tl.zeros([M, E], dtype=tl.float32)
+    for at in range(0, index * M, N):  # keys that all queries of the tile see
+        k_NE = tl.load(keys + at * k_row)
+        logits = tl.dot(q_ME, tl.trans(k_NE)) * scale
+        higher = tl.maximum(top, tl.max(logits, axis=1))
+        p = tl.exp2(logits - higher[:, None])
+        kept = tl.exp2(top - higher)
+        size = size * kept + tl.sum(p, axis=1)
+        v_NE = tl.load(values + at * v_row)
+        sum_ME = tl.dot(p.to(v_NE.dtype), v_NE, sum_ME * kept[:, None])
+        top = higher
+    for at in range(index * M, tl.minimum(index * M + M, length), N):
+        inside = (at + n < length)[:, None]
+        k_NE = tl.load(keys + at * k_row, inside, other=0.0)
+        logits = tl.dot(q_ME, tl.trans(k_NE)) * scale
+        logits = tl.where(m[:, None] >= at + n[None, :], logits, -1e30)
+        higher = tl.maximum(top, tl.max(logits, axis=1))
+        p = tl.exp2(logits - higher[:, None])
+        kept = tl.exp2(top - higher)
+        size = size * kept + tl.sum(p, axis=1)
+        v_NE = tl.load(values + at * v_row, inside, other=0.0)
+        sum_ME = tl.dot(p.to(v_NE.dtype), v_NE, sum_ME * kept[:, None])
+        top = higher
+    result = (sum_ME / size[:, None]).to(out.dtype.element_ty)
+    tl.store(out + ((first + m)[:, None] * H + h) * E + e, result, (m < length)[:, None])
+    tl.store(logsum + h.to(tl.int64) * T + first + m, top + tl.log2(size), m < length)
+
+
+@triton.jit
+def inner_kernel(out, grad, inner, T, H: tl.constexpr, E: tl.constexpr, N: tl.constexpr):
+    """Sum of out x grad of each head of token t, H x T."""
+    t = tl.program_id(0).to(tl.int64)
+    n, e = tl.arange(0, N), tl.arange(0, E)[None, :]
+    row = (t * H + n)[:, None] * E + e
+    x = tl.load(out + row, (n < H)[:, None], other=0.0).to(tl.float32)
+    y = tl.load(grad + row, (n < H)[:, None], other=0.0).to(tl.float32)
+    tl.store(inner + n.to(tl.int64) * T + t, tl.sum(x * y, axis=1), n < H)
+
+
+@triton.jit
+def keys_backward_kernel(
+    q, k, v, grad, logsum, inner, dk, dv, tiles, scale, root, T, q_row, k_row, v_row,
+    H: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Tile of N keys of key/value head h: dk and dv, over the queries from its own on, M at a time."""
+    h = tl.program_id(1)
+    tile = tiles + tl.program_id(0) * 3
+    start, length, index = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    e = tl.arange(0, E)[None, :]
+    m, n = tl.arange(0, M), index * N + tl.arange(0, N)
+    first = start.to(tl.int64)
+    k_NE = tl.load(k + (first + n)[:, None] * k_row + h * E + e, (n < length)[:, None], other=0.0)
+    v_NE = tl.load(v + (first + n)[:, None] * v_row + h * E + e, (n < length)[:, None], other=0.0)
+    dk_NE, dv_NE = tl.zeros([N, E], dtype=tl.float32), tl.zeros([N, E], dtype=tl.float32)
+    for head in range(h * GROUP, h * GROUP + GROUP):
+        queries = q + (first + m)[:, None] * q_row + head * E + e
+        grads = grad + ((first + m)[:, None] * H + head) * E + e
+        scalars = head * T.to(tl.int64) + first + m
+        for at in range(index * N, tl.minimum(index * N + N, length), M):  # queries that see some of the keys
+            inside = at + m < length
+            q_ME = tl.load(queries + at * q_row, inside[:, None], other=0.0)
+            lse = tl.load(logsum + scalars + at, inside, other=0.0)
+            p_NM = tl.exp2(tl.dot(k_NE, tl.trans(q_ME)) * scale - lse[None, :])
+            p_NM = tl.where(at + m[None, :] >= n[:, None], p_NM, 0.0)
+            g_ME = tl.load(grads + at * H * E, inside[:, None], other=0.0)
+            dv_NE = tl.dot(p_NM.to(g_ME.dtype), g_ME, dv_NE)
+            of = tl.load(inner + scalars + at, inside, other=0.0)
+            ds_NM = p_NM * (tl.dot(v_NE, tl.trans(g_ME)) - of[None, :])
+            dk_NE = tl.dot(ds_NM.to(q_ME.dtype), q_ME, dk_NE)
+        for at in range(index * N + N, length, M):  # that see all; those past the end are 0, and so is what they give
+            inside = at + m < length
+            q_ME = tl.load(queries + at * q_row, inside[:, None], other=0.0)
+            lse = tl.load(logsum + scalars + at, inside, other=0.0)
+            p_NM = tl.exp2(tl.dot(k_NE, tl.trans(q_ME)) * scale - lse[None, :])
+            g_ME = tl.load(grads + at * H * E, inside[:, None], other=0.0)
+            dv_NE = tl.dot(p_NM.to(g_ME.dtype), g_ME, dv_NE)
+            of = tl.load(inner + scalars + at, inside, other=0.0)
+            ds_NM = p_NM * (tl.dot(v_NE, tl.trans(g_ME)) - of[None, :])
+            dk_NE = tl.dot(ds_NM.to(q_ME.dtype), q_ME, dk_NE)
+    row = ((first + n)[:, None] * (H // GROUP) + h) * E + e
+    tl.store(dk + row, (dk_NE * root).to(dk.dtype.element_ty), (n < length)[:, None])
+    tl.store(dv + row, dv_NE.to(dv.dtype.element_ty), (n < length)[:, None])
+
+
+@triton.jit
+def queries_backward_kernel(
+    q, k, v, grad, logsum, inner, dq, tiles, scale, root, T, q_row, k_row, v_row,
+    H: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Tile of M queries of head h: dq, over the keys up to its own, N at a time."""
+    h = tl.program_id(1)
+    tile = tiles + tl.program_id(0) * 3
+    start, length, index = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    e = tl.arange(0, E)[None, :]
+    m, n = index * M + tl.arange(0, M), tl.arange(0, N)
+    first = start.to(tl.int64)
+    inside_m = m < length
+    q_ME = tl.load(q + (first + m)[:, None] * q_row + h * E + e, inside_m[:, None], other=0.0)
+    g_ME = tl.load(grad + ((first + m)[:, None] * H + h) * E + e, inside_m[:, None], other=0.0)
+    lse = tl.load(logsum + h.to(tl.int64) * T + first + m, inside_m, other=0.0)
+    of = tl.load(inner + h.to(tl.int64) * T + first + m, inside_m, other=0.0)
+    keys = k + (first + n)[:, None] * k_row + h // GROUP * E + e
+    values = v + (first + n)[:, None] * v_row + h // GROUP * E + e
+    dq_ME = tl.zeros([M, E], dtype=tl.float32)
+    for at in range(0, index * M, N):
+        k_NE = tl.load(keys + at * k_row)
+        p = tl.exp2(tl.dot(q_ME, tl.trans(k_NE)) * scale - lse[:, None])
+        v_NE = tl.load(values + at * v_row)
+        ds = p * (tl.dot(g_ME, tl.trans(v_NE)) - of[:, None])
+        dq_ME = tl.dot(ds.to(k_NE.dtype), k_NE, dq_ME)
+    for at in range(index * M, tl.minimum(index * M + M, length), N):
+        inside = (at + n < length)[:, None]
+        k_NE = tl.load(keys + at * k_row, inside, other=0.0)
+        p = tl.exp2(tl.dot(q_ME, tl.trans(k_NE)) * scale - lse[:, None])
+        p = tl.where(m[:, None] >= at + n[None, :], p, 0.0)
+        v_NE = tl.load(values + at * v_row, inside, other=0.0)
+        ds = p * (tl.dot(g_ME, tl.trans(v_NE)) - of[:, None])
+        dq_ME = tl.dot(ds.to(k_NE.dtype), k_NE, dq_ME)
+    tl.store(dq + ((first + m)[:, None] * H + h) * E + e, (dq_ME * root).to(dq.dtype.element_ty), inside_m[:, None])
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, of_queries: Tensor) -> tuple[Tensor, Tensor]:
+    """Mixed values T x H x E, and the log sums H x T, of q T x H x E, k and v T x K x E (tokens may be strided)."""
+    T, H, E = q.shape
+    out, logsum = q.new_empty(T, H, E), q.new_empty(H, T, dtype=torch.float32)
+    forward_kernel[(len(of_queries), H)](
+        q, k, v, out, logsum, of_queries, LOG2_E / E**0.5, T, q.stride(0), k.stride(0), v.stride(0),
+        H=H, GROUP=H // k.shape[1], E=E, M=TILE, N=32, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out, logsum
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsum: Tensor, grad: Tensor, of_queries: Tensor, of_keys: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, of that of `out` (contiguous)."""
+    T, H, E = q.shape
+    K = k.shape[1]
+    inner = torch.empty_like(logsum)
+    inner_kernel[(T,)](out, grad, inner, T, H=H, E=E, N=triton.next_power_of_2(H), num_warps=4)
+    dq, dk, dv = q.new_empty(T, H, E), k.new_empty(T, K, E), k.new_empty(T, K, E)
+    root = 1 / E**0.5
+    rest = (LOG2_E * root, root, T, q.stride(0), k.stride(0), v.stride(0))
+    sizes = {"H": H, "GROUP": H // K, "E": E}
+    keys_backward_kernel[(len(of_keys), K)](
+        q, k, v, grad, logsum, inner, dk, dv, of_keys, *rest, **sizes, M=32, N=TILE, num_warps=4, num_stages=2
+    )
+    queries_backward_kernel[(len(of_queries), H)](
+        q, k, v, grad, logsum, inner, dq, of_queries, *rest, **sizes, M=TILE, N=64, num_warps=4, num_stages=2
+    )
+    return dq, dk, dv
