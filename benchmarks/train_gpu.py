@@ -4,8 +4,8 @@
 
 Each trainer has the GPU to itself, in a process of its own, and the same tokens: RL on 128 sequences with 256 targets
 each, SFT on documents of 512 to 2,048 tokens, 65,536 a step. `--trl` is a Python that has TRL and Liger kernels, whose
-best of two packings counts. MFU: FLOPs that a step needs (causal attention, the head where there is a target, three times
-the forward; what is computed twice counts once), over the rate of a large matrix product in the same process.
+best of two packings counts. MFU: FLOPs that a step needs (causal attention, the head where there is a target, three
+times the forward; what is computed twice counts once), over the rate of a large matrix product in the same process.
 """
 
 import argparse

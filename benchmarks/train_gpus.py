@@ -6,6 +6,7 @@ Runs with 1, 2, 4, … GPUs of this machine, each as `torchrun` does: first step
 share of linear), then steps on the same 16,384 tokens (the loss, which is to be that of one GPU to bf16 noise).
 """
 
+import itertools
 import json
 import logging
 import os
@@ -47,7 +48,7 @@ def worker(out: Path) -> None:
         for _ in range(count):
             ids = draw.choices(range(1000, 150_000), k=ROW)
             cuts = [0, draw.randint(512, 2048), draw.randint(2560, 4000), ROW]
-            parts = [[1000, *ids[a:b]] for a, b in zip(cuts, cuts[1:], strict=False)]
+            parts = [[1000, *ids[a:b]] for a, b in itertools.pairwise(cuts)]
             found.append([(part, [False] + [True] * (len(part) - 1)) for part in parts])
         return found
 
@@ -94,9 +95,9 @@ def main() -> None:
         share = rate / count / found[1]["tokens_per_second"]
         worst = max(abs(a / b - 1) for a, b in zip(found[count]["losses"], found[1]["losses"], strict=True))
         losses = " ".join(f"{x:.4f}" for x in found[count]["losses"])
-        memory = found[count]["memory_gib"]
         print(
-            f"{count} GPUs: {rate:,.0f} tokens/s, {share:.1%} of linear, {memory:.0f} GiB; loss {losses}, off by {worst:.2g}"
+            f"{count} GPUs: {rate:,.0f} tokens/s, {share:.1%} of linear, "
+            f"{found[count]['memory_gib']:.0f} GiB; loss {losses}, off by {worst:.2g}"
         )
     most = counts[-1]
     finish(

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hone.config.lora import LoRAConfig
+from hone.kernels.rows import put_rows
 from hone.models.adapters import read_adapter
 from hone.models.hf import hf_names, split_rows
 from hone.models.spec import ModelSpec
@@ -39,11 +40,18 @@ class LoRA(nn.Module):
         self.config = config
         self.heights = dict(zip(names, heights, strict=True))
         self.targets = [name for name in names if name.rsplit(".", 1)[-1] in config.targets]
-        r, weight = config.rank, linear.weight
-        self.A = nn.Parameter(weight.new_empty(r * len(self.targets), weight.shape[1]))
-        self.B = nn.ParameterList(nn.Parameter(weight.new_zeros(self.heights[name], r)) for name in self.targets)
-        fused = weight.new_zeros(len(weight), len(self.A))
-        self.register_buffer("fused", fused, persistent=False)  # B_OR as samplers read it, at a fixed address
+        r, n, weight = config.rank, len(self.targets), linear.weight
+        owner_O = torch.repeat_interleave(torch.tensor([_index(x, self.targets) for x in names]), torch.tensor(heights))
+        rows = (owner_O >= 0).nonzero().squeeze(1).to(weight.device)
+        diagonal = (owner_O[:, None] == torch.arange(n)).to(weight) * config.scale
+        self.A = nn.Parameter(weight.new_empty(r * n, weight.shape[1]))
+        self.B = nn.Parameter(weight.new_zeros(len(rows), r))
+        self.register_buffer("rows", rows, persistent=False)  # of the weight, that have an adapter
+        self.register_buffer(
+            "diagonal", diagonal[rows.to(diagonal.device)], persistent=False
+        )  # whose it is, times scale
+        # B_OR as samplers read it, at a fixed address
+        self.register_buffer("fused", weight.new_zeros(len(weight), r * n), persistent=False)
         self._seen = -1
 
     def forward(self, x_TI: Tensor) -> Tensor:
@@ -67,25 +75,19 @@ class LoRA(nn.Module):
     def refresh(self) -> None:
         """Brings what samplers read up to date; a captured graph reads it without asking. Nobody does before the first
         time."""
-        changes = sum(b._version for b in self.B)
-        if changes != self._seen:
+        if self.B._version != self._seen:
             self.fused.copy_(self._fuse())  # type: ignore[operator]
-            self._seen = changes
+            self._seen = self.B._version
 
     def _fuse(self) -> Tensor:
-        r, rows, of_targets = self.config.rank, [], dict(zip(self.targets, self.B, strict=True))
-        for name, height in self.heights.items():
-            if name in of_targets:
-                at = self.targets.index(name) * r
-                rows.append(F.pad(of_targets[name] * self.config.scale, (at, len(self.A) - at - r)))
-            else:
-                rows.append(self.A.new_zeros(height, len(self.A)))
-        return torch.cat(rows)
+        b_OR = (self.B[:, None, :] * self.diagonal[:, :, None]).flatten(1)  # type: ignore[index]
+        return b_OR if len(b_OR) == len(self.fused) else put_rows(b_OR, self.rows, len(self.fused))  # type: ignore[arg-type]
 
     def pairs(self, whole: Whole = _as_it_is) -> Iterator[tuple[str, Tensor, Tensor]]:
         """HF linears with their A and B, not scaled, detached; `whole` joins what is split over ranks."""
-        for name, a, b in zip(self.targets, whole(self.A.detach()).split(self.config.rank), self.B, strict=True):
-            yield name, a, whole(b.detach())
+        of_a = whole(self.A.detach()).split(self.config.rank)
+        of_b = whole(self.B.detach()).split([self.heights[name] for name in self.targets])
+        yield from zip(self.targets, of_a, of_b, strict=True)
 
     def add_to(self, weight_OI: Tensor, whole: Whole = _as_it_is) -> Tensor:
         """A fused weight with the adapter merged into it, in fp32."""
@@ -193,6 +195,10 @@ def write_adapter(tensors: dict[str, Tensor], config: LoRAConfig, spec: ModelSpe
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     save_file({name: x.contiguous().cpu() for name, x in tensors.items()}, directory / "adapter_model.safetensors")
+
+
+def _index(name: str, names: list[str]) -> int:
+    return names.index(name) if name in names else -1
 
 
 def _linears(model: Transformer) -> Iterator[tuple[Linear, list[str]]]:
