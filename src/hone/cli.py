@@ -13,7 +13,7 @@ from collections.abc import Callable
 COMMANDS = {  # name: (configuration, what runs it, summary)
     "sft": (
         "hone.config.sft:SFTConfig",
-        "hone.trainer.sft.train:main",
+        "hone.launch.sft:main",
         "Train on conversations: loss on what the assistant says.",
     ),
     "rl": (

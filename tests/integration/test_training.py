@@ -184,6 +184,34 @@ def test_sft_killed_at_ten_random_moments_ends_as_if_it_had_not_been(tmp_path):
     assert_same_weights(weights(out, 40), weights(tmp_path / "straight", 40))
 
 
+def test_sft_of_an_adapter_evaluates_goes_on_and_is_exported(tmp_path):
+    data = tmp_path / "sft.jsonl"
+    command("python", "-m", "reverse_text", "--out", data, "-n", 100)
+    words = [
+        "sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--data.streaming", "--data.buffer", 50,
+        "--data.batch-size", 8, "--lora.rank", 4, "--lora.modules-to-save", "norm", "--optim.lr", 1e-2,
+        "--eval.env.id", "reverse-text", "--eval.env.args.texts", "generated", "--eval.interval", 2, "--eval.num-examples", 8, "--ckpt.interval", 2,
+        "--output-dir",
+    ]  # fmt: skip
+    command(*words, tmp_path / "whole", "--max-steps", 4)
+    command(*words, tmp_path / "parts", "--max-steps", 2)
+    command(*words, tmp_path / "parts", "--max-steps", 4, "--resume")
+    assert_same_weights(weights(tmp_path / "whole", 4), weights(tmp_path / "parts", 4))
+    rows = metrics(tmp_path / "whole", "metrics_sft.jsonl")
+    assert [("eval/reverse-text/reward" in row) for row in rows] == [False, True, False, True]
+    assert 0 <= rows[1]["eval/reverse-text/reward"] <= 1 and rows[1]["eval/reverse-text/failed"] == 0
+    adapter = load_file(tmp_path / "whole" / "weights" / "step_4" / "lora_adapters" / "adapter_model.safetensors")
+    assert adapter["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"].shape[0] == 4
+    assert adapter["base_model.model.model.norm.weight"].std() > 0
+    command("hone", "export", "--checkpoint", tmp_path / "whole" / "checkpoints_sft" / "step_4", "--output-dir",
+            tmp_path / "exported", "--dtype", "float32")  # fmt: skip
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    for name, tensor in weights(tmp_path / "whole", 4).items():
+        torch.testing.assert_close(exported[name], tensor)
+    size = sum(p.stat().st_size for p in (tmp_path / "whole" / "checkpoints_sft" / "step_4" / "trainer").iterdir())
+    assert size < 1_500_000  # the adapter's state alone: the model's would be 8 MB
+
+
 def torchrun(*words, ranks=2):
     """Processes on this machine, by the file, as in the seeds."""
     subprocess.run(

@@ -1,14 +1,15 @@
 """SFT data: columns, files, packing into rows, what is left out."""
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from hone.config.sft import DataConfig
+from hone.config.sft import DataConfig, SFTConfig
 from hone.text.tokenizer import Tokenizer
-from hone.trainer.sft.data import Conversations, epoch, load_rows, steps, to_messages
+from hone.trainer.sft.data import Conversations, Source, StreamedConversations, epoch, load_rows, steps, to_messages
 
 MODEL = Path(__file__).parents[2] / "examples" / "reverse_text_tiny" / "model"
 
@@ -106,9 +107,40 @@ def test_data_sets_are_mixed_by_their_weights(tokenizer):
 def test_overlong_conversations_are_dropped_and_counted(tokenizer):
     config = DataConfig(name="x", seq_len=10, shuffle=False)
     data = Conversations([[*rows(10, 11), {"messages": [{"role": "user", "content": "only"}]}]], tokenizer, 10)
-    assert len(list(epoch(data, config, 0, 0))) == 1 and data.dropped == {1, 2}
+    assert len(list(epoch(data, config, 0, 0))) == 1 and data.dropped == 2 == len(data.without_use)
     with pytest.raises(ValueError, match="no conversation fits into data.seq-len 5"):
         next(steps(Conversations([rows(9)], tokenizer, 5), config.model_copy(update={"seq_len": 5}), 0))
+
+
+def test_a_stream_has_no_end_follows_from_the_seed_and_mixes_by_weight(tokenizer, tmp_path):
+    few, many = write(tmp_path / "few.jsonl", rows(6, 7)), write(tmp_path / "many.jsonl", rows(*[20] * 50, 99))
+    config = DataConfig(
+        name=[few, many], weights=[3, 1], seq_len=40, streaming=True, buffer=10, batch_size=4, pack="stack"
+    )
+
+    def lengths(seed, count=100):
+        data = StreamedConversations([Source(name, "train") for name in config.name], tokenizer, 40)
+        batches = [[len(row[0][0]) for row in batch] for batch in islice(steps(data, config, seed), count)]
+        return batches, data
+
+    batches, data = lengths(0)
+    flat = [n for batch in batches for n in batch]
+    assert batches == lengths(0)[0] != lengths(1)[0] and set(flat) == {6, 7, 20}
+    assert 0.65 < sum(n < 20 for n in flat) / len(flat) < 0.85
+    assert data.dropped > 0 and data.read - data.dropped - len(flat) in (0, 1)
+    config = config.model_copy(update={"seq_len": 5})
+    with pytest.raises(ValueError, match=r"no conversation fits into data.seq-len 5"):
+        next(
+            steps(
+                StreamedConversations([Source(few, "train")], tokenizer, 5),
+                config.model_copy(update={"name": [few], "weights": None}),
+                0,
+            )
+        )
+    with pytest.raises(ValidationError, match="data.streaming has no end: give max_steps"):
+        SFTConfig(model={"name": "m"}, data=config)
+    with pytest.raises(ValueError, match="no file nowhere.jsonl"):
+        Source("nowhere.jsonl", "train")
 
 
 @pytest.mark.parametrize(

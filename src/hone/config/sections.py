@@ -88,6 +88,21 @@ class SamplingConfig(Config):
     """Longest completion."""
 
 
+class EvalConfig(Config):
+    env: Annotated[list[EnvConfig], BeforeValidator(as_list), Field(min_length=1)]
+    """Environments to evaluate on, each on its held-out examples."""
+    interval: Positive = 100
+    """Evaluate every so many steps, and at the last."""
+    num_examples: Positive = 64
+    """First examples of each environment."""
+    rollouts_per_example: Positive = 1
+    """Rollouts of each."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy."""
+    max_tokens: Positive = 128
+    """Longest completion."""
+
+
 class EngineConfig(Config):
     max_batch_size: Positive = 256
     """Sequences decoded together."""

@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from hone.config.base import Config
 from hone.config.lora import LoRAConfig, check_optimizer
 from hone.config.sections import (
+    EvalConfig,
     OnBadStep,
     OptimConfig,
     Positive,
@@ -43,6 +44,11 @@ class DataConfig(Config):
     """cat fills a row with whole conversations, which never see each other; stack puts one in a row."""
     shuffle: bool = True
     """New order in every epoch."""
+    streaming: bool = False
+    """Read the data as it is needed and keep none of it, again from its start at its end; needs max_steps. Weights are
+    then shares of rows."""
+    buffer: Positive = 1000
+    """Rows that streaming draws the next one from, where it shuffles."""
 
     @model_validator(mode="before")
     @classmethod
@@ -69,6 +75,8 @@ class ValConfig(Config):
 class SFTConfig(ResumableConfig):
     data: DataConfig
     val: ValConfig | None = None
+    eval: EvalConfig | None = None
+    """Evaluate on environments while training."""
     bench: bool = False
     """Measure 10 steps after 3 for warming up, print a table and write nothing."""
     max_steps: Positive | None = None
@@ -91,6 +99,8 @@ class SFTConfig(ResumableConfig):
 
     @model_validator(mode="after")
     def _batch_divides(self) -> "SFTConfig":
+        if self.data.streaming and self.max_steps is None:
+            raise ValueError("data.streaming has no end: give max_steps")
         micro = self.data.micro_batch_size
         if micro and self.data.batch_size % micro:
             raise ValueError(

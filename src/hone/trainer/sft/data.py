@@ -1,6 +1,8 @@
 """SFT data: rows of conversations to token ids and loss masks, in rows of `seq_len` tokens.
 
 hub | .jsonl | .parquet ─ columns ─► messages ─ chat template ─► ids, mask ─ rows ─► step
+
+Read at once and gone through in a new order every epoch (Conversations), or as it comes (StreamedConversations).
 """
 
 import json
@@ -21,57 +23,82 @@ Row = list[Conversation]  # conversations that share a row of seq_len tokens
 COLUMNS = "`messages`, or `prompt` and `completion`"
 
 
-def load_rows(name: str, split: str) -> list[dict[str, Any]]:
-    """The rows of a data set. Raises ValueError, in words, for what cannot be found, read or used."""
-    path = Path(name)
-    if path.suffix in (".jsonl", ".json", ".parquet"):
-        if not path.is_file():
+class Source:
+    """A data set that is read row by row, each time from its start. Raises ValueError, in words, for what cannot be
+    found, read or used: where it is not found at once, else as it is come to."""
+
+    def __init__(self, name: str, split: str) -> None:
+        self.name, self.split, self.path = name, split, Path(name)
+        self.is_file = self.path.suffix in (".jsonl", ".json", ".parquet")
+        if self.is_file and not self.path.is_file():
             raise ValueError(f"data.name: no file {name}")
-        rows = _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
-    else:
-        rows = _load_from_hub(name, split)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not self.is_file:
+            rows = _read_hub(self.name, self.split, streaming=True)
+        else:
+            rows = _read_parquet(self.path) if self.path.suffix == ".parquet" else _read_jsonl(self.path)
+        is_first = True
+        for row in rows:
+            if is_first:
+                _require_columns(self.name, row)
+            is_first = False
+            yield row
+        if is_first:
+            raise ValueError(f"data.name: {self.name} has no rows")
+
+
+def load_rows(name: str, split: str) -> list[dict[str, Any]]:
+    """The rows of a data set. Raises ValueError like `Source`."""
+    source = Source(name, split)
+    if source.is_file:
+        return list(source)
+    rows = list(_read_hub(name, split, streaming=False))
     if not rows:
         raise ValueError(f"data.name: {name} has no rows")
-    columns = set(rows[0])
-    if "messages" not in columns and not {"prompt", "completion"} <= columns:
-        raise ValueError(f"data.name: {name} needs the columns {COLUMNS}; it has {', '.join(sorted(columns))}")
+    _require_columns(name, rows[0])
     return rows
 
 
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    rows = []
+def _require_columns(name: str, row: dict[str, Any]) -> None:
+    if "messages" not in row and not {"prompt", "completion"} <= set(row):
+        raise ValueError(f"data.name: {name} needs the columns {COLUMNS}; it has {', '.join(sorted(row))}")
+
+
+def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     with path.open() as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    rows.append(json.loads(line))
+                    row = json.loads(line)
                 except json.JSONDecodeError as error:
                     raise ValueError(f"{path}, line {number} is not valid JSON: {error}") from None
-                if not isinstance(rows[-1], dict):
+                if not isinstance(row, dict):
                     raise ValueError(f"{path}, line {number} is not a JSON object")
-    return rows
+                yield row
 
 
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
+def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
     try:
-        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
     except Exception as error:  # pyarrow's own classes, one for each way a file can be damaged
         raise ValueError(f"{path} is not a readable parquet file: {error}") from None
-    return rows
 
 
-def _load_from_hub(name: str, split: str) -> list[dict[str, Any]]:
+def _read_hub(name: str, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
     from datasets import load_dataset
 
     try:
-        return list(load_dataset(name, split=split))
+        rows = load_dataset(name, split=split, streaming=streaming)
     except Exception as error:  # the library raises a dozen kinds for "not reachable" and "not there"
         raise ValueError(
             f"data.name: {name} is no local .jsonl or .parquet file and cannot be loaded from the hub "
             f"({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from None
+    return iter(rows)
 
 
 def to_messages(row: dict[str, Any]) -> list[Message]:
@@ -91,16 +118,13 @@ class FakeConversations:
 
     def __init__(self, count: int, seq_len: int, vocab_size: int, seed: int) -> None:
         self.count, self.seq_len, self.vocab_size, self.seed = count, seq_len, vocab_size, seed
-        self.dropped: set[int] = set()
+        self.read, self.dropped = count, 0
         self.sizes = [count]
 
     def __getitem__(self, i: int) -> Conversation:
         draw = np.random.default_rng([self.seed, i])
         length = int(draw.integers(max(self.seq_len // 4, 2), self.seq_len, endpoint=True))
         return draw.integers(0, self.vocab_size, length).tolist(), [False] + [True] * (length - 1)
-
-    def __len__(self) -> int:
-        return self.count
 
 
 class Conversations:
@@ -113,32 +137,83 @@ class Conversations:
         seq_len: int,
         roles: Collection[str] = ("assistant",),
     ) -> None:
-        rows = [row for data_set in data_sets for row in data_set]
-        self.rows, self.tokenizer, self.seq_len = rows, tokenizer, seq_len
-        self.roles = roles
+        self.rows = [row for data_set in data_sets for row in data_set]
+        self.render = Renderer(tokenizer, seq_len, roles)
         self.sizes = [len(data_set) for data_set in data_sets]
-        self.tokenized: list[Conversation | None] = [None] * len(rows)
-        self.dropped: set[int] = set()
+        self.count = self.read = len(self.rows)
+        self.tokenized: list[Conversation | None] = [None] * len(self.rows)
+        self.without_use: set[int] = set()
+
+    @property
+    def dropped(self) -> int:
+        return len(self.without_use)
 
     def __getitem__(self, i: int) -> Conversation | None:
         """Conversation `i`, or None where it is dropped."""
-        if i in self.dropped:
-            return None
-        conversation = self.tokenized[i]
-        if conversation is None:
-            try:
-                conversation = self.tokenizer.conversation_ids(to_messages(self.rows[i]), self.roles)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"row {i} of the data cannot be rendered: {error}") from None
-            ids, mask = conversation
-            if len(ids) > self.seq_len or not any(mask[1:]):
-                self.dropped.add(i)
-                return None
-            self.tokenized[i] = conversation
-        return conversation
+        if i not in self.without_use and self.tokenized[i] is None:
+            self.tokenized[i] = self.render(self.rows[i], i)
+            if self.tokenized[i] is None:
+                self.without_use.add(i)
+        return self.tokenized[i]
 
-    def __len__(self) -> int:
-        return len(self.rows)
+
+class StreamedConversations:
+    """Data sets that are read as they are needed, each again from its start when it ends."""
+
+    count = "streamed"
+
+    def __init__(
+        self, sources: list[Source], tokenizer: Tokenizer, seq_len: int, roles: Collection[str] = ("assistant",)
+    ) -> None:
+        self.sources, self.render = sources, Renderer(tokenizer, seq_len, roles)
+        self.read = self.dropped = 0
+
+    def conversations(self, config: DataConfig, seed: int) -> Iterator[Conversation]:
+        """Without end, in an order that follows from the seed. Raises ValueError where a thousand in a row are of no
+        use."""
+        draw, useless = random.Random(seed), 0
+        weights = config.weights or [1.0] * len(self.sources)
+        streams = [_again_and_again(source) for source in self.sources]
+        pool: list[dict[str, Any]] = []
+        while True:
+            row = next(draw.choices(streams, weights)[0])
+            if config.shuffle:
+                pool.append(row)
+                if len(pool) < config.buffer:
+                    continue
+                at = draw.randrange(len(pool))
+                row, pool[at] = pool[at], pool[-1]
+                pool.pop()
+            self.read += 1
+            conversation = self.render(row, self.read - 1)
+            useless = 0 if conversation else useless + 1
+            self.dropped += conversation is None
+            if useless == 1000:
+                raise _nothing_fits(config)
+            if conversation is not None:
+                yield conversation
+
+
+Data = Conversations | StreamedConversations | FakeConversations
+
+
+def _again_and_again(source: Source) -> Iterator[dict[str, Any]]:
+    while True:
+        yield from source
+
+
+class Renderer:
+    """Rows to ids and masks, None for those that are too long or teach nothing."""
+
+    def __init__(self, tokenizer: Tokenizer, seq_len: int, roles: Collection[str]) -> None:
+        self.tokenizer, self.seq_len, self.roles = tokenizer, seq_len, roles
+
+    def __call__(self, row: dict[str, Any], number: int) -> Conversation | None:
+        try:
+            ids, mask = self.tokenizer.conversation_ids(to_messages(row), self.roles)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"row {number} of the data cannot be rendered: {error}") from None
+        return (ids, mask) if len(ids) <= self.seq_len and any(mask[1:]) else None
 
 
 def epoch(data: Conversations | FakeConversations, config: DataConfig, seed: int, number: int) -> Iterator[Row]:
@@ -150,12 +225,14 @@ def epoch(data: Conversations | FakeConversations, config: DataConfig, seed: int
         start += size
     if config.shuffle:
         draw.shuffle(order)
+    yield from packed((conversation for conversation in map(data.__getitem__, order) if conversation), config)
+
+
+def packed(conversations: Iterator[Conversation], config: DataConfig) -> Iterator[Row]:
+    """Rows of whole conversations, in their order."""
     row: Row = []
     used = 0
-    for i in order:
-        conversation = data[i]
-        if conversation is None:
-            continue
+    for conversation in conversations:
         size = len(conversation[0])
         if row and (config.pack == "stack" or used + size > config.seq_len):
             yield row
@@ -166,23 +243,32 @@ def epoch(data: Conversations | FakeConversations, config: DataConfig, seed: int
         yield row
 
 
-def steps(
-    data: Conversations | FakeConversations, config: DataConfig, seed: int, epochs: int | None = None
-) -> Iterator[list[Row]]:
+def steps(data: Data, config: DataConfig, seed: int, epochs: int | None = None) -> Iterator[list[Row]]:
     """The rows of one optimiser step after the other, across epochs; without end unless `epochs` is given."""
     batch: list[Row] = []
-    number = 0
-    while epochs is None or number < epochs:
-        before = len(data.dropped)
-        for row in epoch(data, config, seed, number):
-            batch.append(row)
-            if len(batch) == config.batch_size:
-                yield batch
-                batch = []
-        if before == len(data.dropped) == len(data):
-            raise ValueError(
-                f"no conversation fits into data.seq-len {config.seq_len} (or none has a message of data.train-on)"
-            )
-        number += 1
+    for row in _rows(data, config, seed, epochs):
+        batch.append(row)
+        if len(batch) == config.batch_size:
+            yield batch
+            batch = []
     if batch:
         yield batch
+
+
+def _rows(data: Data, config: DataConfig, seed: int, epochs: int | None) -> Iterator[Row]:
+    if isinstance(data, StreamedConversations):
+        yield from packed(data.conversations(config, seed), config)
+        return
+    number = 0
+    while epochs is None or number < epochs:
+        before = data.dropped
+        yield from epoch(data, config, seed, number)
+        if before == data.dropped == data.count:
+            raise _nothing_fits(config)
+        number += 1
+
+
+def _nothing_fits(config: DataConfig) -> ValueError:
+    return ValueError(
+        f"no conversation fits into data.seq-len {config.seq_len} (or none has a message of data.train-on)"
+    )

@@ -1,12 +1,14 @@
 """Supervised fine-tuning, top to bottom.
 
 rows ─ tokenise, pack ─► micro-batches ─ forward, loss on assistant tokens, backward ─► AdamW ─► weights/step_N
+
+Who evaluates the model on environments is handed in (`launch/sft.py`).
 """
 
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ from hone.config.help import to_toml
 from hone.config.sft import DataConfig, SFTConfig
 from hone.models.loading import Loaded, load
 from hone.models.lora import add_lora
+from hone.models.transformer import Transformer
 from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
 from hone.run_directory import RunDirectory
+from hone.text.tokenizer import Tokenizer
 from hone.trainer.bad_steps import handle
 from hone.trainer.checkpoint import Checkpoints, forget_after, restore, resume_from
 from hone.trainer.loss import cross_entropy_sum
@@ -29,19 +33,30 @@ from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import Packed, pack
 from hone.trainer.performance import WARM_UP, Laps, keep_freed_memory, mfu, peak_memory_gib, print_bench
 from hone.trainer.ranks import Ranks
-from hone.trainer.sft.data import Conversations, FakeConversations, Row, load_rows, steps
+from hone.trainer.sft.data import (
+    Conversations,
+    Data,
+    FakeConversations,
+    Row,
+    Source,
+    StreamedConversations,
+    load_rows,
+    steps,
+)
 from hone.trainer.sharding import Export, shard
 
 DataSets = list[list[dict[str, Any]]]
+Evaluate = Callable[[Transformer, Tokenizer, int], dict[str, float]]  # of a model after a step
 MEASURED = 10  # steps of --bench
 FAKE_ROWS = 4096
 NOTHING: list[Row] = [[([0, 0], [False, True])]]  # what a rank without rows goes through the model with
 
 
-def main(config: SFTConfig) -> None:
+def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
     check_wandb(config.wandb)
     keep_freed_memory()
-    rows = [] if config.data.fake else [load_rows(name, config.data.split) for name in config.data.name]
+    reads: Any = Source if config.data.streaming else load_rows
+    rows = [] if config.data.fake else [reads(name, config.data.split) for name in config.data.name]
     val_rows = [load_rows(config.val.name, config.val.split)] if config.val else []
     ranks = Ranks.join(config.ranks_timeout)
     if config.bench:
@@ -56,7 +71,7 @@ def main(config: SFTConfig) -> None:
     done = restore(sources, optimizer, config.public(), ranks)
     ranks.wait()  # nobody reads what the first is about to change
     if not ranks.is_first:
-        Trainer(config, loaded, optimizer, run, None, component_log("sft"), ranks).train(rows, val_rows, done)
+        Trainer(config, loaded, optimizer, run, None, component_log("sft"), ranks, evaluate).train(rows, val_rows, done)
         return ranks.leave()
     run.claim(
         clean=config.may_start_anew,
@@ -68,7 +83,7 @@ def main(config: SFTConfig) -> None:
     run.write_config(to_toml(config))
     log = component_log("sft", run.logs)
     with Metrics(run.metrics, config.wandb, config) as metrics:
-        Trainer(config, loaded, optimizer, run, metrics, log, ranks).train(rows, val_rows, done)
+        Trainer(config, loaded, optimizer, run, metrics, log, ranks, evaluate).train(rows, val_rows, done)
     ranks.leave()
 
 
@@ -103,12 +118,13 @@ class Trainer:
         metrics: Metrics | None,
         log: Any,
         ranks: Ranks,
+        evaluate: Evaluate | None = None,
     ) -> None:
         self.config, self.loaded, self.run, self.metrics, self.log = config, loaded, run, metrics, log
         self.ranks, self.model = ranks, loaded.model
         self.device = self.model.embed.weight.device
         self.laps = Laps(self.device, is_on=config.bench)
-        self.optimizer = optimizer
+        self.optimizer, self.evaluate = optimizer, evaluate
         self.export = Export(self.model, ranks, loaded.dtype)
         self.checkpoints = Checkpoints(run, optimizer, config.ckpt, ranks)
         self.model.recomputes = config.activation_checkpointing
@@ -123,8 +139,8 @@ class Trainer:
         batches = islice(steps(data, config.data, config.seed), done, None)  # their order follows from the seed
         parameters = sum(p.numel() for p in self.model.parameters())
         self.log.info(
-            "Training %s (%.2fM parameters, %s on %s) on %d conversations, steps %d to %d",
-            config.model.name, parameters / 1e6, str(self.model.embed.weight.dtype)[6:], self.device, len(data),
+            "Training %s (%.2fM parameters, %s on %s) on %s conversations, steps %d to %d",
+            config.model.name, parameters / 1e6, str(self.loaded.dtype)[6:], self.device, data.count,
             done + 1, max_steps,
         )  # fmt: skip
         start = time.perf_counter()
@@ -136,6 +152,8 @@ class Trainer:
                 is_last = step == max_steps or out_of_time
                 if config.val and (is_last or step % config.val.interval == 0):
                     values["val/loss"] = self.validate(val, data_of_val)
+                if config.eval and (is_last or step % config.eval.interval == 0):
+                    values |= self._evaluate(step)
                 progress.update(task, advance=1, loss=values["loss/mean"], rate=values["perf/throughput"])
                 self._write(step, values, is_last)
                 if is_last:
@@ -143,17 +161,19 @@ class Trainer:
         if data.dropped:
             self.log.warning(
                 "%d of %d conversations were left out: longer than data.seq-len %d, or nothing to learn in them",
-                len(data.dropped), len(data), config.data.seq_len,
+                data.dropped, data.read, config.data.seq_len,
             )  # fmt: skip
         self.log.info(
             "Weights of step %d in %s (%.1f s)", step, self.run.weights / f"step_{step}", time.perf_counter() - start
         )
 
-    def data(self, rows: DataSets) -> Conversations | FakeConversations:
+    def data(self, rows: DataSets) -> Data:
         config = self.config.data
         if config.fake:
             return FakeConversations(FAKE_ROWS, config.seq_len, self.model.spec.vocab_size, self.config.seed)
-        return Conversations(rows, self.loaded.tokenizer, config.seq_len, config.train_on)
+        kind: Any = StreamedConversations if config.streaming else Conversations
+        data: Data = kind(rows, self.loaded.tokenizer, config.seq_len, config.train_on)
+        return data
 
     def _write(self, step: int, values: dict[str, float], is_last: bool) -> None:
         config = self.config
@@ -163,6 +183,15 @@ class Trainer:
         self.checkpoints.save(step, is_last, config.public(), values)
         if is_last or (config.weights.interval and step % config.weights.interval == 0):
             self.export.save(self.loaded.directory, self.run.weights_for(step), config.model.name)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """The first rank samples, from the model itself unless that is split; the others wait."""
+        values: dict[str, float] = {}
+        model = self.export() if self.optimizer.is_sharded else self.model
+        if self.ranks.is_first and self.evaluate is not None and model is not None:
+            values = self.evaluate(model.to(self.device), self.loaded.tokenizer, step)
+        self.ranks.wait()
+        return values
 
     def step(self, step: int, max_steps: int, batches: Iterator[list[Row]]) -> dict[str, float]:
         """One optimiser step. The loss is the mean over all targets of the step, however it is split."""
@@ -230,11 +259,14 @@ class Trainer:
         return pack([ids for ids, _ in conversations], [mask for _, mask in conversations], self.device)
 
     def _log_step(self, step: int, values: dict[str, float], console: bool) -> None:
+        environments = self.config.eval.env if self.config.eval else []
+        evaluated = [e for e in environments if f"eval/{e.id}/reward" in values]
         parts = [
             f"Step {step}",
             f"Time: {values['time/step']:.2f}s",
             f"Loss: {values['loss/mean']:.4f}",
             *([f"Val. Loss: {values['val/loss']:.4f}"] if "val/loss" in values else []),
+            *(f"Eval. {e.id}: {values[f'eval/{e.id}/reward']:.4f}" for e in evaluated),
             f"Grad. Norm: {values['optim/grad_norm']:.4f}",
             f"LR: {values['optim/lr']:.2e}",
             f"Throughput: {values['perf/throughput']:.0f} tokens/s",
