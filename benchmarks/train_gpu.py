@@ -17,11 +17,13 @@ import sys
 from peer import ROOT, finish
 
 WORKER = ROOT / "benchmarks" / "training.py"
-RL, SFT, LORA = "rl, ours", "sft, ours, 2 x 32,768", "sft, ours, LoRA"
-FULL_8K, LORA_8K = "sft, ours, 8 x 8,192", "sft, ours, LoRA, 8 x 8,192"
+RL, SFT = "rl, ours", "sft, ours, 2 x 32,768"
+FULL, LORA = "sft, ours, 2 x, recomputing", "sft, LoRA, 2 x, recomputing"
+SMALL, SMALL_LORA = "sft, ours, 16 x 4,096", "sft, LoRA, 16 x 4,096"
 OURS = {
     RL: ("rl", "ours", 32_896), SFT: ("sft", "ours", 2), "sft, ours, 1 x 65,536": ("sft", "ours", 1),
-    LORA: ("sft", "ours", 2, "lora"), FULL_8K: ("sft", "ours", 8), LORA_8K: ("sft", "ours", 8, "lora"),
+    "sft, LoRA, 2 x 32,768": ("sft", "ours", 2, "lora"), FULL: ("sft", "ours", 2, "recompute"),
+    LORA: ("sft", "ours", 2, "lora", "recompute"), SMALL: ("sft", "ours", 16), SMALL_LORA: ("sft", "ours", 16, "lora"),
 }  # fmt: skip
 EAGER, COMPILED = "rl, transformers", "rl, transformers, compiled"
 PEERS = {EAGER: ("rl", "hf"), COMPILED: ("rl", "hf_compiled")}
@@ -87,7 +89,8 @@ def main() -> None:
         peer_rl=max((found[n]["tokens_per_second"] for n in PEERS if n in found), default=float("nan")),
         peer_sft=best,
         ratio=found[SFT]["tokens_per_second"] / best,
-        lora_memory=found[LORA_8K]["memory_gib"] / found[FULL_8K]["memory_gib"],
+        lora_memory=found[LORA]["memory_gib"] / found[FULL]["memory_gib"],
+        lora_memory_small=found[SMALL_LORA]["memory_gib"] / found[SMALL]["memory_gib"],
     )
 
 

@@ -1,7 +1,7 @@
 """The same training work for ours and peers: one process a trainer, one line of JSON at its end.
 
     python training.py rl ours TOKENS           micro-batches of so many
-    python training.py sft ours COUNT [lora]    so many micro-batches a step
+    python training.py sft ours COUNT [lora] [recompute]      so many micro-batches a step
     python training.py rl hf|hf_compiled
     python training.py sft trl ATTENTION STRATEGY      needs trl and liger-kernel; both as they name them
 
@@ -253,8 +253,9 @@ def trl_sft(attention: str, strategy: str) -> dict:
 def main(work: str, trainer: str, *options: str) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     if trainer == "ours":
-        lora = {"lora": {"rank": 16}} if "lora" in options else {}
-        result = our_rl(int(options[0])) if work == "rl" else our_sft(int(options[0]), **lora)
+        more = {"lora": {"rank": 16}} if "lora" in options else {}
+        more |= {"activation_checkpointing": True} if "recompute" in options else {}
+        result = our_rl(int(options[0])) if work == "rl" else our_sft(int(options[0]), **more)
     elif trainer == "trl":
         result = trl_sft(*options)
     else:

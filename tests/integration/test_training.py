@@ -190,8 +190,8 @@ def test_sft_of_an_adapter_evaluates_goes_on_and_is_exported(tmp_path):
     words = [
         "sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--data.streaming", "--data.buffer", 50,
         "--data.batch-size", 8, "--lora.rank", 4, "--lora.modules-to-save", "norm", "--optim.lr", 1e-2,
-        "--eval.env.id", "reverse-text", "--eval.env.args.texts", "generated", "--eval.interval", 2, "--eval.num-examples", 8, "--ckpt.interval", 2,
-        "--output-dir",
+        "--eval.env.id", "reverse-text", "--eval.env.args.texts", "generated", "--eval.interval", 2,
+        "--eval.num-examples", 8, "--ckpt.interval", 2, "--output-dir",
     ]  # fmt: skip
     command(*words, tmp_path / "whole", "--max-steps", 4)
     command(*words, tmp_path / "parts", "--max-steps", 2)
