@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from hone.config.rl import TrainerConfig
+from hone.engine.engine import Engine
 from hone.kernels.block import (
     heads_attention,
     heads_attention_reference,
@@ -13,6 +15,10 @@ from hone.kernels.block import (
     swiglu_linear_reference,
 )
 from hone.kernels.head import head_logprobs, head_logprobs_reference, head_loss
+from hone.models.spec import ModelSpec
+from hone.models.transformer import Transformer
+from hone.records import Batch, GenerateRequest, Sample, Sampling
+from hone.trainer.rl.trainer import RLTrainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -96,6 +102,24 @@ def test_a_step_gives_the_same_bits_twice():
         (out * out).sum().backward()
         found.append((out, x.grad))
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_the_engine_reads_the_adapter_that_is_trained():
+    """In graphs that were captured before the step too."""
+    spec = ModelSpec(512, 256, 512, 3, 8, 2, 64, 1e-6, 10000.0, True, 512, 0.06, False)
+    model = Transformer(spec)
+    model.init_weights(torch.Generator().manual_seed(0))
+    model = model.to("cuda", torch.bfloat16)
+    trainer = RLTrainer(model, TrainerConfig.model_validate({"lora": {"rank": 8}, "optim": {"lr": 1e-2}}), 10)
+    engine = Engine(model)
+    request = GenerateRequest([1, 2, 3], Sampling(1.0, 24, seed=1), frozenset())
+    for step in range(1, 6):
+        completion = engine.generate([request])[0]
+        mask = [False] * 3 + [True] * 24
+        sample = Sample([1, 2, 3, *completion.ids], mask, [0.0] * 3 + completion.logprobs, 1.0, 1.0)
+        values = trainer.step(Batch(step, [sample]))
+        engine.set_version(step)
+        assert abs(values["importance_ratio/mean"] - 1) < 0.1 and values["mismatch_kl/mean"] < 0.01
 
 
 @pytest.mark.parametrize("chunk", [2**30, 4 * 5003 * 64])

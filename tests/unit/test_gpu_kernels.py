@@ -6,6 +6,7 @@
 import math
 import os
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -184,3 +185,74 @@ def test_thresholds_are_those_of_a_sorted_list():
     parameters[:, column.MIN_P] = torch.tensor([0.0, 0.0, 0.0, 0.25, 0.0])
     expected = [0.05, 0.2, 0.2, 0.5 * 0.25, 0.2]
     close(thresholds(logits, parameters), torch.tensor([math.log(p) for p in expected]))
+
+
+def gradients_like_twin(function, twin, tensors, tolerance=1e-4):
+    """Results and the gradients of all tensors."""
+    results = []
+    for call in (function, twin):
+        inputs = [None if x is None else x.clone().requires_grad_() for x in tensors]
+        out = call(*inputs)
+        outs = out if isinstance(out, tuple) else (out,)
+        torch.manual_seed(1)
+        sum((x * torch.randn_like(x)).sum() for x in outs).backward()
+        results.append([*outs, *(x.grad for x in inputs if x is not None)])
+    for one, two in zip(*results, strict=True):
+        close(one, two, tolerance)
+
+
+@pytest.mark.parametrize("has_delta", [True, False])
+@pytest.mark.parametrize("has_bias_and_adapter", [True, False])
+def test_norm_linear_and_its_gradients(has_delta, has_bias_and_adapter):
+    from hone.kernels.block import norm_linear, norm_linear_reference
+
+    x, delta = torch.randn(7, 40), torch.randn(7, 40) if has_delta else None
+    more = [torch.randn(24), torch.randn(4, 40), torch.randn(24, 4)] if has_bias_and_adapter else [None] * 3
+    gradients_like_twin(
+        lambda x, d, s, w, *more: norm_linear(x, d, s, 1e-6, w, *more),
+        lambda x, d, s, w, *more: norm_linear_reference(x, d, s, 1e-6, w, *more),
+        [x, delta, torch.rand(40) + 0.5, torch.randn(24, 40), *more],
+    )
+
+
+def test_swiglu_linear_and_its_gradients():
+    from hone.kernels.block import swiglu_linear, swiglu_linear_reference
+
+    tensors = [torch.randn(5, 2 * 48), torch.randn(16, 48), None, torch.randn(4, 48), torch.randn(16, 4)]
+    gradients_like_twin(swiglu_linear, swiglu_linear_reference, tensors)
+
+
+@pytest.mark.parametrize(("H", "K", "has_norm"), [(3, 1, True), (4, 2, False)])
+def test_heads_attention_and_its_gradients(H, K, has_norm):
+    """Sequences of less than a tile, of one and a bit, of whole ones."""
+    from hone.kernels.block import heads_attention, heads_attention_reference
+    from hone.kernels.gpu.attention import TILE, tiles
+
+    lengths = [3, TILE + 5, 1, 2 * TILE]
+    starts, E = np.cumsum([0, *lengths]), 16
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    angles = torch.outer(torch.arange(200.0), 1 / 100 ** (torch.arange(0, E, 2) / E))
+    cos, sin = angles.cos(), angles.sin()
+    table = (torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+    scales = [torch.rand(E) + 0.5 if has_norm else None for _ in range(2)]
+    rest = (table, positions, starts, tiles(starts, torch.device("cpu")), 1e-6, H)
+    gradients_like_twin(
+        lambda x, q, k: heads_attention(x, q, k, *rest),
+        lambda x, q, k: heads_attention_reference(x, q, k, *rest),
+        [torch.randn(sum(lengths), H + 2 * K, E), *scales],
+    )
+
+
+def test_statistics_and_slopes_of_logits():
+    from hone.kernels.gpu import training
+
+    logits, targets, T = 3 * torch.randn(5, 5003), torch.randint(0, 5003, (5,)), torch.rand(5) + 0.5
+    x = logits.clone().requires_grad_()
+    logprobs = torch.log_softmax(x / T[:, None], -1)
+    expected = (logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1))
+    logsum, of_targets, entropy = training.statistics(logits, targets, T)
+    close(of_targets, expected[0])
+    close(entropy, expected[1])
+    a, b = torch.randn(5), torch.randn(5)
+    (expected[0] * a + expected[1] * b).sum().backward()
+    close(training.slope(logits, targets, T, logsum, entropy, a, b, torch.float32), x.grad)
