@@ -1,6 +1,5 @@
 """Kernels with gradients against their plain twins in fp64, on a GPU."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,6 +14,8 @@ from hone.kernels.block import (
     swiglu_linear_reference,
 )
 from hone.kernels.head import head_logprobs, head_logprobs_reference, head_loss
+from hone.models.attention import PackedAttention
+from hone.models.shared_prompt import SharedPromptAttention
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
@@ -55,23 +56,29 @@ def test_swiglu_linear():
     assert_like_twin(swiglu_linear, swiglu_linear_reference, tensors)
 
 
+def sequences_of(prompts):
+    """Alone, or with prompts: groups of a prompt and completions. With their positions and tiles."""
+    from hone.kernels.gpu.attention import tiles
+
+    attention = SharedPromptAttention(*prompts, "cuda") if prompts else PackedAttention([5, 64, 1, 200, 129], "cuda")
+    sequences = attention.sequences
+    return sequences, attention.positions(), tiles(sequences.rows, sequences.groups, torch.device("cuda"))
+
+
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize(("H", "K", "E"), [(4, 2, 64), (6, 1, 128)])
-def test_heads_attention(has_norm, H, K, E):
-    lengths = [5, 64, 1, 200, 129]
-    starts = np.cumsum([0, *lengths])
-    positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
+@pytest.mark.parametrize("prompts", [None, ([7, 70, 130], [[3, 66], [1, 30, 5], [64]])])
+def test_heads_attention(has_norm, H, K, E, prompts):
+    sequences, positions, tiles = sequences_of(prompts)
     angles = torch.outer(torch.arange(256.0), 1 / 100 ** (torch.arange(0, E, 2) / E))
     cos, sin = angles.cos(), angles.sin()
     table = [torch.cat(x, -1).cuda().bfloat16() for x in ([cos, cos], [-sin, sin])]
     scales = [torch.rand(E) + 0.5 if has_norm else None for _ in range(2)]
-    tensors = [torch.randn(sum(lengths), H + 2 * K, E), *scales]
-
-    from hone.kernels.gpu.attention import tiles
+    tensors = [torch.randn(len(positions), H + 2 * K, E), *scales]
 
     def call(function, dtype):
         turn = tuple(x.to(dtype) for x in table)
-        return lambda x, q, k: function(x, q, k, turn, positions, starts, tiles(starts, x.device), 1e-6, H)
+        return lambda x, q, k: function(x, q, k, turn, positions, sequences, tiles, 1e-6, H)
 
     half, exact = call(heads_attention, torch.bfloat16), call(heads_attention_reference, torch.float64)
     assert_like_twin(half, exact, tensors, limit=0.015)
@@ -88,17 +95,15 @@ def test_low_rank_parts():
     )  # fmt: skip
 
 
-def test_a_step_gives_the_same_bits_twice():
-    lengths = [5, 300, 64]
-    starts, qkv = np.cumsum([0, *lengths]), torch.randn(369, 8, 64, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("prompts", [None, ([70], [[3, 66]])])
+def test_a_step_gives_the_same_bits_twice(prompts):
+    sequences, positions, tiles = sequences_of(prompts)
+    qkv = torch.randn(len(positions), 8, 64, device="cuda", dtype=torch.bfloat16)
     table = tuple(torch.randn(300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
-    from hone.kernels.gpu.attention import tiles
-
     found = []
     for _ in range(2):
         x = qkv.clone().requires_grad_()
-        out = heads_attention(x, None, None, table, positions, starts, tiles(starts, x.device), 1e-6, 4)
+        out = heads_attention(x, None, None, table, positions, sequences, tiles, 1e-6, 4)
         (out * out).sum().backward()
         found.append((out, x.grad))
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))

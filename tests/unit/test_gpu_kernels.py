@@ -19,10 +19,12 @@ from hone.engine.sampler import draw_reference, thresholds
 from hone.engine.slots import Slots
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows, attend_by_pages_reference
+from hone.kernels.flat_attention import Sequences
 from hone.kernels.linear import linear_parts_reference
 from hone.kernels.norm import add_norm_reference
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
 from hone.kernels.swiglu import swiglu_reference
+from hone.models.shared_prompt import SharedPromptAttention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -222,24 +224,34 @@ def test_swiglu_linear_and_its_gradients():
     gradients_like_twin(swiglu_linear, swiglu_linear_reference, tensors)
 
 
+def sequences_of(lengths, prompts):
+    """Alone, or with `prompts`: groups of a prompt and completions."""
+    if not prompts:
+        starts = np.cumsum([0, *lengths])
+        rows = np.stack([starts[:-1], lengths, *np.zeros((2, len(lengths)), dtype=int)], axis=1)
+        return Sequences(rows, np.arange(len(rows) + 1)), np.concatenate([np.arange(n) for n in lengths])
+    shared = SharedPromptAttention(*prompts)
+    return shared.sequences, shared.positions().numpy()
+
+
 @pytest.mark.parametrize(("H", "K", "has_norm"), [(3, 1, True), (4, 2, False)])
-def test_heads_attention_and_its_gradients(H, K, has_norm):
-    """Sequences of less than a tile, of one and a bit, of whole ones."""
+@pytest.mark.parametrize("prompts", [None, ([7, 70, 130], [[3, 66], [1, 30, 5], [64]])])
+def test_heads_attention_and_its_gradients(H, K, has_norm, prompts):
+    """Sequences of less than a tile, of one and a bit, of whole ones; prompts that completions share."""
     from hone.kernels.block import heads_attention, heads_attention_reference
     from hone.kernels.gpu.attention import TILE, tiles
 
-    lengths = [3, TILE + 5, 1, 2 * TILE]
-    starts, E = np.cumsum([0, *lengths]), 16
-    positions = torch.cat([torch.arange(n) for n in lengths])
+    sequences, positions = sequences_of([3, TILE + 5, 1, 2 * TILE], prompts)
+    positions, E = torch.from_numpy(positions), 16
     angles = torch.outer(torch.arange(200.0), 1 / 100 ** (torch.arange(0, E, 2) / E))
     cos, sin = angles.cos(), angles.sin()
     table = (torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
     scales = [torch.rand(E) + 0.5 if has_norm else None for _ in range(2)]
-    rest = (table, positions, starts, tiles(starts, torch.device("cpu")), 1e-6, H)
+    rest = (table, positions, sequences, tiles(sequences.rows, sequences.groups, torch.device("cpu")), 1e-6, H)
     gradients_like_twin(
         lambda x, q, k: heads_attention(x, q, k, *rest),
         lambda x, q, k: heads_attention_reference(x, q, k, *rest),
-        [torch.randn(sum(lengths), H + 2 * K, E), *scales],
+        [torch.randn(len(positions), H + 2 * K, E), *scales],
     )
 
 

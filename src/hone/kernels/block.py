@@ -8,15 +8,13 @@ layer at Qwen3-0.6B's shape where keeping all would take 44. The kernels that co
 Written in `kernels/gpu/training.py` and `attention.py`; twins in plain torch are `*_reference`.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.kernels.flat_attention import Sequences
 from hone.kernels.linear import linear_reference
 from hone.kernels.norm import add_norm_reference
 from hone.kernels.norm_rope import norm_rope_reference, rotate
@@ -71,21 +69,22 @@ def low_rank_linear_reference(
 
 def heads_attention(
     qkv_TNE: Tensor, q_scale_E: Tensor | None, k_scale_E: Tensor | None, table: tuple[Tensor, Tensor],
-    positions_T: Tensor, starts: NDArray[np.int64], tiles: tuple[Tensor, Tensor], eps: float, H: int,
+    positions_T: Tensor, sequences: Sequences, tiles: tuple[Tensor, Tensor], eps: float, H: int,
 ) -> Tensor:  # fmt: skip
-    """Causal attention of a fused projection, N = H + 2K heads, over sequences that start and end at `starts`.
+    """Causal attention of a fused projection, N = H + 2K heads, over sequences, which may have a prefix.
 
     Queries and keys are normalised where there are scales, and rotated by cos and sin, P x E, of their positions.
-    `tiles` are those of `starts` (`kernels/gpu/attention.py`).
+    `tiles` are those of the sequences (`kernels/gpu/attention.py`).
     """
-    inputs = (qkv_TNE, q_scale_E, k_scale_E, *table, positions_T, *tiles, eps, H)
+    has_prefixes = len(sequences.groups) <= len(sequences.rows)
+    inputs = (qkv_TNE, q_scale_E, k_scale_E, *table, positions_T, *tiles, has_prefixes, eps, H)
     out: Tensor = _HeadsAttention.apply(*inputs)  # type: ignore[no-untyped-call]
     return out.flatten(1)
 
 
 def heads_attention_reference(
     qkv_TNE: Tensor, q_scale_E: Tensor | None, k_scale_E: Tensor | None, table: tuple[Tensor, Tensor],
-    positions_T: Tensor, starts: NDArray[np.int64], tiles: object, eps: float, H: int,
+    positions_T: Tensor, sequences: Sequences, tiles: object, eps: float, H: int,
 ) -> Tensor:  # fmt: skip
     cos, sin = (part[positions_T].unsqueeze(1) for part in table)
     if q_scale_E is None or k_scale_E is None:
@@ -95,9 +94,13 @@ def heads_attention_reference(
     else:
         q, k, v = norm_rope_reference(qkv_TNE, q_scale_E, k_scale_E, cos, sin, eps, H)
     outs = []
-    for start, end in itertools.pairwise(starts.tolist()):
-        of_q, of_k, of_v = (x[start:end].transpose(0, 1) for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(of_q, of_k, of_v, is_causal=True, enable_gqa=True)
+    for start, length, prefix, before in sequences.rows.tolist():
+        of_q = q[start : start + length].transpose(0, 1)
+        of_k, of_v = (
+            torch.cat([x[prefix : prefix + before], x[start : start + length]]).transpose(0, 1) for x in (k, v)
+        )
+        sees = torch.ones(length, before + length, dtype=torch.bool, device=q.device).tril(before)
+        out = torch.nn.functional.scaled_dot_product_attention(of_q, of_k, of_v, attn_mask=sees, enable_gqa=True)
         outs.append(out.transpose(0, 1))
     return torch.cat(outs).flatten(1)
 
@@ -189,14 +192,14 @@ class _HeadsAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, q_scale: Any, k_scale: Any, cos: Tensor, sin: Tensor, positions: Tensor,
-        of_queries: Tensor, of_keys: Tensor, eps: float, H: int,
+        of_queries: Tensor, of_keys: Tensor, has_prefixes: bool, eps: float, H: int,
     ) -> Any:  # fmt: skip
         from hone.kernels.gpu import attention, training
 
         q, k = training.rotate_heads(qkv, q_scale, k_scale, cos, sin, positions, eps, H)
-        out, logsum = attention.forward(q, k, qkv[:, H + k.shape[1] :], of_queries)
+        out, logsum = attention.forward(q, k, qkv[:, H + k.shape[1] :], of_queries, has_prefixes)
         ctx.save_for_backward(qkv, q_scale, k_scale, cos, sin, positions, of_queries, of_keys, out, logsum)
-        ctx.eps, ctx.H = eps, H
+        ctx.has_prefixes, ctx.eps, ctx.H = has_prefixes, eps, H
         return out
 
     @staticmethod
@@ -206,6 +209,7 @@ class _HeadsAttention(torch.autograd.Function):
         qkv, q_scale, k_scale, cos, sin, positions, of_queries, of_keys, out, logsum = ctx.saved_tensors
         q, k = training.rotate_heads(qkv, q_scale, k_scale, cos, sin, positions, ctx.eps, ctx.H)
         v = qkv[:, ctx.H + k.shape[1] :]
-        dq, dk, dv = attention.backward(q, k, v, out, logsum, grad.contiguous(), of_queries, of_keys)
+        tiles = (of_queries, of_keys, ctx.has_prefixes)
+        dq, dk, dv = attention.backward(q, k, v, out, logsum, grad.contiguous(), *tiles)
         found = training.rotate_heads_backward(qkv, q_scale, k_scale, cos, sin, positions, dq, dk, dv, ctx.eps)
-        return *found, None, None, None, None, None, None, None
+        return *found, None, None, None, None, None, None, None, None

@@ -58,6 +58,21 @@ class Heads:
         return norm_rope(qkv_TNE, self.q_scale_E, self.k_scale_E, *turn, self.eps, self.H)
 
 
+def is_trained_on_gpu(qkv_TNE: Tensor, heads: Heads) -> bool:
+    has_positions = heads.rotation.positions_T is not None
+    return has_positions and gpu.trains(qkv_TNE) and gpu.trains_heads(qkv_TNE.shape[2])
+
+
+def train_on_gpu(qkv_TNE: Tensor, heads: Heads, sequences: Sequences, tiles: tuple[Tensor, Tensor]) -> Tensor:
+    """Heads and attention in one, with gradients that keep little."""
+    rotation = heads.rotation
+    assert rotation.positions_T is not None
+    return heads_attention(
+        qkv_TNE, heads.q_scale_E, heads.k_scale_E, (rotation.cos_PE, rotation.sin_PE), rotation.positions_T, sequences,
+        tiles, heads.eps, heads.H,
+    )  # fmt: skip
+
+
 class PackedAttention:
     """Causal attention for sequences of the given lengths, laid end to end in the flat token axis."""
 
@@ -70,12 +85,8 @@ class PackedAttention:
         return torch.from_numpy(np.concatenate([np.arange(n) for n in self.lengths])).to(self.device)
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
-        if gpu.trains(qkv_TNE) and gpu.trains_heads(qkv_TNE.shape[2]) and heads.rotation.positions_T is not None:
-            table = (heads.rotation.cos_PE, heads.rotation.sin_PE)
-            return heads_attention(
-                qkv_TNE, heads.q_scale_E, heads.k_scale_E, table, heads.rotation.positions_T, self.starts,
-                self.tiles, heads.eps, heads.H,
-            )  # fmt: skip
+        if is_trained_on_gpu(qkv_TNE, heads):
+            return train_on_gpu(qkv_TNE, heads, self.sequences, self.tiles)
         return self.attend(*heads(qkv_TNE))
 
     def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
@@ -107,7 +118,7 @@ class PackedAttention:
     def tiles(self) -> tuple[Tensor, Tensor]:
         from hone.kernels.gpu import attention
 
-        return attention.tiles(self.starts, self.device)
+        return attention.tiles(self.sequences.rows, self.sequences.groups, self.device)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:

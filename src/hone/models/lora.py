@@ -9,6 +9,7 @@ server loads beside a model are in `adapters.py`.
 
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,6 +143,12 @@ def _load(model: Transformer, config: LoRAConfig, directory: Path) -> None:
 
 def loras(model: Transformer) -> Iterator[LoRA]:
     return (module for module in model.modules() if isinstance(module, LoRA))
+
+
+def seed_dropout(model: Transformer, *numbers: int) -> None:
+    """Has what adapters drop follow from these numbers: a step that is taken again drops the same."""
+    if any(not lora.is_plain for lora in loras(model)):
+        torch.manual_seed(zlib.crc32(repr(numbers).encode()))
 
 
 def refresh(model: Transformer) -> None:

@@ -3,9 +3,10 @@
     flat    [prompt 0][completion 00][completion 01]…[prompt 1][completion 10]…
 
 The linear layers see every prompt once, which is most of the saving: a group of n samples costs one prompt
-and n completions instead of n of both. The compiled loops of the CPU attend to the flat axis as it lies. Without them
-prompts attend to themselves (PackedAttention), and completions, as one rectangle of B x C queries, to their prompt
-and to what is before them: B x (P + C) keys, of which the first P are copies of the group's prompt.
+and n completions instead of n of both. The compiled loops of the CPU and the kernels that train on a GPU attend to the
+flat axis as it lies. Without them prompts attend to themselves (PackedAttention), and completions, as one rectangle of
+B x C queries, to their prompt and to what is before them: B x (P + C) keys, of which the first P are copies of the
+group's prompt.
 """
 
 from functools import cached_property
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from hone.kernels.flat_attention import Sequences, flat_attention, takes
 from hone.kernels.rows import put_rows, take_rows
-from hone.models.attention import Heads, PackedAttention
+from hone.models.attention import Heads, PackedAttention, is_trained_on_gpu, train_on_gpu
 
 
 class SharedPromptAttention:
@@ -44,10 +45,18 @@ class SharedPromptAttention:
         return torch.from_numpy(np.concatenate(parts)).to(self.device)
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
+        if is_trained_on_gpu(qkv_TNE, heads):
+            return train_on_gpu(qkv_TNE, heads, self.sequences, self.tiles)
         q_THE, k_TKE, v_TKE = heads(qkv_TNE)
         if takes(q_THE):
             return flat_attention(q_THE, k_TKE, v_TKE, self.sequences).reshape(len(q_THE), -1)
         return self.rectangle.attend(q_THE, k_TKE, v_TKE)
+
+    @cached_property
+    def tiles(self) -> tuple[Tensor, Tensor]:
+        from hone.kernels.gpu import attention
+
+        return attention.tiles(self.sequences.rows, self.sequences.groups, self.device)
 
     @cached_property
     def rectangle(self) -> "_Rectangle":

@@ -4,8 +4,9 @@
     backward     a tile of keys    ─ over the queries after it, of all heads that share it ─► dk, dv
                  a tile of queries ─ over the keys before it ─► dq
 
-Every number is the sum of one program, in one order: the same step gives the same bits. A tile belongs to one sequence;
-`tiles` lists their sequences' starts and lengths and which tile of it they are, those with most to do first.
+Every number is the sum of one program, in one order: the same step gives the same bits. A tile belongs to one sequence,
+those with most to do come first. Sequences may go on after a prefix that lies before them and that others share
+(`tiles`): their queries see its keys too, and its keys are seen by the queries of all of them.
 Shapes: T tokens, H query heads, K key/value heads, E head size.
 """
 
@@ -17,30 +18,43 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 TILE = 64
+FIELDS = tl.constexpr(5)  # of a tile: start and length of its sequence, its index, and two that the kinds have
 LOG2_E = 1.4426950408889634
 
 
-def tiles(starts: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
-    """N x 3: a sequence's start and length, the tile's index; for queries, for keys. `starts` has the last end too."""
-    lengths = np.diff(starts)
+def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tiles of sequences, rows of start, length, start and length of the prefix, in groups (`groups` has where each
+    starts, and the end): the first of a group is the prefix of its others, which follow it.
+
+    A tile of queries has its prefix's start and length. One of keys has how many of its sequence are keys, and 0: the
+    queries of a whole group see those of its prefix, whose sequence is the group here.
+    """
+    starts, lengths, prefixes, prefix_lengths = rows.T
+    ends = starts + lengths
+    seen_until = ends.copy()
+    seen_until[groups[:-1]] = ends[groups[1:] - 1]
     counts = -(-lengths // TILE)
-    sequence = np.repeat(np.arange(len(lengths)), counts)
+    sequence = np.repeat(np.arange(len(rows)), counts)
     index = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
-    rows = np.stack([starts[:-1][sequence], lengths[sequence], index], axis=1).astype(np.int32)
-    before, after = index, counts[sequence] - index
-    orders = (np.argsort(-work, kind="stable") for work in (before, after))
-    of_queries, of_keys = (torch.from_numpy(rows[order]).to(device) for order in orders)
-    return of_queries, of_keys
+    of = [starts[sequence], lengths[sequence], index]
+    of_queries = np.stack([*of, prefixes[sequence], prefix_lengths[sequence]], axis=1)
+    of[1] = (seen_until - starts)[sequence]
+    of_keys = np.stack([*of, lengths[sequence], np.zeros_like(index)], axis=1)
+    work = (index * TILE + prefix_lengths[sequence], of[1] - index * TILE)
+    found = []
+    for table, size in zip((of_queries, of_keys), work, strict=True):
+        found.append(torch.from_numpy(table[np.argsort(-size, kind="stable")].astype(np.int32)).to(device))
+    return found[0], found[1]
 
 
 @triton.jit
 def forward_kernel(
     q, k, v, out, logsum, tiles, scale, T, q_row, k_row, v_row,
-    H: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PREFIX: tl.constexpr,
 ):  # fmt: skip
     """Tile of M queries of head h. `scale` is that of the logits in base 2; *_row are strides of tokens."""
     h = tl.program_id(1)
-    tile = tiles + tl.program_id(0) * 3
+    tile = tiles + tl.program_id(0) * FIELDS
     start, length, index = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     e = tl.arange(0, E)[None, :]
     m, n = index * M + tl.arange(0, M), tl.arange(0, N)
@@ -51,6 +65,20 @@ def forward_kernel(
     top = tl.full([M], -1e30, dtype=tl.float32)
     size = tl.zeros([M], dtype=tl.float32)
     sum_ME = tl.zeros([M, E], dtype=tl.float32)
+    if PREFIX:
+        before = tl.load(tile + 4)
+        away = tl.load(tile + 3) - start  # of the prefix, from the sequence
+        for at in range(0, before, N):
+            inside = (at + n < before)[:, None]
+            k_NE = tl.load(keys + (away + at) * k_row, inside, other=0.0)
+            logits = tl.where((at + n < before)[None, :], tl.dot(q_ME, tl.trans(k_NE)) * scale, -1e30)
+            higher = tl.maximum(top, tl.max(logits, axis=1))
+            p = tl.exp2(logits - higher[:, None])
+            kept = tl.exp2(top - higher)
+            size = size * kept + tl.sum(p, axis=1)
+            v_NE = tl.load(values + (away + at) * v_row, inside, other=0.0)
+            sum_ME = tl.dot(p.to(v_NE.dtype), v_NE, sum_ME * kept[:, None])
+            top = higher
     for at in range(0, index * M, N):  # keys that all queries of the tile see
         k_NE = tl.load(keys + at * k_row)
         logits = tl.dot(q_ME, tl.trans(k_NE)) * scale
@@ -96,13 +124,13 @@ def keys_backward_kernel(
 ):  # fmt: skip
     """Tile of N keys of key/value head h: dk and dv, over the queries from its own on, M at a time."""
     h = tl.program_id(1)
-    tile = tiles + tl.program_id(0) * 3
+    tile = tiles + tl.program_id(0) * FIELDS
     start, length, index = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     e = tl.arange(0, E)[None, :]
     m, n = tl.arange(0, M), index * N + tl.arange(0, N)
-    first = start.to(tl.int64)
-    k_NE = tl.load(k + (first + n)[:, None] * k_row + h * E + e, (n < length)[:, None], other=0.0)
-    v_NE = tl.load(v + (first + n)[:, None] * v_row + h * E + e, (n < length)[:, None], other=0.0)
+    first, is_key = start.to(tl.int64), (n < tl.load(tile + 3))[:, None]
+    k_NE = tl.load(k + (first + n)[:, None] * k_row + h * E + e, is_key, other=0.0)
+    v_NE = tl.load(v + (first + n)[:, None] * v_row + h * E + e, is_key, other=0.0)
     dk_NE, dv_NE = tl.zeros([N, E], dtype=tl.float32), tl.zeros([N, E], dtype=tl.float32)
     for head in range(h * GROUP, h * GROUP + GROUP):
         queries = q + (first + m)[:, None] * q_row + head * E + e
@@ -120,18 +148,18 @@ def keys_backward_kernel(
             ds_NM = p_NM * (tl.dot(v_NE, tl.trans(g_ME)) - of[None, :])
             dk_NE = tl.dot(ds_NM.to(q_ME.dtype), q_ME, dk_NE)
     row = ((first + n)[:, None] * (H // GROUP) + h) * E + e
-    tl.store(dk + row, (dk_NE * root).to(dk.dtype.element_ty), (n < length)[:, None])
-    tl.store(dv + row, dv_NE.to(dv.dtype.element_ty), (n < length)[:, None])
+    tl.store(dk + row, (dk_NE * root).to(dk.dtype.element_ty), is_key)
+    tl.store(dv + row, dv_NE.to(dv.dtype.element_ty), is_key)
 
 
 @triton.jit
 def queries_backward_kernel(
     q, k, v, grad, logsum, inner, dq, tiles, scale, root, T, q_row, k_row, v_row,
-    H: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PREFIX: tl.constexpr,
 ):  # fmt: skip
     """Tile of M queries of head h: dq, over the keys up to its own, N at a time."""
     h = tl.program_id(1)
-    tile = tiles + tl.program_id(0) * 3
+    tile = tiles + tl.program_id(0) * FIELDS
     start, length, index = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     e = tl.arange(0, E)[None, :]
     m, n = index * M + tl.arange(0, M), tl.arange(0, N)
@@ -144,6 +172,16 @@ def queries_backward_kernel(
     keys = k + (first + n)[:, None] * k_row + h // GROUP * E + e
     values = v + (first + n)[:, None] * v_row + h // GROUP * E + e
     dq_ME = tl.zeros([M, E], dtype=tl.float32)
+    if PREFIX:
+        before = tl.load(tile + 4)
+        away = tl.load(tile + 3) - start
+        for at in range(0, before, N):  # keys past its end are 0, and so is what they give
+            inside = (at + n < before)[:, None]
+            k_NE = tl.load(keys + (away + at) * k_row, inside, other=0.0)
+            p = tl.exp2(tl.dot(q_ME, tl.trans(k_NE)) * scale - lse[:, None])
+            v_NE = tl.load(values + (away + at) * v_row, inside, other=0.0)
+            ds = p * (tl.dot(g_ME, tl.trans(v_NE)) - of[:, None])
+            dq_ME = tl.dot(ds.to(k_NE.dtype), k_NE, dq_ME)
     for at in range(0, tl.minimum(index * M + M, length), N):  # as fast as two loops, of which one needs no mask
         inside = (at + n < length)[:, None]
         k_NE = tl.load(keys + at * k_row, inside, other=0.0)
@@ -155,20 +193,21 @@ def queries_backward_kernel(
     tl.store(dq + ((first + m)[:, None] * H + h) * E + e, (dq_ME * root).to(dq.dtype.element_ty), inside_m[:, None])
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, of_queries: Tensor) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, of_queries: Tensor, has_prefixes: bool) -> tuple[Tensor, Tensor]:
     """Mixed values T x H x E, and the log sums H x T, of q T x H x E, k and v T x K x E (tokens may be strided)."""
     T, H, E = q.shape
     out, logsum = q.new_empty(T, H, E), q.new_empty(H, T, dtype=torch.float32)
     forward_kernel[(len(of_queries), H)](
         q, k, v, out, logsum, of_queries, LOG2_E / E**0.5, T, q.stride(0), k.stride(0), v.stride(0),
-        H=H, GROUP=H // k.shape[1], E=E, M=TILE, N=32, num_warps=4, num_stages=3,
+        H=H, GROUP=H // k.shape[1], E=E, M=TILE, N=32, PREFIX=has_prefixes, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out, logsum
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsum: Tensor, grad: Tensor, of_queries: Tensor, of_keys: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsum: Tensor, grad: Tensor, of_queries: Tensor, of_keys: Tensor,
+    has_prefixes: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v, of that of `out` (contiguous)."""
     T, H, E = q.shape
     K = k.shape[1]
@@ -182,6 +221,7 @@ def backward(
         q, k, v, grad, logsum, inner, dk, dv, of_keys, *rest, **sizes, M=32, N=TILE, num_warps=4, num_stages=2
     )
     queries_backward_kernel[(len(of_queries), H)](
-        q, k, v, grad, logsum, inner, dq, of_queries, *rest, **sizes, M=TILE, N=64, num_warps=4, num_stages=2
-    )
+        q, k, v, grad, logsum, inner, dq, of_queries, *rest, **sizes, M=TILE, N=64, PREFIX=has_prefixes,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
     return dq, dk, dv

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hone.config.rl import TrainerConfig
-from hone.models.lora import add_lora, without_lora
+from hone.models.lora import add_lora, seed_dropout, without_lora
 from hone.models.transformer import Transformer
 from hone.monitors.statistics import summary
 from hone.records import Batch, Sample
@@ -40,7 +40,7 @@ class RLTrainer:
         seed: int = 0,
     ) -> None:
         self.model, self.config, self.max_steps, self.bad_steps = model, config, max_steps, bad_steps
-        self.ranks = ranks
+        self.ranks, self.seed = ranks, seed
         self.device = model.embed.weight.device
         self.laps = Laps(self.device, is_on=False)
         loss_function(config.loss.type)  # a user's own is imported now, not after the first rollouts
@@ -66,6 +66,7 @@ class RLTrainer:
         A batch without samples (no group had a signal) leaves the weights as they are.
         """
         start = time.perf_counter()
+        seed_dropout(self.model, self.seed, batch.step, self.ranks.rank)
         lr = learning_rate(self.config.optim, self.config.scheduler, batch.step, self.max_steps)
         samples = batch.samples
         loss_lengths = [sum(sample.mask[1:]) for sample in samples]

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hone.config.help import to_toml
 from hone.config.sft import DataConfig, SFTConfig
 from hone.models.loading import Loaded, load
-from hone.models.lora import add_lora
+from hone.models.lora import add_lora, seed_dropout
 from hone.models.transformer import Transformer
 from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
@@ -196,6 +196,7 @@ class Trainer:
     def step(self, step: int, max_steps: int, batches: Iterator[list[Row]]) -> dict[str, float]:
         """One optimiser step. The loss is the mean over all targets of the step, however it is split."""
         start = time.perf_counter()
+        seed_dropout(self.model, self.config.seed, step, self.ranks.rank)
         rows = next(batches)
         size = self.config.data.micro_batch_size or len(rows)
         targets = sum(sum(mask[1:]) for row in rows for _, mask in row)
