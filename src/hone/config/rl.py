@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from hone.config.algorithms import Algorithm, with_algorithm
 from hone.config.base import Config, ConfigError, merge
 from hone.config.lora import LoRAConfig, check_optimizer
 from hone.config.loss import LossConfig
@@ -65,12 +66,22 @@ class OrchestratorConfig(Config):
     advantage: Literal["mean", "std", "rloo", "length_corrected", "max_rl"] = "mean"
     """Reward minus its group's mean; over its deviation too (std); minus the others' mean (rloo); minus the mean over
     the group's tokens (length_corrected); over the mean (max_rl)."""
+    overlong_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Over the last share of max_tokens a reward falls in a line by up to 1 (soft overlong punishment, DAPO)."""
     mask_truncated: bool = False
     """Learn nothing from completions that ran into max_tokens; they still count in their group's mean."""
     drop_zero_signal: bool = True
     """Leave out groups whose rollouts all have the same reward: their advantages are 0."""
+    refill: bool = False
+    """Sample others instead of those (dynamic sampling, DAPO), up to four batches of them in a step."""
+    oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
+    """Groups under way for a step, of those that it takes: the slowest go into later steps."""
+    max_off_policy_steps: Annotated[int, Field(ge=0)] = 8
+    """Groups with older tokens than this are given up and begun again."""
     rollout_timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds until a rollout is given up."""
+    rollout_retries: Annotated[int, Field(ge=0)] = 1
+    """How often a rollout that fails is tried again before the step goes on without it."""
     client: ClientConfig = ClientConfig()
     weights_timeout: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds until waiting for a version of the weights is given up."""
@@ -137,6 +148,8 @@ class RLConfig(ResumableConfig):
     deployment: Literal["auto", "colocated", "processes"] = "auto"
     """One process, or one each for inference, orchestrator and trainer. auto: one, unless there are files for
     components, orchestrator.client.base-url, or several GPUs."""
+    algorithm: Algorithm | None = None
+    """Sets advantage, loss and filters as an algorithm has them, where they are not given (docs/algorithms.md)."""
     max_async_level: AsyncLevel = 1
     """Steps that sampling may be ahead of training, between processes; in one process it never is."""
     inference_gpu_ids: Annotated[list[int], BeforeValidator(as_list)] = Field(default=[0])
@@ -152,6 +165,7 @@ class RLConfig(ResumableConfig):
     @classmethod
     def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
         """Takes what the components say of shared keys to the top; sees which deployment is meant."""
+        values = with_algorithm(values)
         client = (values.get("orchestrator") or {}).get("client") or {}
         if files_for & set(COMPONENTS) or "base_url" in client:
             values.setdefault("deployment", "processes")

@@ -9,6 +9,7 @@ On-policy: step N is sampled by version N - 1. Rollouts are written to disk whil
 import asyncio
 import time
 from functools import partial
+from typing import Any
 
 from hone.config.help import to_toml
 from hone.config.rl import RLConfig
@@ -17,12 +18,12 @@ from hone.engine.engine import Engine
 from hone.environments import Environment, load_environments
 from hone.inference.service import EngineService, LocalClient
 from hone.models.loading import Loaded, load
-from hone.monitors.lines import orchestrator_line, trainer_line
+from hone.monitors.lines import orchestrator_line, trainer_line, why_no_signal
 from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
 from hone.orchestrator.orchestrator import Orchestrator, write_rollouts
 from hone.run_directory import RunDirectory
-from hone.trainer.checkpoint import Checkpoints, forget_after, restore, resume_from
+from hone.trainer.checkpoint import Checkpoints, forget_after, progress_of, restore, resume_from
 from hone.trainer.performance import keep_freed_memory
 from hone.trainer.rl.trainer import RLTrainer
 from hone.trainer.sharding import Export
@@ -52,7 +53,10 @@ def main(config: RLConfig) -> None:
     run.write_config(to_toml(config))
     with Pulse(run.pulse("trainer")), Metrics(run.metrics, config.wandb, config) as metrics:
         service = EngineService(engine, lockstep=True)
-        service.run_beside(train(config, loaded, environments, service, trainer, run, metrics, first, weight_steps))
+        progress = progress_of(sources, first - 1)
+        service.run_beside(
+            train(config, loaded, environments, service, trainer, run, metrics, first, weight_steps, progress)
+        )
 
 
 async def train(
@@ -65,11 +69,13 @@ async def train(
     metrics: Metrics,
     first: int,
     weight_steps: list[int],
+    progress: dict[str, Any] | None,
 ) -> None:
     orchestrator_log, trainer_log = component_log("orchestrator", run.logs), component_log("trainer", run.logs)
     service.engine.set_version(first - 1)
     client = LocalClient(service, loaded.tokenizer)
     orchestrator = Orchestrator(config.orchestrator, environments, client, config.seed)
+    orchestrator.go_on(first, progress)
     trainer_log.info(
         "Training %s (%.2fM parameters, %s on %s) on %d examples of %s, steps %d to %d",
         config.model.name, sum(p.numel() for p in loaded.model.parameters()) / 1e6,
@@ -80,7 +86,8 @@ async def train(
     checkpoints = Checkpoints(run, trainer.optimizer, config.ckpt, trainer.ranks)
     for step in range(first, config.max_steps + 1):
         start = time.perf_counter()
-        collected = await orchestrator.collect(step, version=step - 1)
+        orchestrator.adopted(step - 1)
+        collected = await orchestrator.collect(step, config.max_steps)
         trained, _ = await asyncio.gather(
             service.run(partial(trainer.step, collected.batch)),
             asyncio.to_thread(write_rollouts, collected.groups, run.rollouts / f"step_{step}"),
@@ -93,10 +100,10 @@ async def train(
         metrics.log(step, values)  # before the checkpoint: a run that resumes from it has the row
         if step in weight_steps:
             await service.run(partial(export.save, loaded.directory, run.weights_for(step), config.model.name))
-        await service.run(partial(checkpoints.save, step, is_last, config.public(), values))
+        await service.run(partial(checkpoints.save, step, is_last, config.public(), values, collected.progress))
         console = {"console": is_last or step % config.log_interval == 0}
         if not collected.batch.samples:
-            orchestrator_log.warning("Step %d: no group had rollouts of different reward, nothing to learn from", step)
+            orchestrator_log.warning("%s", why_no_signal(step, values))
         orchestrator_log.log(SUCCESS, orchestrator_line(step, values), extra=console)
         trainer_log.log(SUCCESS, trainer_line(step, values), extra=console)
     trainer_log.info("Weights of step %d in %s", config.max_steps, run.weights / f"step_{config.max_steps}")

@@ -19,3 +19,17 @@ def trainer_line(step: int, values: dict[str, float]) -> str:
         f"Throughput: {values['perf/train_throughput']:.0f} tokens/s | MFU: {used} | "
         f"Peak Mem.: {values['perf/peak_memory']:.1f} GiB"
     )
+
+
+def why_no_signal(step: int, values: dict[str, float]) -> str:
+    """One sentence on a step without anything to learn from: why, and what usually helps."""
+    if values["batch/solve_all"] == 1:
+        why, cure = "every rollout was solved", "harder examples, or fewer of them"
+    elif values["is_truncated/mean"] > 0.5:
+        why, cure = "most completions were cut off", "a larger orchestrator.sampling.max_tokens"
+    elif values["batch/solve_none"] == 1:
+        why, cure = "no rollout was rewarded", "a longer supervised warm-up, easier examples, or partial rewards"
+    else:
+        why, cure = "the rollouts of each group had the same reward", "more rollouts an example, or a finer reward"
+    failed = f" ({values['progress/failed']:.0f} failed)" if values["progress/failed"] else ""
+    return f"Step {step}: nothing to learn from: {why}{failed}; what helps: {cure}"

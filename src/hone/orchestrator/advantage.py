@@ -47,6 +47,16 @@ ADVANTAGES: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
+def overlong(rewards_R: Array, lengths_R: Array, longest: int, share: float) -> Array:
+    """Rewards less what completions in the last `share` of the longest length have gone into it, 1 at its end (soft
+    overlong punishment, DAPO, Yu et al. 2025)."""
+    room = share * longest
+    if not room:
+        return rewards_R
+    punished: Array = rewards_R - np.clip((lengths_R - (longest - room)) / room, 0.0, 1.0)
+    return punished
+
+
 def has_signal(rewards_R: Array) -> bool:
     """Whether a group's rollouts differ in reward: where all are equal, all advantages are 0."""
     return bool(rewards_R.max() > rewards_R.min())

@@ -1,21 +1,23 @@
 """The orchestrator: prompts out, groups of scored rollouts in, one batch a step.
 
-    examples (shuffled by seed) ─► groups of rollouts ─ env.rollout(client) ─► rewards ─► advantages ─► Batch
-                                                                     └─► rollouts/step_N/rollouts.jsonl
+    schedule ─► groups of rollouts under way ─ env.rollout(client) ─► rewards ─► advantages ─► ready ─► Batch
+       ▲                 └ too old: begun again                                       └─► rollouts/step_N/rollouts.jsonl
 
-Which examples a step takes and with which seeds its rollouts draw follows from (seed, step) alone, so a run
-is repeatable and a resumed one goes on where it was.
+Groups are under way across steps. One is begun when the step that it will be for, by its place in the line, allows the
+version that is served: staleness is bounded before anything is sampled. With max_async_level 0 the groups of a step,
+and so its batch, follow from (seed, step) and the weights alone.
 """
 
 import asyncio
 import json
-import random
+import math
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,116 +25,236 @@ from hone.config.rl import OrchestratorConfig
 from hone.environments import Environment
 from hone.environments.environment import ModelClient
 from hone.monitors.statistics import summary
-from hone.orchestrator.advantage import ADVANTAGES, has_signal
+from hone.orchestrator.advantage import ADVANTAGES, has_signal, overlong
+from hone.orchestrator.schedule import Schedule
 from hone.records import Batch, Example, Rollout, Sample, Sampling
+
+REFILLS = 4  # batches of groups without signal that a step replaces, before it goes on with fewer
 
 
 @dataclass
 class Group:
-    """The rollouts of one example."""
+    """The rollouts of one example. `failures`: of attempts at them, by cause."""
 
+    number: int
     env: str
     rollouts: list[Rollout]
     advantages: list[float]
     is_used: bool = True  # False where there is nothing to learn
+    failures: Counter[str] = field(default_factory=Counter)
+    version: int = 0  # of its oldest token
+
+    @property
+    def versions(self) -> list[int]:
+        return [v for r in self.rollouts for t in r.turns for v in t.completion.versions]
 
 
 @dataclass
 class Collected:
-    """What a step gathered: the batch for the trainer, the groups behind it, the numbers about it."""
+    """What a step gathered: the batch for the trainer, the groups behind it, the numbers about it, and what a run that
+    goes on after it needs to know."""
 
     batch: Batch
     groups: list[Group]
     metrics: dict[str, float]
+    progress: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    task: asyncio.Task[Group]
+    version: int  # that was served when it was begun
 
 
 class Orchestrator:
+    """`adopted` says which version of the weights is served from now on; `collect` gathers one step after the other."""
+
     def __init__(
-        self, config: OrchestratorConfig, environments: dict[str, Environment], client: ModelClient, seed: int
+        self,
+        config: OrchestratorConfig,
+        environments: dict[str, Environment],
+        client: ModelClient,
+        seed: int,
+        max_async_level: int = 0,
     ) -> None:
         self.config, self.environments, self.client, self.seed = config, environments, client, seed
+        self.max_async_level = max_async_level
         self.examples = [(name, example) for name, env in environments.items() for example in env.get_dataset()]
         if len(self.examples) < config.prompts_per_step:
             raise ValueError(
                 f"the environments have {len(self.examples)} examples, a step takes {config.prompts_per_step} "
                 "(batch_size / rollouts_per_example)"
             )
-        self._orders: dict[int, list[int]] = {}
+        self.schedule = Schedule(len(self.examples), seed)
+        self.step, self.last_step, self.version = 1, math.inf, -1
+        self.under_way: dict[int, _UnderWay] = {}
+        self.ready: dict[int, Group] = {}
+        self.without_signal: list[Group] = []  # that were replaced, since the last step
+        self.stale = 0
+        self._changed = asyncio.Event()
+        self._error: BaseException | None = None
 
-    async def collect(self, step: int, version: int) -> Collected:
-        """The rollouts of a step, sampled by policy `version`. Raises ValueError when every one of them failed."""
+    def go_on(self, first: int, progress: dict[str, Any] | None) -> None:
+        """From step `first` on, after a step that left this behind, or nothing."""
+        done = (first - 1) * self.config.prompts_per_step
+        progress = progress or {"next": done, "untrained": []}
+        self.step, self.schedule = first, Schedule(len(self.examples), self.seed, progress)
+
+    def adopted(self, version: int) -> None:
+        self.version = version
+        self._begin()
+
+    async def collect(self, step: int, last_step: float = math.inf) -> Collected:
+        """The rollouts of a step. Raises ValueError when every one of them failed."""
         start = time.perf_counter()
-        groups = await asyncio.gather(
-            *(self._group(step, slot, *self._example(step, slot)) for slot in range(self.config.prompts_per_step))
-        )
+        self.step, self.last_step = step, last_step
+        self._drop_stale()
+        self._begin()
+        count = self.config.prompts_per_step
+        while len(self.ready) < count:
+            self._changed.clear()
+            await self._changed.wait()
+            if self._error is not None:
+                raise self._error
+        groups = [self.ready.pop(number) for number in sorted(self.ready)[:count]]
+        replaced, self.without_signal = self.without_signal, []
+        self.step = step + 1
+        self._begin()
         failed = [r.error for g in groups for r in g.rollouts if r.error]
         if len(failed) == self.config.batch_size:
             raise ValueError(f"step {step}: every rollout failed; the first said: {failed[0]}")
         temperature = self.config.sampling.temperature
         samples = [
-            _sample(rollout, advantage, temperature)
+            sample
             for group in groups
             if group.is_used
             for rollout, advantage in zip(group.rollouts, group.advantages, strict=True)
             if not rollout.error and not (self.config.mask_truncated and rollout.is_truncated)
+            for sample in samples_of(rollout, advantage, temperature)
         ]
-        metrics = self._metrics(groups, step, version, time.perf_counter() - start)
-        metrics["batch/effective_batch_size"] = len(samples)
-        return Collected(Batch(step, samples), list(groups), metrics)
+        metrics = self._metrics([*groups, *replaced], step, time.perf_counter() - start)
+        metrics |= {
+            "batch/effective_batch_size": len(samples),
+            "batch/groups_replaced": len(replaced),
+            "batch/groups_stale": self.stale,
+            "batch/groups_under_way": len(self.under_way),
+            "progress/epoch": self.schedule.epoch,
+        }
+        self.stale = 0
+        return Collected(Batch(step, samples), [*groups, *replaced], metrics, self.progress())
 
-    def _example(self, step: int, slot: int) -> tuple[str, Example]:
-        """Example of a step's slot: the data is gone through in a new order every epoch."""
-        epoch, position = divmod((step - 1) * self.config.prompts_per_step + slot, len(self.examples))
-        if epoch not in self._orders:
-            order = list(range(len(self.examples)))
-            random.Random(f"{self.seed} {epoch}").shuffle(order)
-            self._orders = {k: v for k, v in self._orders.items() if k == epoch - 1} | {epoch: order}
-        return self.examples[self._orders[epoch][position]]
+    def progress(self) -> dict[str, Any]:
+        """What a run that goes on after the step before needs to know."""
+        return {"step": self.step - 1, **self.schedule.progress([*self.under_way, *self.ready])}
 
-    async def _group(self, step: int, slot: int, env: str, example: Example) -> Group:
-        count = self.config.rollouts_per_example
-        first = ((step - 1) * self.config.prompts_per_step + slot) * count
-        rollouts = await asyncio.gather(
-            *(self._rollout(env, example, (self.seed << 40) + first + i) for i in range(count))
-        )
+    async def close(self) -> None:
+        """Ends what is under way."""
+        tasks = [group.task for group in self.under_way.values()]
+        self.under_way = {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self) -> None:
+        """Begins as many groups as the steps take that the served version may be used for, and those that oversampling
+        adds: the line is never longer, so what waits in it is never much older."""
+        steps = min(self.version + 1 + self.max_async_level, self.last_step) - self.step + 1
+        in_a_step = self.config.prompts_per_step
+        room = steps * in_a_step + math.ceil((self.config.oversampling_factor - 1) * in_a_step) if steps > 0 else 0
+        while len(self.under_way) + len(self.ready) < room:
+            number = self.schedule.take()
+            task = asyncio.get_running_loop().create_task(
+                self._group(number, *self.examples[self.schedule.example(number)])
+            )
+            self.under_way[number] = _UnderWay(task, self.version)
+            task.add_done_callback(lambda task, number=number: self._done(number, task))  # type: ignore[misc]
+
+    def _done(self, number: int, task: asyncio.Task[Group]) -> None:
+        begun = self.under_way.get(number)
+        if begun is None or begun.task is not task:
+            return  # given up
+        del self.under_way[number]
+        self._changed.set()
+        if task.cancelled() or task.exception() is not None:
+            self._error = task.exception() or asyncio.CancelledError()
+            return
+        group = task.result()
+        group.version = min(group.versions, default=begun.version)
+        room = REFILLS * self.config.prompts_per_step
+        if self.config.refill and not group.is_used and len(self.without_signal) < room:
+            self.without_signal.append(group)
+        else:
+            self.ready[number] = group
+        self._begin()
+
+    def _drop_stale(self) -> None:
+        """Groups too old for the step, under way or ready, are begun again."""
+        oldest = self.step - 1 - self.config.max_off_policy_steps
+        old = [number for number, begun in self.under_way.items() if begun.version < oldest]
+        for number in old:
+            self.under_way.pop(number).task.cancel()
+        old += [number for number, group in self.ready.items() if group.version < oldest]
+        for number in old:
+            self.ready.pop(number, None)
+            self.schedule.give_back(number)
+        self.stale += len(old)
+
+    async def _group(self, number: int, env: str, example: Example) -> Group:
+        count, failures = self.config.rollouts_per_example, Counter[str]()
+        seeds = [(self.seed << 40) + number * count + i for i in range(count)]
+        rollouts = await asyncio.gather(*(self._rollout(env, example, seed, failures) for seed in seeds))
         scored = [r for r in rollouts if not r.error]
         if not scored:
-            return Group(env, list(rollouts), [0.0] * count, is_used=False)
+            return Group(number, env, list(rollouts), [0.0] * count, False, failures)
         rewards = np.array([r.reward for r in scored])
         lengths = np.array([sum(len(t.completion.ids) for t in r.turns) for r in scored], dtype=np.float64)
+        rewards = overlong(rewards, lengths, self.config.sampling.max_tokens, self.config.overlong_share)
         of_scored = iter(ADVANTAGES[self.config.advantage](rewards, lengths).tolist())
         advantages = [0.0 if r.error else next(of_scored) for r in rollouts]
-        return Group(env, list(rollouts), advantages, has_signal(rewards) or not self.config.drop_zero_signal)
+        is_used = has_signal(rewards) or not self.config.drop_zero_signal
+        return Group(number, env, list(rollouts), advantages, is_used, failures)
 
-    async def _rollout(self, env: str, example: Example, seed: int) -> Rollout:
-        """One rollout; whatever goes wrong with it becomes its `error`, and the step goes on without it."""
+    async def _rollout(self, env: str, example: Example, seed: int, failures: Counter[str]) -> Rollout:
+        """One rollout. Where it goes wrong it is tried again; then its `error` says how, and the step does without."""
         sampling = Sampling(self.config.sampling.temperature, self.config.sampling.max_tokens, seed)
-        timeout = self.config.rollout_timeout
-        try:
-            async with asyncio.timeout(timeout):
-                return await self.environments[env].rollout(self.client, example, sampling)
-        except TimeoutError:
-            return Rollout(example, [], [], error=f"no end within orchestrator.rollout-timeout {timeout} s")
-        except Exception as error:  # environments are users' code: theirs may raise anything
-            return Rollout(example, [], [], error=f"{type(error).__name__}: {error}")
+        timeout, error = self.config.rollout_timeout, ""
+        for _ in range(1 + self.config.rollout_retries):
+            try:
+                async with asyncio.timeout(timeout):
+                    rollout = await self.environments[env].rollout(self.client, example, sampling)
+            except TimeoutError:
+                cause, error = "timeout", f"no end within orchestrator.rollout-timeout {timeout} s"
+            except Exception as failure:  # environments are users' code: theirs may raise anything
+                cause, error = "raised", f"{type(failure).__name__}: {failure}"
+            else:
+                if not math.isfinite(rollout.reward):
+                    cause, error = "not_finite", f"the reward is {rollout.reward}"
+                elif not any(turn.completion.ids for turn in rollout.turns):
+                    cause, error = "empty", "nothing was sampled"
+                else:
+                    return rollout
+            failures[cause] += 1
+        return Rollout(example, [], [], error=error)
 
-    def _metrics(self, groups: list[Group], step: int, version: int, seconds: float) -> dict[str, float]:
+    def _metrics(self, groups: list[Group], step: int, seconds: float) -> dict[str, float]:
         rollouts = [r for g in groups for r in g.rollouts if not r.error]
         rewards = np.array([r.reward for r in rollouts])
         best = [[r.reward for r in g.rollouts if not r.error] for g in groups]
         prompt = [sum(len(t.prompt_ids) for t in r.turns[-1:]) for r in rollouts]
         completion = [sum(len(t.completion.ids) for t in r.turns) for r in rollouts]
-        lags = [step - 1 - v for r in rollouts for t in r.turns for v in t.completion.versions[:1]]
+        lags = [step - 1 - g.version for g in groups]
+        failures = sum((g.failures for g in groups), Counter[str]())
         values: dict[str, float] = {
             "progress/step": step,
             "progress/samples": len(rollouts),
             "progress/tokens": sum(prompt) + sum(completion),
             "progress/failed": sum(len(g.rollouts) for g in groups) - len(rollouts),
+            **{f"failures/{cause}": failures[cause] for cause in ("raised", "timeout", "not_finite", "empty")},
             **summary("reward", rewards),
             "batch/solve_none": float(np.mean([max(b, default=0.0) <= 0.0 for b in best])),
             "batch/solve_all": float(np.mean([min(b, default=0.0) >= 1.0 for b in best])),
             "batch/without_signal": float(np.mean([not g.is_used for g in groups])),
-            "batch/async_level": step - 1 - version,
+            "batch/async_level": step - 1 - self.version,
             "batch/off_policy_level/mean": float(np.mean(lags)) if lags else 0.0,
             "batch/off_policy_level/max": max(lags, default=0),
             **summary("prompt_len", prompt),
@@ -151,17 +273,24 @@ class Orchestrator:
         return values
 
 
-def _sample(rollout: Rollout, advantage: float, temperature: float) -> Sample:
-    """A single-turn rollout as a training sequence: the ids that were sampled, never tokenised again."""
-    (turn,) = rollout.turns
-    prompt, completion = turn.prompt_ids, turn.completion
-    return Sample(
-        ids=prompt + completion.ids,
-        mask=[False] * len(prompt) + [True] * len(completion.ids),
-        logprobs=[0.0] * len(prompt) + completion.logprobs,
-        advantage=advantage,
-        temperature=temperature,
-    )
+def samples_of(rollout: Rollout, advantage: float, temperature: float) -> list[Sample]:
+    """A rollout as training sequences: the ids that were sampled, never tokenised again.
+
+    A turn whose prompt goes on from the tokens so far continues their sequence, what lies between without loss. Where
+    it does not (a template that leaves out earlier thinking) the turn begins a sequence of its own.
+    """
+    samples: list[Sample] = []
+    for turn in rollout.turns:
+        prompt, completion = turn.prompt_ids, turn.completion
+        sample = samples[-1] if samples else None
+        if sample is None or prompt[: len(sample.ids)] != sample.ids:
+            sample = Sample([], [], [], advantage, temperature)
+            samples.append(sample)
+        between = prompt[len(sample.ids) :]
+        sample.ids = sample.ids + between + completion.ids
+        sample.mask = sample.mask + [False] * len(between) + [True] * len(completion.ids)
+        sample.logprobs = sample.logprobs + [0.0] * len(between) + completion.logprobs
+    return [sample for sample in samples if any(sample.mask)]
 
 
 def write_rollouts(groups: list[Group], directory: Path, write_more: Callable[[Path], None] | None = None) -> None:
@@ -173,19 +302,19 @@ def write_rollouts(groups: list[Group], directory: Path, write_more: Callable[[P
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     with (partial / "rollouts.jsonl").open("w") as file:
-        for number, group in enumerate(groups):
+        for group in groups:
             for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
-                file.write(json.dumps(_row(number, group, rollout, advantage), ensure_ascii=False) + "\n")
+                file.write(json.dumps(_row(group, rollout, advantage), ensure_ascii=False) + "\n")
     if write_more:
         write_more(partial)
     partial.rename(directory)
 
 
-def _row(number: int, group: Group, rollout: Rollout, advantage: float) -> dict[str, object]:
+def _row(group: Group, rollout: Rollout, advantage: float) -> dict[str, object]:
     return {
         "env": group.env,
         "example_id": rollout.example.id,
-        "group": number,
+        "group": group.number,
         "prompt": rollout.example.prompt,
         "completion": rollout.messages,
         "answer": rollout.example.answer,
@@ -201,6 +330,7 @@ def _row(number: int, group: Group, rollout: Rollout, advantage: float) -> dict[
                 "ids": turn.completion.ids,
                 "logprobs": [round(x, 6) for x in turn.completion.logprobs],
                 "version": turn.completion.versions[0] if turn.completion.versions else None,
+                "last_version": turn.completion.versions[-1] if turn.completion.versions else None,
                 "finish_reason": turn.completion.finish_reason,
             }
             for turn in rollout.turns

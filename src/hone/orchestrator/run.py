@@ -1,28 +1,30 @@
 """The orchestrator as a process: versions of the weights in, batches for the trainer out.
 
-    broadcasts/step_V ─ adopt: update every server, compare checksum and canary ─┐
-                                                                                 ▼
-    rollouts/step_N ◄─ collect step N with the newest version V >= N - 1 - max_async_level
+    broadcasts/step_V ─ adopt: update every server, compare checksum and canary ─► groups under way go on with it
+    rollouts/step_N   ◄─ collect step N, of groups begun with a version V >= N - 1 - max_async_level
 
 It joins the run whose trainer lives in the output directory: what an earlier run left there is not taken for it. A row
 of metrics.jsonl is written when the trainer's numbers of that step have come with its weights.
 """
 
 import asyncio
+import json
 import logging
 import time
-from functools import partial
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from hone.config.help import to_toml
 from hone.config.rl import OrchestratorRunConfig
 from hone.environments import load_environments
 from hone.inference.client import Fleet, HttpClient, connect
-from hone.monitors.lines import orchestrator_line
+from hone.monitors.lines import orchestrator_line, why_no_signal
 from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
 from hone.orchestrator.orchestrator import Collected, Orchestrator, write_rollouts
 from hone.run_directory import RunDirectory
-from hone.transport.files import Delivery, published, read_delivery, write_batch
+from hone.transport.files import PROGRESS, Delivery, published, read_delivery, read_progress, write_batch
 from hone.transport.waiting import POLL, PulseOf, Wait
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, where none is configured
@@ -40,11 +42,12 @@ async def orchestrate(config: OrchestratorRunConfig, run: RunDirectory, environm
     limit = {"max_total_tokens": config.seq_len}
     clients = connect(config.client, config.model.name, extra_body=limit, timeout=config.rollout_timeout)
     fleet = Fleet(clients)
-    orchestrator = Orchestrator(config, environments, fleet, config.seed)
+    orchestrator = Orchestrator(config, environments, fleet, config.seed, config.max_async_level)
     await wait_for_servers(config, clients, log)
     weights = Weights(run, config, clients, log)
     # What an orchestrator before this one has published of the run is not sampled again.
     first = max([await weights.join(), *published(run.rollouts)]) + 1
+    orchestrator.go_on(first, progress_before(run, first))
     log = weights.log = component_log("orchestrator", run.logs)
     run.write_config(to_toml(config), "orchestrator")
     log.info(
@@ -53,18 +56,42 @@ async def orchestrate(config: OrchestratorRunConfig, run: RunDirectory, environm
     )  # fmt: skip
     with Metrics(run.metrics, config.wandb, config) as metrics:
         rows = Rows(metrics, config, log)
-        for step in range(first, config.max_steps + 1):
-            start = time.perf_counter()
-            await weights.at_least(step - 1 - config.max_async_level, first - 1, rows)
-            waited = time.perf_counter() - start
-            collected = await orchestrator.collect(step, weights.version)
-            await asyncio.to_thread(publish, collected, run)
-            seconds = time.perf_counter() - start
-            rows.sampled(step, collected, {"time/wait_for_weights": waited, "time/step": seconds})
-            weights.look(rows)
-        await weights.at_least(config.max_steps, first - 1, rows)
+        orchestrator.adopted(weights.version)
+        watching = asyncio.create_task(weights.watch(rows, orchestrator.adopted))
+        working = asyncio.create_task(work(config, run, orchestrator, weights, rows, first))
+        try:
+            await asyncio.wait({watching, working}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                await watching  # raises what ended it
+            await working
+        finally:
+            watching.cancel()
+            working.cancel()
+            await asyncio.gather(watching, working, return_exceptions=True)
+            await orchestrator.close()
     for client in clients:
         await client.__aexit__()
+
+
+async def work(
+    config: OrchestratorRunConfig, run: RunDirectory, orchestrator: Orchestrator, weights: "Weights", rows: "Rows",
+    first: int,
+) -> None:  # fmt: skip
+    for step in range(first, config.max_steps + 1):
+        start = time.perf_counter()
+        await weights.at_least(max(step - 1 - config.max_async_level, first - 1))
+        waited = time.perf_counter() - start
+        collected = await orchestrator.collect(step, config.max_steps)
+        await asyncio.to_thread(publish, collected, run)
+        seconds = time.perf_counter() - start
+        rows.sampled(step, collected, {"time/wait_for_weights": waited, "time/step": seconds})
+    await weights.at_least(config.max_steps)
+
+
+def progress_before(run: RunDirectory, first: int) -> dict[str, Any] | None:
+    """What the step before the first one left behind: beside its rollouts, or in its checkpoint."""
+    name = f"step_{first - 1}"
+    return read_progress(run.rollouts / name) or read_progress(run.checkpoints / name / "orchestrator")
 
 
 async def wait_for_servers(config: OrchestratorRunConfig, clients: list[HttpClient], log: logging.Logger) -> None:
@@ -78,9 +105,13 @@ async def wait_for_servers(config: OrchestratorRunConfig, clients: list[HttpClie
 
 
 def publish(collected: Collected, run: RunDirectory) -> None:
-    """Rollouts and batch of a step, in one directory that appears whole."""
-    directory = run.rollouts / f"step_{collected.batch.step}"
-    write_rollouts(collected.groups, directory, partial(write_batch, collected.batch, run.id))
+    """Rollouts and batch of a step, in one directory that appears whole, and what is under way beside."""
+
+    def write_more(directory: Path) -> None:
+        (directory / PROGRESS).write_text(json.dumps(collected.progress) + "\n")
+        write_batch(collected.batch, run.id, directory)
+
+    write_rollouts(collected.groups, run.rollouts / f"step_{collected.batch.step}", write_more)
 
 
 class Weights:
@@ -108,24 +139,25 @@ class Weights:
             wait.check()
             await asyncio.sleep(0.05)
 
-    async def at_least(self, version: int, start: int, rows: "Rows") -> None:
-        """Waits until that version (or the one the run started from) is there, and gives the servers the newest."""
-        version = max(version, start)
-        what = f"version {version} of the weights in {self.run.broadcasts}"
-        wait = Wait(what, self.config.weights_timeout, self.log, "is the trainer still at work?")
+    async def watch(self, rows: "Rows", adopted: Callable[[int], None]) -> None:
+        """Gives the servers each version when it comes. Ends only by raising."""
         while True:
             newest = self.look(rows)
-            if self.seen >= version:
-                break
-            if self.trainer.is_silent():
+            if newest is not None:
+                await self._adopt(newest)
+                adopted(self.version)
+            await asyncio.sleep(POLL)
+
+    async def at_least(self, version: int) -> None:
+        """Waits until the servers have that version."""
+        what = f"version {version} of the weights in {self.run.broadcasts}"
+        wait = Wait(what, self.config.weights_timeout, self.log, "is the trainer still at work?")
+        while self.version < version:
+            if self.seen < version and self.trainer.is_silent():
                 raise ConnectionError(f"waiting for {what}: the trainer of this run has gone silent")
             if wait.check():
                 self.run.require_own()
             await asyncio.sleep(POLL)
-        if self.seen > self.version:
-            delivery = newest or read_delivery(self.run.broadcasts / f"step_{self.seen}")
-            if delivery is not None:
-                await self._adopt(delivery)
 
     def look(self, rows: "Rows") -> Delivery | None:
         """Takes note of what has been published since; returns the newest of it."""
@@ -181,7 +213,7 @@ class Rows:
         values["perf/throughput"] = values["progress/tokens"] / values["time/step"]
         self._sampled[step] = values
         if not collected.batch.samples:
-            self.log.warning("Step %d: no group had rollouts of different reward, nothing to learn from", step)
+            self.log.warning("%s", why_no_signal(step, values))
         is_last = step == self.config.max_steps
         console = {"console": is_last or step % self.config.log_interval == 0}
         self.log.log(SUCCESS, orchestrator_line(step, values), extra=console)

@@ -2,7 +2,7 @@
 
     checkpoint.json                  step, configuration, metrics of the step; size and CRC-32 of every file
     trainer/                         fp32 weights and moments, in torch's distributed format (DCP): a file a rank
-    orchestrator/progress.json       (rl) the step; the order of the data and all draws follow from it and the seed
+    orchestrator/progress.json       (rl) which groups are begun and not trained on; all else follows from the seed
 
 The state is copied to the CPU and written while training goes on. A directory appears by rename once everything in it
 is on disk. One that is damaged all the same is named and passed over for the one before it. What several ranks wrote
@@ -26,6 +26,7 @@ from hone.config.sections import CkptConfig
 from hone.run_directory import RunDirectory, steps_in
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
+from hone.transport.files import PROGRESS, read_progress
 
 FREE_TO_CHANGE = {
     "output_dir", "clean", "resume", "wandb", "log_level", "log_interval", "max_steps", "max_seconds", "ckpt",
@@ -49,7 +50,10 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, step: int, is_last: bool, config: dict[str, Any], metrics: dict[str, float]) -> None:
+    def save(
+        self, step: int, is_last: bool, config: dict[str, Any], metrics: dict[str, float],
+        progress: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         """Begins to write the checkpoint of a step, if it is due. Waits for the one before, at last for this one."""
         if self.policy is None or not (is_last or step % self.policy.interval == 0):
             return
@@ -67,12 +71,13 @@ class Checkpoints:
         place = {"checkpoint_id": partial / TENSORS, "process_group": self._group}
         written: Any = async_save(self.optimizer.state(), **place)
         header = {"step": step, "config": config, "metrics": metrics}
+        orchestrator = progress or {"step": step}
 
         def finish() -> None:
             try:
                 written.result()  # on the first rank: when all have written
                 if self.ranks.is_first:
-                    self._publish(partial, directory, header)
+                    self._publish(partial, directory, header, orchestrator)
             except BaseException as error:
                 self._error = error
 
@@ -90,11 +95,11 @@ class Checkpoints:
         if self._error is not None:
             raise self._error
 
-    def _publish(self, partial: Path, directory: Path, header: dict[str, Any]) -> None:
+    def _publish(self, partial: Path, directory: Path, header: dict[str, Any], orchestrator: dict[str, Any]) -> None:
         assert self.policy is not None
         if self.run.command == "rl":
             (partial / "orchestrator").mkdir()
-            (partial / "orchestrator" / "progress.json").write_text(json.dumps({"step": header["step"]}) + "\n")
+            (partial / "orchestrator" / PROGRESS).write_text(json.dumps(orchestrator) + "\n")
         files = {str(p.relative_to(partial)): _fingerprint(p) for p in sorted(partial.rglob("*")) if p.is_file()}
         (partial / HEADER).write_text(json.dumps(header | {"files": files}, indent=2) + "\n")
         for path in (*(partial / name for name in files), partial / HEADER):
@@ -167,6 +172,15 @@ def restore(sources: list[Path], optimizer: Optimizer, config: dict[str, Any], r
     optimizer.follow_masters()
     step: int = header["step"]
     return step
+
+
+def progress_of(sources: list[Path], step: int) -> dict[str, Any] | None:
+    """What the checkpoint of that step says of the orchestrator, for it to go on."""
+    for source in sources:
+        found = read_progress(source / "orchestrator")
+        if found is not None and found["step"] == step and "next" in found:
+            return found
+    return None
 
 
 def is_whole(source: Path) -> bool:

@@ -1,6 +1,6 @@
 """Batches and weights as files of the run directory, published by rename and found by listing.
 
-    orchestrator ── rollouts/step_N/{rollouts.jsonl, batch.safetensors} ──► trainer
+    orchestrator ── rollouts/step_N/{rollouts.jsonl, progress.json, batch.safetensors} ──► trainer
     trainer ── broadcasts/step_N/{model.safetensors, config.json, delivery.json, STABLE} ──► orchestrator, servers
 
 Both carry the run's id, so that what an earlier run left behind is never taken for this one's. Directories are listed,
@@ -20,7 +20,8 @@ from safetensors.numpy import save_file
 
 from hone.records import Batch, Sample
 
-BATCH, DELIVERY, STABLE = "batch.safetensors", "delivery.json", "STABLE"
+BATCH, PROGRESS = "batch.safetensors", "progress.json"
+DELIVERY, STABLE = "delivery.json", "STABLE"
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,15 @@ def write_batch(batch: Batch, run: str, directory: Path) -> None:
     if samples and all(s.teacher_logprobs is not None for s in samples):
         arrays["teacher_logprobs"] = flat("teacher_logprobs", np.float64)
     save_file(arrays, directory / BATCH, metadata={"run": run, "step": str(batch.step)})
+
+
+def read_progress(directory: Path) -> dict[str, Any] | None:
+    """What an orchestrator that goes on after the step of this directory needs to know; None where it was not said."""
+    try:
+        progress: dict[str, Any] = json.loads((directory / PROGRESS).read_text())
+    except FileNotFoundError:
+        return None
+    return progress
 
 
 def read_batch(directory: Path, run: str) -> Batch | None:

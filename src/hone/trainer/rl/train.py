@@ -29,7 +29,16 @@ from hone.trainer.performance import WARM_UP, Laps, keep_freed_memory, print_ben
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
 from hone.trainer.sharding import Export
-from hone.transport.files import BATCH, Canary, Delivery, is_published, publish_delivery, read_batch, remove_before
+from hone.transport.files import (
+    BATCH,
+    Canary,
+    Delivery,
+    is_published,
+    publish_delivery,
+    read_batch,
+    read_progress,
+    remove_before,
+)
 from hone.transport.waiting import Pulse, Wait, wait_for
 
 
@@ -75,7 +84,7 @@ def main(config: TrainerRunConfig) -> None:
             is_last = step == config.max_steps
             if step in weight_steps:
                 export.save(loaded.directory, run.weights_for(step), config.model.name)
-            checkpoints.save(step, is_last, state, values)
+            checkpoints.save(step, is_last, state, values, read_progress(run.rollouts / f"step_{step}"))
             publish(step, values | {"time/save": time.perf_counter() - start})
             if ranks.is_first:
                 console = {"console": is_last or step % config.log_interval == 0}

@@ -1,0 +1,53 @@
+"""Algorithms by name: what the keys of `rl` are where they are not given. Imports no torch."""
+
+from typing import Any, Literal
+
+from hone.config.base import merge
+
+Algorithm = Literal["grpo", "dr_grpo", "rloo", "gspo", "cispo", "dapo", "max_rl"]
+
+# Sources and formulas: docs/algorithms.md.
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "orchestrator": {"advantage": "std"},
+        "trainer": {"loss": {"type": "ppo", "normalize": "sequences"}},
+    },
+    "dr_grpo": {
+        "orchestrator": {"advantage": "mean"},
+        "trainer": {"loss": {"type": "ppo", "normalize": "constant"}},
+    },
+    "rloo": {
+        "orchestrator": {"advantage": "rloo"},
+        "trainer": {"loss": {"type": "ppo", "normalize": "sequences"}},
+    },
+    "gspo": {
+        "orchestrator": {"advantage": "std"},
+        "trainer": {
+            "loss": {
+                "type": "ppo", "ratio_type": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "normalize": "sequences",
+            }
+        },
+    },
+    "cispo": {
+        "orchestrator": {"advantage": "std"},
+        "trainer": {"loss": {"type": "cispo", "ratio_cap": 5.0}},
+    },
+    "dapo": {
+        "orchestrator": {"advantage": "std", "refill": True, "overlong_share": 0.2},
+        "trainer": {"loss": {"type": "ppo", "clip_low": 0.2, "clip_high": 0.28}},
+    },
+    "max_rl": {
+        "orchestrator": {"advantage": "max_rl"},
+        "trainer": {"loss": {"type": "mask"}},
+    },
+}  # fmt: skip
+
+
+def with_algorithm(values: dict[str, Any]) -> dict[str, Any]:
+    """Values as given on top of those of their algorithm. A loss of another type takes none of its loss."""
+    name = values.get("algorithm")
+    defaults = ALGORITHMS.get(name, {}) if isinstance(name, str) else {}
+    given = ((values.get("trainer") or {}).get("loss") or {}).get("type")
+    if defaults and given not in (None, defaults["trainer"]["loss"]["type"]):
+        defaults = {key: value for key, value in defaults.items() if key != "trainer"}
+    return merge(defaults, values)

@@ -1,0 +1,230 @@
+"""Groups under way across steps: what is begun when, what is too old, what fails, what a run goes on with."""
+
+import asyncio
+import math
+import random
+from collections import Counter
+
+import pytest
+
+from hone.config.rl import OrchestratorConfig
+from hone.environments.environment import SingleTurnEnv
+from hone.orchestrator.orchestrator import Orchestrator, samples_of
+from hone.orchestrator.schedule import Schedule
+from hone.records import Completion, Example, Rollout, Turn
+
+
+class Model:
+    """Answers with a digit that follows from the seed, after `seconds(seed)`, by the version that is served then."""
+
+    def __init__(self, seconds=lambda seed: 0.0):
+        self.version, self.seconds, self.asked = -1, seconds, 0
+
+    async def chat(self, messages, sampling):
+        self.asked += 1
+        await asyncio.sleep(self.seconds(sampling.seed))
+        digit = random.Random(sampling.seed).randrange(10)
+        return Turn([1, 2], Completion([10 + digit, 3], [-1.0, -0.5], [self.version] * 2, "stop"), str(digit))
+
+
+class Digits(SingleTurnEnv):
+    def __init__(self, reward=lambda digit: float(digit % 2)):
+        super().__init__(dataset=[{"question": f"q{i}"} for i in range(100)])
+        self.reward = reward
+
+    async def score(self, rollout, state):
+        rollout.reward = self.reward(int(rollout.messages[-1]["content"]))
+        return rollout
+
+
+def orchestrator(model, env=None, level=0, **config):
+    settings = {"env": {"id": "digits"}, "batch_size": 16, "rollouts_per_example": 4, **config}
+    made = Orchestrator(OrchestratorConfig.model_validate(settings), {"digits": env or Digits()}, model, 0, level)
+    adopt = made.adopted
+
+    def adopted(version):
+        model.version = version
+        adopt(version)
+
+    made.adopted = adopted
+    return made
+
+
+def run(program):
+    return asyncio.run(program)
+
+
+def test_on_policy_the_groups_of_a_step_follow_from_its_number():
+    async def steps(first, count, progress=None):
+        made = orchestrator(Model(lambda seed: (seed % 7) / 1000))
+        made.go_on(first, progress)
+        found = []
+        for step in range(first, first + count):
+            made.adopted(step - 1)
+            found.append(await made.collect(step))
+        await made.close()
+        return found
+
+    whole, start = run(steps(1, 6)), run(steps(1, 3))
+    assert [[g.number for g in c.groups] for c in whole] == [[4 * i + k for k in range(4)] for i in range(6)]
+    rest = run(steps(4, 3, start[-1].progress))
+    assert start[-1].progress == {"step": 3, "next": 12, "untrained": []}
+    for one, two in zip(whole, start + rest, strict=True):
+        assert [s.ids for s in one.batch.samples] == [s.ids for s in two.batch.samples]
+        assert one.metrics["batch/off_policy_level/max"] == two.metrics["batch/off_policy_level/max"] == 0
+
+
+def test_the_data_is_gone_through_in_a_new_order_every_epoch():
+    schedule = Schedule(10, seed=3)
+    epochs = [[schedule.example(schedule.take()) for _ in range(10)] for _ in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs) and epochs[0] != epochs[1] and schedule.epoch == 3
+    schedule.give_back(7)
+    schedule.give_back(4)
+    assert [schedule.take(), schedule.take(), schedule.take()] == [4, 7, 30]
+    assert schedule.example(7) == epochs[0][7]
+
+
+@pytest.mark.parametrize(("level", "oversampling"), [(1, 1.0), (1, 1.5), (3, 1.25)])
+def test_ahead_of_training_nothing_is_older_than_allowed_lost_or_doubled(level, oversampling):
+    """A trainer that takes a while for a step, calls that take up to four steps; killed and gone on with once."""
+    seconds = lambda seed: random.Random(seed).choice([0.001, 0.001, 0.002, 0.02])  # noqa: E731
+    bound = level + 1
+
+    async def steps(first, count, progress):
+        made = orchestrator(Model(seconds), level=level, oversampling_factor=oversampling, max_off_policy_steps=bound)
+        made.go_on(first, progress)
+        made.adopted(first - 1)
+        found, trained = [], first - 1
+        for step in range(first, first + count):
+            while trained < step - 1 - level:
+                await asyncio.sleep(0.003)
+                trained += 1
+                made.adopted(trained)
+            assert len(made.under_way) + len(made.ready) <= 4 * (level + 1) + math.ceil(4 * (oversampling - 1))
+            found.append(await made.collect(step))
+        await made.close()
+        return found
+
+    found = run(steps(1, 60, None))
+    found += run(steps(61, 60, found[-1].progress))
+    assert max(c.metrics["batch/off_policy_level/max"] for c in found) <= bound
+    trained = Counter(g.number for c in found for g in c.groups)
+    assert set(trained.values()) == {1} and sum(trained.values()) == 120 * 4
+    missing = set(range(found[-1].progress["next"])) - set(trained)
+    assert missing == set(found[-1].progress["untrained"])
+
+
+def test_what_has_become_too_old_is_begun_again():
+    async def program():
+        made = orchestrator(
+            Model(lambda seed: 30.0 if seed == 0 and model.asked == 1 else 0.001), level=1, oversampling_factor=1.5,
+            max_off_policy_steps=2,
+        )  # fmt: skip
+        model = made.client
+        made.adopted(0)
+        found = []
+        for step in range(1, 7):
+            found.append(await made.collect(step))
+            made.adopted(step)
+        await made.close()
+        return found
+
+    found = run(program())
+    assert [c.metrics["batch/groups_stale"] for c in found] == [0, 0, 0, 1, 0, 0]
+    steps_of_0 = [step for step, c in enumerate(found, 1) for g in c.groups if g.number == 0]
+    assert len(steps_of_0) == 1 and steps_of_0[0] >= 4
+
+
+def test_groups_without_signal_are_replaced_up_to_a_limit():
+    rare = Digits(reward=lambda digit: float(digit == 0))
+
+    async def program(env, **config):
+        made = orchestrator(Model(), env, refill=True, **config)
+        made.adopted(0)
+        collected = await made.collect(1)
+        return collected, made.progress()
+
+    collected, progress = run(program(rare))
+    used = [g for g in collected.groups if g.is_used]
+    assert len(used) == 4 and collected.metrics["batch/groups_replaced"] == len(collected.groups) - 4 > 0
+    assert progress["next"] == len(collected.groups) and progress["untrained"] == []
+    solved, _ = run(program(Digits(reward=lambda digit: 1.0)))
+    assert len(solved.groups) == 20 and not solved.batch.samples  # four batches replaced, then without
+
+
+def test_failures_of_ten_thousand_rollouts_are_counted_by_cause():
+    kinds = {"raised": 0.05, "timeout": 0.02, "not_finite": 0.01, "empty": 0.03}
+
+    def fate(seed):
+        at = random.Random(f"fate {seed}").random()
+        for kind, share in kinds.items():
+            if at < share:
+                return kind
+            at -= share
+        return "well"
+
+    class Faulty(Digits):
+        async def rollout(self, client, example, sampling):
+            kind = fate(sampling.seed)
+            if kind == "raised":
+                raise KeyError("x")
+            if kind == "timeout":
+                await asyncio.sleep(60)
+            if kind == "empty":
+                return Rollout(example, [Turn([1], Completion([], [], [], "stop"), "")], [])
+            done = await super().rollout(client, example, sampling)
+            if kind == "not_finite":
+                done.reward = math.nan
+            return done
+
+    async def program():
+        made = orchestrator(
+            Model(), Faulty(), level=1, batch_size=2500, rollouts_per_example=25, rollout_retries=0, rollout_timeout=2.0
+        )
+        made.adopted(0)
+        found = []
+        for step in range(1, 5):
+            found.append(await made.collect(step, last_step=4))
+            made.adopted(step)
+        return found
+
+    found = run(program())
+    expected = Counter(fate(seed) for seed in range(10_000))
+    for kind in kinds:
+        assert sum(c.metrics[f"failures/{kind}"] for c in found) == expected[kind] > 50
+    assert sum(c.metrics["progress/samples"] for c in found) == expected["well"]
+    errors = Counter(r.error for c in found for g in c.groups for r in g.rollouts if r.error)
+    assert errors["the reward is nan"] == expected["not_finite"] and errors["KeyError: 'x'"] == expected["raised"]
+
+
+def test_a_rollout_that_fails_once_is_tried_again_with_its_seed():
+    seen = Counter()
+
+    class Once(Digits):
+        async def rollout(self, client, example, sampling):
+            seen[sampling.seed] += 1
+            if seen[sampling.seed] == 1 and sampling.seed % 3 == 0:
+                raise OSError("gone")
+            return await super().rollout(client, example, sampling)
+
+    async def collected(env):
+        made = orchestrator(Model(), env)
+        made.adopted(0)
+        return await made.collect(1)
+
+    again, plain = run(collected(Once())), run(collected(Digits()))
+    assert again.metrics["failures/raised"] == 6 and again.metrics["progress/failed"] == 0
+    assert [s.ids for s in again.batch.samples] == [s.ids for s in plain.batch.samples]
+
+
+def test_turns_become_one_sequence_as_long_as_their_tokens_go_on():
+    def turn(prompt, ids):
+        return Turn(prompt, Completion(ids, [-0.1 * i for i in ids], [0] * len(ids), "stop"), "")
+
+    whole = Rollout(Example(0, []), [turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5, 6], [7])], [])
+    (sample,) = samples_of(whole, 2.0, 0.8)
+    assert sample.ids == [1, 2, 3, 4, 5, 6, 7] and sample.mask == [False, False, True, True, False, False, True]
+    assert sample.logprobs == pytest.approx([0, 0, -0.3, -0.4, 0, 0, -0.7])
+    assert (sample.advantage, sample.temperature) == (2.0, 0.8)
+    rewritten = Rollout(Example(0, []), [turn([1, 2], [3, 4]), turn([1, 2, 4, 5], [7])], [])
+    assert [s.ids for s in samples_of(rewritten, 1.0, 1.0)] == [[1, 2, 3, 4], [1, 2, 4, 5, 7]]
