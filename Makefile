@@ -4,7 +4,7 @@ SEED ?= 0
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := $(UV) run --no-sync
 
-.PHONY: setup demo test lint test-gpu docs
+.PHONY: setup demo test lint test-gpu chaos docs
 
 setup: .venv/.ready
 
@@ -30,6 +30,9 @@ test: lint  ## what CI runs
 
 test-gpu:  ## on a machine with a GPU, with the Python there (docs/gpu.md)
 	PYTHONPATH=src:environments/reverse_text:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests/gpu
+
+chaos: setup  ## kills the parts of runs at random moments and compares with runs that were left alone
+	$(RUN) python tests/chaos.py
 
 docs: setup  ## rewrites docs/configuration.md from the types
 	$(RUN) python -m hone.config.reference > docs/configuration.md

@@ -139,7 +139,7 @@ def test_a_resumed_run_goes_on_from_its_checkpoint(trained, tmp_path):
     assert mine == theirs and len(mine) == 4
 
 
-@pytest.mark.parametrize("victim", ["inference", "orchestrator", "trainer", "launcher"])
+@pytest.mark.parametrize("victim", ["orchestrator", "trainer", "launcher"])
 def test_the_death_of_any_process_ends_all(victim, trained, tmp_path):
     run = Started(tmp_path / "run", trained, "--max-steps", 5000, "--ckpt.interval", 1)
     os.kill(run.process.pid if victim == "launcher" else run.pid_of(victim), signal.SIGKILL)
@@ -151,6 +151,23 @@ def test_the_death_of_any_process_ends_all(victim, trained, tmp_path):
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*[0-9]/trainer/*.partial"))
     steps = sorted(int(p.name[5:]) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.suffix != ".partial")
     assert is_whole(tmp_path / "run" / "checkpoints" / f"step_{steps[-1]}")
+
+
+def test_a_server_that_is_killed_is_started_again_and_changes_nothing(trained, tmp_path):
+    options = ("--max-async-level", 0, "--ckpt.interval", 1, "--max-steps", 24)
+    processes(tmp_path / "whole", trained, *options)
+    run = Started(tmp_path / "run", trained, *options)
+    for _ in range(2):
+        os.kill(run.pid_of("inference"), signal.SIGKILL)
+        time.sleep(8.0)
+    assert run.process.wait(90) == 0, run.log.read_text()
+    log = run.log.read_text()
+    assert "inference was killed (SIGKILL); started again" in log and "is back, with version" in log
+    mine, theirs = (metrics(tmp_path / name) for name in ("run", "whole"))
+    assert [row["reward/mean"] for row in mine] == [row["reward/mean"] for row in theirs] and len(mine) == 24
+    paths = (tmp_path / name / "weights" / "step_24" / "model.safetensors" for name in ("run", "whole"))
+    one, two = (load_file(path) for path in paths)
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -2,15 +2,18 @@
 
 import asyncio
 import itertools
-import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import httpx
 
 from hone.config.sections import ClientConfig
 from hone.records import Completion, Message, Sampling, Turn
+
+
+class ServerLost(ConnectionError):
+    """No answer: the server is gone, or does not answer in time."""
 
 
 class HttpClient:
@@ -102,7 +105,7 @@ class HttpClient:
         try:
             answer = await self.pools[0].get(url, timeout=timeout)
         except httpx.HTTPError as error:
-            raise ConnectionError(f"{url}: {_words(error)}") from None
+            raise ServerLost(f"{url}: {_words(error)}") from None
         if answer.status_code != 200:
             raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:500]}")
         result: dict[str, Any] = answer.json()
@@ -122,10 +125,10 @@ class HttpClient:
             try:
                 answer = await next(self.turn).post(url, json=body, timeout=timeout)
             except httpx.TimeoutException:
-                raise ConnectionError(f"{url} did not answer within {timeout} s") from None
+                raise ServerLost(f"{url} did not answer within {timeout} s") from None
             except httpx.HTTPError as error:
                 if attempt == self.retries:
-                    raise ConnectionError(f"{url}: {_words(error)}") from None
+                    raise ServerLost(f"{url}: {_words(error)}") from None
             else:
                 if answer.status_code == 200:
                     result: dict[str, Any] = answer.json()
@@ -171,56 +174,3 @@ def _turn(prompt_ids: list[int], choice: dict[str, Any]) -> Turn:
     reason = choice.get("finish_reason") or "stop"
     completion = Completion(ids, logprobs, versions, reason)
     return Turn(prompt_ids, completion, choice["message"]["content"] or "")
-
-
-class Fleet:
-    """Several servers of one policy as one model. What is asked in the same turn of the event loop with the same
-    messages and seeds in a row, as the rollouts of a group are, becomes one request, to the least busy server."""
-
-    def __init__(self, clients: list[HttpClient]) -> None:
-        self.clients = clients
-        self._busy = [0] * len(clients)
-        self._asked: dict[str, list[tuple[Sampling, list[Message], asyncio.Future[Turn]]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def chat(self, messages: list[Message], sampling: Sampling) -> Turn:
-        loop = asyncio.get_running_loop()
-        if not self._asked:
-            loop.call_soon(self._send)
-        future: asyncio.Future[Turn] = loop.create_future()
-        key = json.dumps([messages, asdict(replace(sampling, seed=0))])
-        self._asked.setdefault(key, []).append((sampling, messages, future))
-        return await future
-
-    def _send(self) -> None:
-        asked, self._asked = self._asked, {}
-        for same in asked.values():
-            same.sort(key=lambda one: one[0].seed)
-            run = [same[0]]
-            for one in same[1:]:
-                if one[0].seed != run[-1][0].seed + 1:
-                    self._start(run)
-                    run = []
-                run.append(one)
-            self._start(run)
-
-    def _start(self, run: list[tuple[Sampling, list[Message], asyncio.Future[Turn]]]) -> None:
-        task = asyncio.create_task(self._ask(run))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _ask(self, run: list[tuple[Sampling, list[Message], asyncio.Future[Turn]]]) -> None:
-        index = self._busy.index(min(self._busy))
-        self._busy[index] += len(run)
-        sampling, messages, _ = run[0]
-        try:
-            turns = await self.clients[index].chat_group(messages, sampling, len(run))
-            for (_, _, future), turn in zip(run, turns, strict=True):
-                if not future.done():
-                    future.set_result(turn)
-        except Exception as error:  # each rollout that waits learns of it
-            for _, _, future in run:
-                if not future.done():
-                    future.set_exception(error)
-        finally:
-            self._busy[index] -= len(run)

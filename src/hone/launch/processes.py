@@ -31,6 +31,7 @@ from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import resume_from
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+KILLS, WITHIN = 5, 60.0  # so many kills of inference within so many seconds end a run
 EVERYWHERE, LOOPBACK = (None, "0.0.0.0", "::"), ("127.0.0.1", "localhost", "::1")
 
 log = logging.getLogger("hone.rl")
@@ -153,18 +154,23 @@ class Child:
 
     def __init__(self, name: str, config: Path, environment: dict[str, str], logs: Path) -> None:
         self.name, self.said = name, deque[str](maxlen=50)
+        self.words = [sys.executable, "-m", "hone", name, "@", str(config)]
+        self.environment = os.environ | environment | {"HONE_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        # Trainer and orchestrator keep their own logs and speak on the console; inference is heard from its log alone.
+        self.log = (logs / f"{name}.log").open("w") if name == "inference" else None
+        self.start()
+
+    def start(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hone", name, "@", str(config)],
+            self.words,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
             errors="replace",
             start_new_session=True,  # Ctrl-C reaches the launcher, which ends its children in order
-            env=os.environ | environment | {"HONE_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+            env=self.environment,
         )
-        # Trainer and orchestrator keep their own logs and speak on the console; inference is heard from its log alone.
-        self.log = (logs / f"{name}.log").open("w") if name == "inference" else None
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
@@ -185,10 +191,20 @@ class Child:
 
 
 def watch(children: list[Child]) -> None:
-    """Returns when orchestrator and trainer have ended well. Raises ValueError with the cause when any ends badly."""
+    """Returns when orchestrator and trainer have ended well. Raises ValueError with the cause when any ends badly.
+
+    Inference that is killed is started again: the orchestrator gives it the current weights before it asks it anything.
+    """
+    kills: deque[float] = deque(maxlen=KILLS)
     while True:
         for child in children:
             code = child.process.poll()
+            if child.name == "inference" and code is not None and code < 0:
+                kills.append(time.monotonic())
+                if len(kills) < KILLS or kills[-1] - kills[0] > WITHIN:
+                    log.warning("%s; started again", child.cause())
+                    child.start()
+                    continue
             if code is not None and (code != 0 or child.name == "inference"):
                 raise ValueError(child.cause())
         if all(child.process.poll() == 0 for child in children if child.name != "inference"):

@@ -18,7 +18,8 @@ from typing import Any
 from hone.config.help import to_toml
 from hone.config.rl import OrchestratorRunConfig
 from hone.environments import load_environments
-from hone.inference.client import Fleet, HttpClient, connect
+from hone.inference.client import HttpClient, ServerLost, connect
+from hone.inference.fleet import Fleet, Server
 from hone.monitors.lines import orchestrator_line, why_no_signal
 from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
@@ -41,14 +42,14 @@ async def orchestrate(config: OrchestratorRunConfig, run: RunDirectory, environm
     log = logging.getLogger("hone.orchestrator")
     limit = {"max_total_tokens": config.seq_len}
     clients = connect(config.client, config.model.name, extra_body=limit, timeout=config.rollout_timeout)
-    fleet = Fleet(clients)
+    weights = Weights(run, config, log)
+    fleet = weights.fleet = Fleet(clients, weights.revive, config.client.ready_timeout, log)
     orchestrator = Orchestrator(config, environments, fleet, config.seed, config.max_async_level)
     await wait_for_servers(config, clients, log)
-    weights = Weights(run, config, clients, log)
     # What an orchestrator before this one has published of the run is not sampled again.
     first = max([await weights.join(), *published(run.rollouts)]) + 1
     orchestrator.go_on(first, progress_before(run, first))
-    log = weights.log = component_log("orchestrator", run.logs)
+    log = weights.log = fleet.log = component_log("orchestrator", run.logs)
     run.write_config(to_toml(config), "orchestrator")
     log.info(
         "Orchestrating steps %d to %d on %d examples of %s, sampled by %s",
@@ -60,17 +61,17 @@ async def orchestrate(config: OrchestratorRunConfig, run: RunDirectory, environm
         watching = asyncio.create_task(weights.watch(rows, orchestrator.adopted))
         working = asyncio.create_task(work(config, run, orchestrator, weights, rows, first))
         try:
-            await asyncio.wait({watching, working}, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                await watching  # raises what ended it
+            await asyncio.wait({watching, working, fleet.ended}, return_when=asyncio.FIRST_COMPLETED)
+            for ended in (watching, fleet.ended):
+                if ended.done():
+                    await ended  # raises what ended it
             await working
         finally:
             watching.cancel()
             working.cancel()
             await asyncio.gather(watching, working, return_exceptions=True)
             await orchestrator.close()
-    for client in clients:
-        await client.__aexit__()
+            await fleet.close()
 
 
 async def work(
@@ -117,12 +118,13 @@ def publish(collected: Collected, run: RunDirectory) -> None:
 class Weights:
     """The versions that the trainer publishes, and the newest that every server has taken and proven."""
 
-    def __init__(
-        self, run: RunDirectory, config: OrchestratorRunConfig, clients: list[HttpClient], log: logging.Logger
-    ) -> None:
-        self.run, self.config, self.clients, self.log = run, config, clients, log
+    fleet: Fleet
+
+    def __init__(self, run: RunDirectory, config: OrchestratorRunConfig, log: logging.Logger) -> None:
+        self.run, self.config, self.log = run, config, log
         self.trainer = PulseOf(run.pulse("trainer"))
         self.version, self.seen = -1, -1
+        self.current: Delivery | None = None
 
     async def join(self) -> int:
         """The version that the run of the living trainer starts from; every server has it then."""
@@ -171,11 +173,29 @@ class Weights:
         return delivery
 
     async def _adopt(self, delivery: Delivery) -> None:
-        """Gives every server the version and has each prove that it serves it."""
+        """Gives every server the version and has each prove that it serves it. A lost one gets it once it is back."""
         start = time.perf_counter()
-        await asyncio.gather(*(self._update(client, delivery) for client in self.clients))
+        self.current = delivery
+
+        async def update(server: Server) -> None:
+            try:
+                await self._update(server.client, delivery)
+                server.version = delivery.version
+            except ServerLost as error:
+                self.fleet.lost(server, str(error))
+
+        await asyncio.gather(*(update(server) for server in self.fleet.up))
         self.version = delivery.version
         self.log.debug("Version %d adopted in %.3f s", delivery.version, time.perf_counter() - start)
+
+    async def revive(self, client: HttpClient) -> int:
+        """Gives a server that was lost what is current."""
+        while True:
+            delivery = self.current
+            assert delivery is not None
+            await self._update(client, delivery)
+            if delivery is self.current:
+                return delivery.version
 
     async def _update(self, client: HttpClient, delivery: Delivery) -> None:
         directory = (self.run.broadcasts / f"step_{delivery.version}").resolve()

@@ -1,0 +1,136 @@
+"""Kills the parts of on-policy runs at random moments, and compares with a run that was left alone.
+
+    python tests/chaos.py [--kills 25] [--steps 200] [--seed 0] [--only PART]
+
+A killed server is started again by `rl`; a killed orchestrator, trainer or launcher ends the run, which goes on with
+`--resume auto`. At the end every run must have its steps, every group of rollouts must have been trained on once, and
+the weights must be those of the run left alone, bit for bit. Ends with one line of JSON; exits with 1 where that is not
+so.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+TINY = "examples/reverse_text_tiny"
+PARTS = ("inference", "orchestrator", "trainer", "launcher")
+GROUPS, ROLLOUTS = 4, 8
+
+
+def command(out: Path, model: Path, steps: int) -> list[str]:
+    words = [
+        BIN / "rl", "--trainer", "@", f"{TINY}/rl/train.toml", "--orchestrator", "@", f"{TINY}/rl/orch.toml",
+        "--inference", "@", f"{TINY}/rl/infer.toml", "--model.name", model, "--output-dir", out, "--max-steps", steps,
+        "--seq-len", 32, "--orchestrator.batch-size", GROUPS * ROLLOUTS,
+        "--orchestrator.rollouts-per-example", ROLLOUTS, "--orchestrator.sampling.max-tokens", 16, "--inference.server.port", 0, "--max-async-level", 0,
+        "--ckpt.interval", 1, "--ckpt.keep", 2, "--trainer.clean", "false", "--resume", "auto",
+        "--trainer.scheduler.type", "constant",
+    ]  # fmt: skip
+    return list(map(str, words))
+
+
+def pid_of(part: str, out: Path, launcher: int) -> int | None:
+    """The process of a part, by its command line."""
+    if part == "launcher":
+        return launcher
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                words = Path(f"/proc/{entry.name}/cmdline").read_text().split("\0")
+            except OSError:
+                continue
+            if words[1:4] == ["-m", "hone", part] and str(out) in words[5]:
+                return int(entry.name)
+    return None
+
+
+def is_over(out: Path, steps: int) -> bool:
+    return (out / "weights" / f"step_{steps}").exists()
+
+
+def run(out: Path, model: Path, steps: int, part: str | None, kills: int, draw: random.Random) -> int:
+    """Runs to the end, killing a part so many times; returns how many kills there were."""
+    done, attempts = 0, 0
+    while not is_over(out, steps):
+        attempts += 1
+        if attempts > 2 * kills + 3:
+            raise SystemExit(f"{out} does not come to its end; see {out.with_suffix('.log')}")
+        with out.with_suffix(".log").open("a") as log:
+            process = subprocess.Popen(command(out, model, steps), cwd=ROOT, stdout=log, stderr=log)
+        moment = time.monotonic() + draw.uniform(4.0, 12.0)
+        while process.poll() is None:
+            time.sleep(0.02)
+            if part and done < kills and time.monotonic() > moment:
+                pid = pid_of(part, out, process.pid)
+                if pid is not None:
+                    os.kill(pid, signal.SIGKILL)
+                    done += 1
+                moment = time.monotonic() + draw.uniform(8.0, 14.0)
+        deadline = time.monotonic() + 20
+        while any(pid_of(other, out, 0) for other in PARTS[:3]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    return done
+
+
+def groups_trained(out: Path, steps: int) -> Counter[int]:
+    """How often each group of rollouts was trained on."""
+    found: Counter[int] = Counter()
+    for step in range(1, steps + 1):
+        lines = (out / "rollouts" / f"step_{step}" / "rollouts.jsonl").read_text().splitlines()
+        found.update({json.loads(line)["group"] for line in lines})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=25, help="of each part")
+    parser.add_argument("--steps", type=int, default=200, help="of a run")
+    parser.add_argument("--kills-a-run", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=PARTS)
+    options = parser.parse_args()
+    work, draw, steps = Path(tempfile.mkdtemp(prefix="chaos_")), random.Random(options.seed), options.steps
+    model, start = work / "model", time.perf_counter()
+    data = work / "sft.jsonl"
+    for words in (
+        [sys.executable, "-m", "reverse_text", "--out", data, "-n", 2000],
+        [BIN / "sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--max-steps", 60, "--output-dir", work / "sft"],
+    ):
+        subprocess.run(list(map(str, words)), cwd=ROOT, check=True, capture_output=True)
+    (work / "sft" / "weights" / "step_60").rename(model)
+    run(work / "alone", model, steps, None, 0, draw)
+    expected = load_file(work / "alone" / "weights" / f"step_{steps}" / "model.safetensors")
+    found = Counter(kills=0, runs=0, samples_lost=0, samples_doubled=0, differing_weights=0)
+    for part in [options.only] if options.only else PARTS:
+        kills = 0
+        while kills < options.kills:
+            out = work / f"{part}_{kills}"
+            done = run(out, model, steps, part, min(options.kills_a_run, options.kills - kills), draw)
+            kills += max(done, 1)
+            groups = groups_trained(out, steps)
+            weights = load_file(out / "weights" / f"step_{steps}" / "model.safetensors")
+            found["kills"] += done
+            found["runs"] += 1
+            found["samples_lost"] += ROLLOUTS * sum(1 for n in range(GROUPS * steps) if n not in groups)
+            found["samples_doubled"] += ROLLOUTS * sum(times - 1 for times in groups.values())
+            found["differing_weights"] += sum(not torch.equal(weights[name], expected[name]) for name in expected)
+            print(f"{part}: {done} kills in a run of {steps} steps; so far {dict(found)}", flush=True)
+    print(json.dumps({**found, "seconds": round(time.perf_counter() - start)}))
+    sys.exit(any(found[name] for name in ("samples_lost", "samples_doubled", "differing_weights")))
+
+
+if __name__ == "__main__":
+    main()
