@@ -35,7 +35,8 @@ def command(out: Path, model: Path, steps: int) -> list[str]:
         BIN / "rl", "--trainer", "@", f"{TINY}/rl/train.toml", "--orchestrator", "@", f"{TINY}/rl/orch.toml",
         "--inference", "@", f"{TINY}/rl/infer.toml", "--model.name", model, "--output-dir", out, "--max-steps", steps,
         "--seq-len", 32, "--orchestrator.batch-size", GROUPS * ROLLOUTS,
-        "--orchestrator.rollouts-per-example", ROLLOUTS, "--orchestrator.sampling.max-tokens", 16, "--inference.server.port", 0, "--max-async-level", 0,
+        "--orchestrator.rollouts-per-example", ROLLOUTS, "--orchestrator.sampling.max-tokens", 16,
+        "--inference.server.port", 0, "--max-async-level", 0,
         "--ckpt.interval", 1, "--ckpt.keep", 2, "--trainer.clean", "false", "--resume", "auto",
         "--trainer.scheduler.type", "constant",
     ]  # fmt: skip

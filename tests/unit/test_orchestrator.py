@@ -4,11 +4,16 @@ import asyncio
 import math
 import random
 from collections import Counter
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from hone.config.rl import OrchestratorConfig
+from hone.config.algorithms import ALGORITHMS
+from hone.config.rl import OrchestratorConfig, RLConfig
 from hone.environments.environment import SingleTurnEnv
+from hone.monitors.lines import why_no_signal
+from hone.orchestrator.advantage import overlong
 from hone.orchestrator.orchestrator import Orchestrator, samples_of
 from hone.orchestrator.schedule import Schedule
 from hone.records import Completion, Example, Rollout, Turn
@@ -215,6 +220,38 @@ def test_a_rollout_that_fails_once_is_tried_again_with_its_seed():
     again, plain = run(collected(Once())), run(collected(Digits()))
     assert again.metrics["failures/raised"] == 6 and again.metrics["progress/failed"] == 0
     assert [s.ids for s in again.batch.samples] == [s.ids for s in plain.batch.samples]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_sets_what_is_not_given(name):
+    given = {"model": {"name": "m"}, "orchestrator": {"env": {"id": "digits"}}}
+    config = RLConfig.model_validate(RLConfig.prepare({**given, "algorithm": name}, {}, set()))
+    for section, values in ALGORITHMS[name].items():
+        for key, value in values.items():
+            found = getattr(getattr(config, section), key)
+            assert (found.model_dump() | value == found.model_dump()) if isinstance(value, dict) else found == value
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    assert page.count(f"| `{name}` |") == 2  # its formula and its source
+    own = {**given, "algorithm": name, "trainer": {"loss": {"type": "tis", "ratio_cap": 3.0}}}
+    own = RLConfig.model_validate(RLConfig.prepare(own, {}, set()))
+    assert own.trainer.loss.type == "tis" and own.trainer.loss.ratio_cap == 3.0
+    more = {**given, "algorithm": name, "orchestrator": {"env": {"id": "digits"}, "advantage": "rloo"}}
+    assert RLConfig.model_validate(RLConfig.prepare(more, {}, set())).orchestrator.advantage == "rloo"
+
+
+def test_overlong_rewards_fall_in_a_line():
+    rewards, lengths = np.array([1.0, 1.0, 0.0, 1.0]), np.array([50.0, 90.0, 95.0, 100.0])
+    assert overlong(rewards, lengths, 100, 0.2).tolist() == [1.0, 0.5, -0.75, 0.0]
+    assert overlong(rewards, lengths, 100, 0.0) is rewards
+
+
+def test_a_step_without_signal_says_why():
+    values = {"batch/solve_all": 0.0, "batch/solve_none": 1.0, "is_truncated/mean": 0.0, "progress/failed": 3}
+    line = why_no_signal(7, values)
+    assert line.startswith("Step 7: nothing to learn from: no rollout was rewarded (3 failed); what helps: ")
+    assert "most completions were cut off" in why_no_signal(7, values | {"is_truncated/mean": 0.9})
+    assert "every rollout was solved" in why_no_signal(7, values | {"batch/solve_all": 1.0, "batch/solve_none": 0.0})
+    assert "the same reward" in why_no_signal(7, values | {"batch/solve_none": 0.5})
 
 
 def test_turns_become_one_sequence_as_long_as_their_tokens_go_on():

@@ -92,7 +92,7 @@ class LoRA(nn.Module):
 
     def add_to(self, weight_OI: Tensor, whole: Whole = _as_it_is) -> Tensor:
         """A fused weight with the adapter merged into it, in fp32."""
-        merged, at = weight_OI.float(), 0
+        merged, at = weight_OI.to(torch.float32, copy=True), 0
         pairs = {name: (a, b) for name, a, b in self.pairs(whole)}
         for name, height in self.heights.items():
             if name in pairs:

@@ -45,14 +45,12 @@ class RLTrainer:
         self.laps = Laps(self.device, is_on=False)
         loss_function(config.loss.type)  # a user's own is imported now, not after the first rollouts
         lora = config.lora
+        if lora is not None:
+            add_lora(model, lora, seed)
         # What training starts from: under a fresh adapter the model itself, else a copy.
         is_under_adapter = lora is not None and not lora.modules_to_save and lora.start_from is None
         keeps = config.loss.kl_beta > 0 and not is_under_adapter
-        if keeps and lora is not None:
-            add_lora(model, lora, seed)
         self.reference = copy.deepcopy(model).requires_grad_(False) if keeps else None
-        if not keeps and lora is not None:
-            add_lora(model, lora, seed)
         for part in filter(None, (model, self.reference)):
             shard(part, ranks, config.sharding)
         self.optimizer = Optimizer(model, config.optim, ranks)
