@@ -153,6 +153,27 @@ def test_the_death_of_any_process_ends_all(victim, trained, tmp_path):
     assert is_whole(tmp_path / "run" / "checkpoints" / f"step_{steps[-1]}")
 
 
+def test_versions_are_evaluated_alike_in_one_process_and_in_several(trained, tmp_path):
+    options = (
+        "--max-steps", 3, "--orchestrator.eval.env.id", "reverse-text",
+        "--orchestrator.eval.env.args.texts", "generated",
+        "--orchestrator.eval.env.args.max-chars", 8, "--orchestrator.eval.interval", 2,
+        "--orchestrator.eval.num-examples", 12, "--max-async-level", 0,
+    )  # fmt: skip
+    processes(tmp_path / "several", trained, *options)
+    command("rl", *TINY_RL, "--model.name", trained, "--output-dir", tmp_path / "one", *SMALL, *options,
+            "--deployment", "colocated")  # fmt: skip
+    found = [
+        {
+            row["step"]: row["eval/reverse-text/reward"]
+            for row in metrics(tmp_path / name)
+            if "eval/reverse-text/reward" in row
+        }
+        for name in ("one", "several")
+    ]
+    assert found[0].keys() == {0, 2, 3} and found[0] == pytest.approx(found[1])
+
+
 def test_a_server_that_is_killed_is_started_again_and_changes_nothing(trained, tmp_path):
     options = ("--max-async-level", 0, "--ckpt.interval", 1, "--max-steps", 24)
     processes(tmp_path / "whole", trained, *options)

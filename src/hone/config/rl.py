@@ -15,6 +15,7 @@ from hone.config.loss import LossConfig
 from hone.config.sections import (
     ClientConfig,
     EnvConfig,
+    EvalConfig,
     ModelConfig,
     OnBadStep,
     OptimConfig,
@@ -82,6 +83,8 @@ class OrchestratorConfig(Config):
     """Seconds until a rollout is given up."""
     rollout_retries: Annotated[int, Field(ge=0)] = 1
     """How often a rollout that fails is tried again before the step goes on without it."""
+    eval: EvalConfig | None = None
+    """Evaluate on environments while training, every version by itself."""
     client: ClientConfig = ClientConfig()
     weights_timeout: Annotated[float, Field(gt=0)] = 3600.0
     """Seconds until waiting for a version of the weights is given up."""

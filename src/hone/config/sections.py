@@ -79,6 +79,8 @@ class EnvConfig(Config):
     """Environment id: `reverse-text` is the installed module reverse_text."""
     args: dict[str, Any] = Field(default={})
     """Arguments of its load_environment."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Processes of its own that it runs in, for environments that block, crash or hang; 0: in ours."""
 
 
 class SamplingConfig(Config):
@@ -93,6 +95,8 @@ class EvalConfig(Config):
     """Environments to evaluate on, each on its held-out examples."""
     interval: Positive = 100
     """Evaluate every so many steps, and at the last."""
+    at_start: bool = True
+    """Evaluate before the first step too."""
     num_examples: Positive = 64
     """First examples of each environment."""
     rollouts_per_example: Positive = 1

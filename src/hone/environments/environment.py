@@ -52,6 +52,10 @@ class Environment(ABC):
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         """One scored attempt at an example."""
 
+    async def close(self) -> None:
+        """Ends what was started for it."""
+        return None
+
     async def score(self, rollout: Rollout, state: dict[str, Any]) -> Rollout:
         example = rollout.example
         rollout.reward, rollout.metrics = await self.rubric.score(

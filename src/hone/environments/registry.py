@@ -10,6 +10,7 @@ from typing import Any
 
 from hone.config.sections import EnvConfig
 from hone.environments.environment import Environment
+from hone.environments.isolated import Isolated
 
 
 def load_environment(env_id: str, **env_args: Any) -> Environment:
@@ -53,5 +54,6 @@ def load_environments(wanted: Iterable[EnvConfig]) -> dict[str, Environment]:
     for env in wanted:
         if env.id in environments:
             raise ValueError(f"orchestrator.env: {env.id} is given twice")
-        environments[env.id] = load_environment(env.id, **env.args)
+        environment = load_environment(env.id, **env.args)
+        environments[env.id] = Isolated(environment, env.id, env.args, env.workers) if env.workers else environment
     return environments

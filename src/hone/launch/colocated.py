@@ -16,6 +16,7 @@ from hone.config.rl import RLConfig
 from hone.config.sections import ServeConfig
 from hone.engine.engine import Engine
 from hone.environments import Environment, load_environments
+from hone.evals.during import evaluate, is_due
 from hone.inference.service import EngineService, LocalClient
 from hone.models.loading import Loaded, load
 from hone.monitors.lines import orchestrator_line, trainer_line, why_no_signal
@@ -34,6 +35,7 @@ def main(config: RLConfig) -> None:
     check_wandb(config.wandb)
     keep_freed_memory()
     environments = load_environments(config.orchestrator.env)
+    held_out = load_environments(config.orchestrator.eval.env) if config.orchestrator.eval else {}
     loaded = load(config.model, seed=config.seed)
     run = RunDirectory(config.output_dir, "rl")
     trainer = RLTrainer(loaded.model, config.trainer, config.max_steps, run.bad_steps, seed=config.seed)
@@ -55,7 +57,7 @@ def main(config: RLConfig) -> None:
         service = EngineService(engine, lockstep=True)
         progress = progress_of(sources, first - 1)
         service.run_beside(
-            train(config, loaded, environments, service, trainer, run, metrics, first, weight_steps, progress)
+            train(config, loaded, environments, held_out, service, trainer, run, metrics, first, weight_steps, progress)
         )
 
 
@@ -63,6 +65,7 @@ async def train(
     config: RLConfig,
     loaded: Loaded,
     environments: dict[str, Environment],
+    held_out: dict[str, Environment],
     service: EngineService,
     trainer: RLTrainer,
     run: RunDirectory,
@@ -84,6 +87,9 @@ async def train(
     )  # fmt: skip
     export = Export(loaded.model, trainer.ranks, loaded.dtype)
     checkpoints = Checkpoints(run, trainer.optimizer, config.ckpt, trainer.ranks)
+    evaluation = config.orchestrator.eval
+    if evaluation is not None and first == 1 and evaluation.at_start:
+        metrics.log(0, await evaluate(evaluation, held_out, client, config.seed))
     for step in range(first, config.max_steps + 1):
         start = time.perf_counter()
         orchestrator.adopted(step - 1)
@@ -97,6 +103,8 @@ async def train(
         values = {**collected.metrics, **trained, "time/step": seconds}
         values["perf/throughput"] = values["progress/tokens"] / seconds
         is_last = step == config.max_steps
+        if evaluation is not None and is_due(evaluation, step, config.max_steps):
+            values |= await evaluate(evaluation, held_out, client, config.seed)
         metrics.log(step, values)  # before the checkpoint: a run that resumes from it has the row
         if step in weight_steps:
             await service.run(partial(export.save, loaded.directory, run.weights_for(step), config.model.name))
@@ -106,4 +114,5 @@ async def train(
             orchestrator_log.warning("%s", why_no_signal(step, values))
         orchestrator_log.log(SUCCESS, orchestrator_line(step, values), extra=console)
         trainer_log.log(SUCCESS, trainer_line(step, values), extra=console)
+    await orchestrator.close()
     trainer_log.info("Weights of step %d in %s", config.max_steps, run.weights / f"step_{config.max_steps}")

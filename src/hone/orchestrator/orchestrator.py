@@ -154,6 +154,8 @@ class Orchestrator:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for environment in self.environments.values():
+            await environment.close()
 
     def _begin(self) -> None:
         """Begins as many groups as the steps take that the served version may be used for, and those that oversampling

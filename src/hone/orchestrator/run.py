@@ -11,13 +11,14 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from hone.config.help import to_toml
 from hone.config.rl import OrchestratorRunConfig
-from hone.environments import load_environments
+from hone.environments import Environment, load_environments
+from hone.evals.during import evaluate, is_due
 from hone.inference.client import HttpClient, ServerLost, connect
 from hone.inference.fleet import Fleet, Server
 from hone.monitors.lines import orchestrator_line, why_no_signal
@@ -34,11 +35,15 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, where none
 def main(config: OrchestratorRunConfig) -> None:
     check_wandb(config.wandb)
     environments = load_environments(config.env)
+    held_out = load_environments(config.eval.env) if config.eval else {}
     run = RunDirectory(config.output_dir, "rl")
-    asyncio.run(orchestrate(config, run, environments))
+    asyncio.run(orchestrate(config, run, environments, held_out))
 
 
-async def orchestrate(config: OrchestratorRunConfig, run: RunDirectory, environments) -> None:  # type: ignore[no-untyped-def]
+async def orchestrate(
+    config: OrchestratorRunConfig, run: RunDirectory, environments: dict[str, Environment],
+    held_out: dict[str, Environment],
+) -> None:  # fmt: skip
     log = logging.getLogger("hone.orchestrator")
     limit = {"max_total_tokens": config.seq_len}
     clients = connect(config.client, config.model.name, extra_body=limit, timeout=config.rollout_timeout)
@@ -57,6 +62,14 @@ async def orchestrate(config: OrchestratorRunConfig, run: RunDirectory, environm
     )  # fmt: skip
     with Metrics(run.metrics, config.wandb, config) as metrics:
         rows = Rows(metrics, config, log)
+
+        async def evaluate_version(version: int) -> None:
+            if config.eval is not None and is_due(config.eval, version, config.max_steps):
+                metrics.log(version, await evaluate(config.eval, held_out, fleet, config.seed))
+
+        weights.evaluate = evaluate_version
+        if first == 1:
+            await evaluate_version(0)
         orchestrator.adopted(weights.version)
         watching = asyncio.create_task(weights.watch(rows, orchestrator.adopted))
         working = asyncio.create_task(work(config, run, orchestrator, weights, rows, first))
@@ -87,6 +100,8 @@ async def work(
         seconds = time.perf_counter() - start
         rows.sampled(step, collected, {"time/wait_for_weights": waited, "time/step": seconds})
     await weights.at_least(config.max_steps)
+    async with weights.busy:  # with the evaluation of the last
+        pass
 
 
 def progress_before(run: RunDirectory, first: int) -> dict[str, Any] | None:
@@ -119,12 +134,14 @@ class Weights:
     """The versions that the trainer publishes, and the newest that every server has taken and proven."""
 
     fleet: Fleet
+    evaluate: Callable[[int], Awaitable[None]]
 
     def __init__(self, run: RunDirectory, config: OrchestratorRunConfig, log: logging.Logger) -> None:
         self.run, self.config, self.log = run, config, log
         self.trainer = PulseOf(run.pulse("trainer"))
         self.version, self.seen = -1, -1
         self.current: Delivery | None = None
+        self.busy = asyncio.Lock()  # with taking a version and evaluating it
 
     async def join(self) -> int:
         """The version that the run of the living trainer starts from; every server has it then."""
@@ -146,8 +163,10 @@ class Weights:
         while True:
             newest = self.look(rows)
             if newest is not None:
-                await self._adopt(newest)
-                adopted(self.version)
+                async with self.busy:
+                    await self._adopt(newest)
+                    adopted(self.version)
+                    await self.evaluate(self.version)  # the next is taken after that: results are of one version
             await asyncio.sleep(POLL)
 
     async def at_least(self, version: int) -> None:

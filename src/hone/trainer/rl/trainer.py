@@ -55,7 +55,7 @@ class RLTrainer:
             shard(part, ranks, config.sharding)
         self.optimizer = Optimizer(model, config.optim, ranks)
         model.recomputes = config.activation_checkpointing
-        # On a GPU the variable-length flash kernel is faster on whole sequences than the masked rectangle.
+        # On a GPU sequences are whole: the masked rectangle, where kernels are off, costs more than it spares.
         self.shares_prompts = self.device.type == "cpu"
 
     def step(self, batch: Batch) -> dict[str, float]:

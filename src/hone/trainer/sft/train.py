@@ -145,6 +145,11 @@ class Trainer:
         )  # fmt: skip
         start = time.perf_counter()
         with _progress(disable=not self.ranks.is_first) as progress:
+            if done == 0 and config.eval and config.eval.at_start:
+                values = self._evaluate(0)
+                if self.metrics is not None:
+                    self.metrics.log(0, values)
+                    self.log.info("Before the first step: %s", self._evaluated(values))
             task = progress.add_task("sft", total=max_steps, completed=done, loss=float("nan"), rate=0.0)
             for step in range(done + 1, max_steps + 1):
                 values = self.step(step, max_steps, batches)
@@ -259,15 +264,17 @@ class Trainer:
         conversations = [conversation for row in rows for conversation in row]
         return pack([ids for ids, _ in conversations], [mask for _, mask in conversations], self.device)
 
+    def _evaluated(self, values: dict[str, float]) -> str:
+        ids = [e.id for e in self.config.eval.env] if self.config.eval else []
+        return " | ".join(f"Eval. {i}: {values[f'eval/{i}/reward']:.4f}" for i in ids if f"eval/{i}/reward" in values)
+
     def _log_step(self, step: int, values: dict[str, float], console: bool) -> None:
-        environments = self.config.eval.env if self.config.eval else []
-        evaluated = [e for e in environments if f"eval/{e.id}/reward" in values]
         parts = [
             f"Step {step}",
             f"Time: {values['time/step']:.2f}s",
             f"Loss: {values['loss/mean']:.4f}",
             *([f"Val. Loss: {values['val/loss']:.4f}"] if "val/loss" in values else []),
-            *(f"Eval. {e.id}: {values[f'eval/{e.id}/reward']:.4f}" for e in evaluated),
+            *([self._evaluated(values)] if any(name.startswith("eval/") for name in values) else []),
             f"Grad. Norm: {values['optim/grad_norm']:.4f}",
             f"LR: {values['optim/lr']:.2e}",
             f"Throughput: {values['perf/throughput']:.0f} tokens/s",

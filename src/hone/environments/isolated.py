@@ -1,0 +1,155 @@
+"""An environment in processes of its own: what blocks, crashes or is killed there costs a rollout and no more.
+
+    Isolated ── {"begin": 7, example, sampling} ──►  worker: environment.rollout(client)
+             ◄─ {"chat": 7, messages, sampling} ───       client.chat
+             ── {"turn": 7, …} or {"error": 7} ───►
+             ◄─ {"done": 7, rollout} or {"error": 7} ──
+
+Lines of JSON over the worker's standard input and output. A worker that dies is replaced; its rollouts fail, and are
+tried again like any others. One that does not answer while a rollout of it is out of time is killed.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from dataclasses import asdict
+from typing import Any
+
+from hone.environments.environment import Environment, ModelClient
+from hone.records import Completion, Example, Rollout, Sampling, Turn
+
+ANSWER = 5.0  # seconds that a worker may take to answer at all
+LINE = 2**28  # bytes of a message, at most
+
+
+def sampling_of(message: dict[str, Any]) -> Sampling:
+    given = message["sampling"]
+    return Sampling(**given | {"logit_bias": tuple(map(tuple, given["logit_bias"]))})
+
+
+class Isolated(Environment):
+    """Has the examples of `environment`; rollouts are made by workers that load it again by its id and arguments."""
+
+    def __init__(self, environment: Environment, name: str, arguments: dict[str, Any], workers: int) -> None:
+        self.environment, self.name, self.arguments = environment, name, arguments
+        self.workers = [Worker(name, arguments) for _ in range(workers)]
+
+    def get_dataset(self) -> list[Example]:
+        return self.environment.get_dataset()
+
+    def get_eval_dataset(self) -> list[Example]:
+        return self.environment.get_eval_dataset()
+
+    async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
+        worker = min(self.workers, key=lambda one: one.load)
+        return await worker.rollout(client, example, sampling)
+
+    async def close(self) -> None:
+        for worker in self.workers:
+            await worker.close()
+
+
+class Worker:
+    def __init__(self, name: str, arguments: dict[str, Any]) -> None:
+        self.name, self.arguments = name, arguments
+        self.process: asyncio.subprocess.Process | None = None
+        self.waiting: dict[int, tuple[asyncio.Future[dict[str, Any]], ModelClient]] = {}
+        self.numbers = itertools.count()
+        self._reader: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._starting, self._heard = asyncio.Lock(), asyncio.Event()
+
+    @property
+    def load(self) -> int:
+        return len(self.waiting)
+
+    async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
+        """Raises ConnectionError where the worker died, RuntimeError with what the environment raised."""
+        number = next(self.numbers)
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.waiting[number] = future, client
+        try:
+            await self._start()
+            self._send({"begin": number, "example": asdict(example), "sampling": asdict(sampling)})
+            done = await future
+        except asyncio.CancelledError:  # out of time
+            self._send({"cancel": number})
+            self._run(self._kill_unless_it_answers())
+            raise
+        finally:
+            self.waiting.pop(number, None)
+        turns = [Turn(t["prompt_ids"], Completion(**t["completion"]), t["text"]) for t in done.pop("turns")]
+        return Rollout(example, turns, **done)
+
+    async def close(self) -> None:
+        process, self.process = self.process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
+        for task in [*self._tasks, *([self._reader] if self._reader else [])]:
+            task.cancel()
+        self._starting, self._heard = asyncio.Lock(), asyncio.Event()  # the next loop may be another
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _start(self) -> None:
+        async with self._starting:
+            if self.process is not None and self.process.returncode is None:
+                return
+            words = [sys.executable, "-m", "hone.environments.worker", self.name, json.dumps(self.arguments)]
+            pipe = asyncio.subprocess.PIPE
+            self.process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, limit=LINE)
+            self._reader = asyncio.create_task(self._read(self.process))
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self.process is not None and self.process.stdin is not None:
+            with contextlib.suppress(ConnectionError, RuntimeError):  # it has died: `_read` says so
+                self.process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            message: dict[str, Any] = json.loads(line)
+            self._heard.set()
+            kind, number = next(iter(message.items()))
+            future, client = self.waiting.get(number, (None, None))
+            if future is None or client is None or future.done():
+                continue
+            if kind == "chat":
+                self._run(self._chat(number, client, message))
+            elif kind == "done":
+                future.set_result(message["rollout"])
+            else:
+                future.set_exception(RuntimeError(message["words"]))
+        code = await process.wait()
+        how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+        for future, _ in self.waiting.values():
+            if not future.done():
+                future.set_exception(ConnectionError(f"the worker of {self.name} {how}"))
+
+    async def _chat(self, number: int, client: ModelClient, message: dict[str, Any]) -> None:
+        try:
+            turn = await client.chat(message["messages"], sampling_of(message))
+        except Exception as error:  # the environment learns of it
+            self._send({"error": number, "words": f"{type(error).__name__}: {error}"})
+        else:
+            self._send({"turn": number, "value": asdict(turn)})
+
+    async def _kill_unless_it_answers(self) -> None:
+        """A worker that is busy with something that never ends would keep its other rollouts waiting too."""
+        process = self.process
+        self._heard.clear()
+        self._send({"ping": -1})
+        try:
+            await asyncio.wait_for(self._heard.wait(), ANSWER)
+        except TimeoutError:
+            if process is not None and process.returncode is None:
+                os.kill(process.pid, signal.SIGKILL)

@@ -1,0 +1,90 @@
+"""The worker's side of `isolated.py`: `python -m hone.environments.worker ENV ARGUMENTS`."""
+
+import asyncio
+import json
+import os
+import sys
+import threading
+from dataclasses import asdict
+from typing import Any
+
+from hone.environments.environment import Environment
+from hone.environments.isolated import sampling_of
+from hone.environments.registry import load_environment
+from hone.records import Completion, Example, Message, Sampling, Turn
+
+
+class Client:
+    """The model, at the other end of the pipe. One turn at a time of each rollout."""
+
+    def __init__(self, number: int, send: Any) -> None:
+        self.number, self.send = number, send
+        self.answer: asyncio.Future[dict[str, Any]] | None = None
+
+    async def chat(self, messages: list[Message], sampling: Sampling) -> Turn:
+        self.answer = asyncio.get_running_loop().create_future()
+        self.send({"chat": self.number, "messages": messages, "sampling": asdict(sampling)})
+        turn = await self.answer
+        return Turn(turn["prompt_ids"], Completion(**turn["completion"]), turn["text"])
+
+
+class Worker:
+    def __init__(self, environment: Environment, send: Any) -> None:
+        self.environment, self.send = environment, send
+        self.running: dict[int, tuple[asyncio.Task[None], Client]] = {}
+
+    def take(self, line: str) -> None:
+        message = json.loads(line)
+        kind, number = next(iter(message.items()))
+        if kind == "begin":
+            client = Client(number, self.send)
+            self.running[number] = asyncio.get_running_loop().create_task(self._one(client, message)), client
+        elif kind == "ping":
+            self.send({"pong": number})
+        elif number in self.running:
+            task, client = self.running[number]
+            if kind == "cancel":
+                task.cancel()
+            elif client.answer is not None and not client.answer.done():
+                if kind == "turn":
+                    client.answer.set_result(message["value"])
+                else:
+                    client.answer.set_exception(RuntimeError(message["words"]))
+
+    async def _one(self, client: Client, message: dict[str, Any]) -> None:
+        try:
+            done = await self.environment.rollout(client, Example(**message["example"]), sampling_of(message))
+            rollout = {key: value for key, value in asdict(done).items() if key != "example"}
+            self.send({"done": client.number, "rollout": rollout})
+        except Exception as error:  # environments are users' code: theirs may raise anything
+            self.send({"error": client.number, "words": f"{type(error).__name__}: {error}"})
+        finally:
+            self.running.pop(client.number, None)
+
+
+def main() -> None:
+    name, arguments = sys.argv[1], json.loads(sys.argv[2])
+    out = os.fdopen(os.dup(1), "w")  # what the environment prints goes to stderr, not between the messages
+    os.dup2(2, 1)
+
+    def send(message: dict[str, Any]) -> None:
+        out.write(json.dumps(message) + "\n")
+        out.flush()
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        worker = Worker(load_environment(name, **arguments), send)
+
+        def read() -> None:
+            for line in sys.stdin:
+                loop.call_soon_threadsafe(worker.take, line)
+            os._exit(0)  # nobody is there any more, whatever the environment is at
+
+        threading.Thread(target=read, daemon=True).start()
+        await loop.create_future()
+
+    asyncio.run(work())
+
+
+if __name__ == "__main__":
+    main()
