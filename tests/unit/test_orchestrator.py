@@ -1,8 +1,10 @@
 """Groups under way across steps: what is begun when, what is too old, what fails, what a run goes on with."""
 
 import asyncio
+import logging
 import math
 import random
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from hone.config.algorithms import ALGORITHMS
 from hone.config.rl import OrchestratorConfig, RLConfig
 from hone.environments.environment import SingleTurnEnv
+from hone.monitors.lag import Lag
 from hone.monitors.lines import why_no_signal
 from hone.orchestrator.advantage import overlong
 from hone.orchestrator.orchestrator import Orchestrator, samples_of
@@ -252,6 +255,24 @@ def test_a_step_without_signal_says_why():
     assert "most completions were cut off" in why_no_signal(7, values | {"is_truncated/mean": 0.9})
     assert "every rollout was solved" in why_no_signal(7, values | {"batch/solve_all": 1.0, "batch/solve_none": 0.0})
     assert "the same reward" in why_no_signal(7, values | {"batch/solve_none": 0.5})
+
+
+def test_what_blocks_the_event_loop_is_seen(caplog):
+    async def program():
+        lag = Lag(logging.getLogger("hone"))
+        task = asyncio.create_task(lag.watch())
+        await asyncio.sleep(0.2)
+        calm = lag.take()
+        await asyncio.sleep(0.01)
+        time.sleep(1.1)
+        await asyncio.sleep(0.05)
+        task.cancel()
+        return calm, lag.take()
+
+    with caplog.at_level(logging.WARNING, logger="hone"):
+        calm, blocked = run(program())
+    assert calm["perf/event_loop_lag/p99"] < 0.5 and blocked["perf/event_loop_lag/max"] > 1.0
+    assert "The event loop stood still for 1." in caplog.text
 
 
 def test_turns_become_one_sequence_as_long_as_their_tokens_go_on():

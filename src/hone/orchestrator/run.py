@@ -21,6 +21,7 @@ from hone.environments import Environment, load_environments
 from hone.evals.during import evaluate, is_due
 from hone.inference.client import HttpClient, ServerLost, connect
 from hone.inference.fleet import Fleet, Server
+from hone.monitors.lag import Lag
 from hone.monitors.lines import orchestrator_line, why_no_signal
 from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
@@ -71,8 +72,10 @@ async def orchestrate(
         if first == 1:
             await evaluate_version(0)
         orchestrator.adopted(weights.version)
+        lag = Lag(log)
+        lagging = asyncio.create_task(lag.watch())
         watching = asyncio.create_task(weights.watch(rows, orchestrator.adopted))
-        working = asyncio.create_task(work(config, run, orchestrator, weights, rows, first))
+        working = asyncio.create_task(work(config, run, orchestrator, weights, rows, lag, first))
         try:
             await asyncio.wait({watching, working, fleet.ended}, return_when=asyncio.FIRST_COMPLETED)
             for ended in (watching, fleet.ended):
@@ -80,16 +83,17 @@ async def orchestrate(
                     await ended  # raises what ended it
             await working
         finally:
-            watching.cancel()
-            working.cancel()
-            await asyncio.gather(watching, working, return_exceptions=True)
+            tasks = (lagging, watching, working)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await orchestrator.close()
             await fleet.close()
 
 
 async def work(
     config: OrchestratorRunConfig, run: RunDirectory, orchestrator: Orchestrator, weights: "Weights", rows: "Rows",
-    first: int,
+    lag: Lag, first: int,
 ) -> None:  # fmt: skip
     for step in range(first, config.max_steps + 1):
         start = time.perf_counter()
@@ -98,7 +102,7 @@ async def work(
         collected = await orchestrator.collect(step, config.max_steps)
         await asyncio.to_thread(publish, collected, run)
         seconds = time.perf_counter() - start
-        rows.sampled(step, collected, {"time/wait_for_weights": waited, "time/step": seconds})
+        rows.sampled(step, collected, {"time/wait_for_weights": waited, "time/step": seconds, **lag.take()})
     await weights.at_least(config.max_steps)
     async with weights.busy:  # with the evaluation of the last
         pass

@@ -1,0 +1,38 @@
+"""How long the event loop keeps things waiting: what blocks it shows up here before it shows up as a slow run."""
+
+import asyncio
+import logging
+import time
+
+import numpy as np
+
+LOOK, ALARM = 0.02, 1.0  # seconds between looks; a lag that is worth a word
+
+
+class Lag:
+    """`watch` runs beside everything else; `take` gives what was seen since."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self.log = log
+        self._seen: list[float] = []
+        self._warned = -60.0
+
+    async def watch(self) -> None:
+        while True:
+            start = time.monotonic()
+            await asyncio.sleep(LOOK)
+            now = time.monotonic()
+            self._seen.append(now - start - LOOK)
+            if self._seen[-1] > ALARM and now - self._warned > 60.0:
+                self._warned = now
+                self.log.warning(
+                    "The event loop stood still for %.1f s: an environment that blocks? (orchestrator.env.workers)",
+                    self._seen[-1],
+                )
+
+    def take(self) -> dict[str, float]:
+        seen, self._seen = np.array(self._seen or [0.0]), []
+        return {
+            "perf/event_loop_lag/p99": float(np.percentile(seen, 99)),
+            "perf/event_loop_lag/max": float(seen.max()),
+        }
