@@ -181,4 +181,12 @@ def import_object(path: str):  # type: ignore[no-untyped-def]
 
 def _exit(code: int) -> None:
     sys.stdout.flush()
+    if (
+        os.environ.get("WORLD_SIZE", "1") != "1"
+    ):  # threads of torch may abort one of several ranks that ends the long way
+        import logging
+
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)

@@ -4,6 +4,7 @@ usage: rl_step.py OUT [KEY=JSON …] of TrainerConfig
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -35,8 +36,9 @@ for step in (1, 2):
     values |= {f"{step}/{name}": value for name, value in trainer.step(Batch(step, samples)).items()}
 export = Export(model, ranks, torch.float32)()
 if export is not None:
-    values |= {f"weights/{name}": float(p.norm()) for name, p in export.named_parameters()}
+    values |= {f"weights/{name}": float(p.detach().norm()) for name, p in export.named_parameters()}
 values = {name.split("/", 1)[1] if "time/" in name or "perf/" in name else name: x for name, x in values.items()}
 if ranks.is_first:
     Path(sys.argv[1]).write_text(json.dumps(values))
 ranks.leave()
+os._exit(0)  # as the commands do: torch's threads may abort a process that ends the long way
