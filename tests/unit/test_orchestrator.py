@@ -4,6 +4,8 @@ import asyncio
 import logging
 import math
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -255,6 +257,11 @@ def test_a_step_without_signal_says_why():
     assert "most completions were cut off" in why_no_signal(7, values | {"is_truncated/mean": 0.9})
     assert "every rollout was solved" in why_no_signal(7, values | {"batch/solve_all": 1.0, "batch/solve_none": 0.0})
     assert "the same reward" in why_no_signal(7, values | {"batch/solve_none": 0.5})
+
+
+def test_the_orchestrator_starts_without_torch():
+    program = "import sys, hone.orchestrator.run; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_what_blocks_the_event_loop_is_seen(caplog):

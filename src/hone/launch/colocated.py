@@ -16,7 +16,7 @@ from hone.config.rl import RLConfig
 from hone.config.sections import ServeConfig
 from hone.engine.engine import Engine
 from hone.environments import Environment, load_environments
-from hone.evals.during import evaluate, is_due
+from hone.evals.held_out import evaluate, is_due
 from hone.inference.service import EngineService, LocalClient
 from hone.models.loading import Loaded, load
 from hone.monitors.lines import orchestrator_line, trainer_line, why_no_signal

@@ -18,7 +18,7 @@ from typing import Any
 from hone.config.help import to_toml
 from hone.config.rl import OrchestratorRunConfig
 from hone.environments import Environment, load_environments
-from hone.evals.during import evaluate, is_due
+from hone.evals.held_out import evaluate, is_due
 from hone.inference.client import HttpClient, ServerLost, connect
 from hone.inference.fleet import Fleet, Server
 from hone.monitors.lag import Lag
