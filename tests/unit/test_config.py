@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hone.cli import COMMANDS, import_object
-from hone.config.base import ConfigError, load_config
+from hone.config.base import ConfigError, Typed, load_config
 from hone.config.help import help_text, to_toml
 from hone.config.inference import InferenceConfig
 from hone.config.rl import RLConfig
@@ -180,3 +180,14 @@ def test_secrets_are_not_written_down(rl_toml):
 def test_the_examples_are_valid(command, file, example):
     path = Path(__file__).parents[2] / "examples" / example / file
     load_config(import_object(COMMANDS[command][0]), ["@", str(path)])
+
+
+def test_arguments_of_an_environment_have_the_types_that_they_look_like():
+    words = "--orchestrator.env.id e --model.name m --orchestrator.env.args".split()
+    given = {"max-chars": "8", "share": "0.5", "strict": "true", "texts": "generated", "code": "007", "quoted": '"8"'}
+    argv = [*words[:4], *(word for key, value in given.items() for word in (f"{words[4]}.{key}", value))]
+    config = load_config(RLConfig, argv)
+    assert config.orchestrator.env[0].args == {
+        "max_chars": 8, "share": 0.5, "strict": True, "texts": "generated", "code": "007", "quoted": "8",
+    }  # fmt: skip
+    assert type(config.model.name) in (str, Typed) and config.model.name == "m"

@@ -150,6 +150,22 @@ def _leaves(content: dict[str, Any], path: list[str]) -> list[str]:
     return keys
 
 
+class Typed(str):
+    """Text of the command line that is yet to get its type, from its key."""
+
+
+def untyped(value: Any) -> Any:
+    """What text of the command line means where the key has no type: a number, true, false, or the text."""
+    if isinstance(value, dict):
+        return {key: untyped(one) for key, one in value.items()}
+    if not isinstance(value, Typed):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return str(value)
+
+
 def _scalar(text: str) -> Any:
     """A command-line value: `None`, JSON lists and objects; numbers and booleans are left to the type of the key."""
     if text == "None":
@@ -159,7 +175,7 @@ def _scalar(text: str) -> Any:
             return json.loads(text)
         except json.JSONDecodeError:
             return text
-    return text
+    return Typed(text)
 
 
 def _assign(values: dict[str, Any], path: list[str], value: Any, word: str) -> None:

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from hone.config.base import COMMAND_LINE, Config
+from hone.config.base import COMMAND_LINE, Config, untyped
 
 Positive = Annotated[int, Field(gt=0)]
 OnBadStep = Literal["stop", "skip"]
@@ -77,7 +77,7 @@ class WeightsConfig(Config):
 class EnvConfig(Config):
     id: str
     """Environment id: `reverse-text` is the installed module reverse_text."""
-    args: dict[str, Any] = Field(default={})
+    args: Annotated[dict[str, Any], BeforeValidator(untyped)] = Field(default={})
     """Arguments of its load_environment."""
     workers: Annotated[int, Field(ge=0)] = 0
     """Processes of its own that it runs in, for environments that block, crash or hang; 0: in ours."""
