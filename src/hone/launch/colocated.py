@@ -107,7 +107,7 @@ async def train(
             values |= await evaluate(evaluation, held_out, client, config.seed)
         metrics.log(step, values)  # before the checkpoint: a run that resumes from it has the row
         if step in weight_steps:
-            await service.run(partial(export.save, loaded.directory, run.weights_for(step), config.model.name))
+            await service.run(partial(export.save, loaded.directory, partial(run.weights_for, step), config.model.name))
         await service.run(partial(checkpoints.save, step, is_last, config.public(), values, collected.progress))
         console = {"console": is_last or step % config.log_interval == 0}
         if not collected.batch.samples:

@@ -238,6 +238,8 @@ class Weights:
         worst = max(abs(a - b) for a, b in zip(scored, delivery.canary.logprobs, strict=True))
         tolerance = self.config.canary_tolerance or max(TOLERANCE[delivery.dtype], TOLERANCE[state["dtype"]])
         if not worst <= tolerance:
+            if (await client.control("version"))["version"] != delivery.version:
+                raise ServerLost(f"{client.base_url} was started again while it took version {delivery.version}")
             raise ConnectionError(
                 f"{client.base_url} and the trainer disagree on the canary of version {delivery.version}: logprobs "
                 f"differ by up to {worst:.2g}, allowed are {tolerance:g} (canary-tolerance)"

@@ -6,6 +6,7 @@ Gathers and sums are collective: all ranks go through the model equally often, w
 """
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,16 +100,17 @@ class Export:
                 copies[name].copy_(value)
         return self._copy
 
-    def save(self, source: Path, directory: Path, base: str) -> None:
-        """Writes the model as a directory in HF format, beside it the adapter if there is one (lora_adapters/).
+    def save(self, source: Path, where: Callable[[], Path], base: str) -> None:
+        """Writes the model as a directory in HF format, in it the adapter if there is one (lora_adapters/).
 
-        Collective; the first rank writes.
+        Collective; the first rank writes, and alone asks `where`.
         """
         model = self()
         self._reshard()
         adapter = adapter_tensors(self.model, whole)
         if model is None:
             return
+        directory = where()
         partial = write_model(model, source, directory.with_name(directory.name + ".partial"))
         if adapter:
             config = next(loras(self.model)).config

@@ -11,6 +11,7 @@ import math
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +84,7 @@ def main(config: TrainerRunConfig) -> None:
             start = time.perf_counter()
             is_last = step == config.max_steps
             if step in weight_steps:
-                export.save(loaded.directory, run.weights_for(step), config.model.name)
+                export.save(loaded.directory, partial(run.weights_for, step), config.model.name)
             checkpoints.save(step, is_last, state, values, read_progress(run.rollouts / f"step_{step}"))
             publish(step, values | {"time/save": time.perf_counter() - start})
             if ranks.is_first:
@@ -143,9 +144,10 @@ class Publisher:
         if model is None:
             return
         broadcasts = self.run.broadcasts
-        partial = write_model(model, self.loaded.directory, broadcasts / f"step_{version}.partial", self.is_first_time)
+        place = broadcasts / f"step_{version}.partial"
+        write_model(model, self.loaded.directory, place, self.is_first_time)
         dtype = str(self.loaded.dtype).removeprefix("torch.")
-        publish_delivery(partial, Delivery(self.run.id, version, checksum(model), dtype, canary, metrics))
+        publish_delivery(place, Delivery(self.run.id, version, checksum(model), dtype, canary, metrics))
         remove_before(broadcasts, version - self.keep)
         self.is_first_time = False
 

@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,7 @@ class Trainer:
             self._log_step(step, values, console=is_last or step % config.log_interval == 0)
         self.checkpoints.save(step, is_last, config.public(), values)
         if is_last or (config.weights.interval and step % config.weights.interval == 0):
-            self.export.save(self.loaded.directory, self.run.weights_for(step), config.model.name)
+            self.export.save(self.loaded.directory, partial(self.run.weights_for, step), config.model.name)
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """The first rank samples, from the model itself unless that is split; the others wait."""
