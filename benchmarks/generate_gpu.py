@@ -17,15 +17,10 @@ import time
 from pathlib import Path
 
 from peer import ROOT, finish, median
+from training import QWEN3_06B
 
 WORKER = ROOT / "benchmarks" / "generation.py"
 WORKLOADS = ("batch_128", "batch_256", "groups", "mixed")
-QWEN3_06B = {
-    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
-    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16", "hidden_act": "silu", "attention_bias": False,
-}  # fmt: skip
 WEIGHT_BYTES, KV_BYTES = 1.192e9, 114_688  # of the model; of a token
 
 

@@ -106,6 +106,10 @@ class EvalConfig(Config):
     max_tokens: Positive = 128
     """Longest completion."""
 
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether the model is to be evaluated after that step, 0 being before the first."""
+        return self.at_start if step == 0 else step == last or step % self.interval == 0
+
 
 class EngineConfig(Config):
     max_batch_size: Positive = 256

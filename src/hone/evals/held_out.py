@@ -4,7 +4,6 @@ held-out examples x rollouts ─► env.rollout(client) ─► eval/ENV/reward, 
 """
 
 import asyncio
-from typing import Any
 
 import numpy as np
 
@@ -12,13 +11,6 @@ from hone.config.sections import EvalConfig
 from hone.environments import Environment
 from hone.environments.environment import ModelClient
 from hone.records import Example, Rollout, Sampling
-
-
-def is_due(config: EvalConfig | None, step: int, last: int) -> bool:
-    """Whether the model is to be evaluated after that step, 0 being before the first."""
-    if config is None:
-        return False
-    return config.at_start if step == 0 else step == last or step % config.interval == 0
 
 
 async def evaluate(
@@ -34,21 +26,32 @@ async def evaluate(
 
 
 async def _rollouts(config: EvalConfig, environment: Environment, client: ModelClient, seed: int) -> list[Rollout]:
-    async def one(example: Example, seed: int) -> Rollout:
-        try:
-            return await environment.rollout(client, example, Sampling(config.temperature, config.max_tokens, seed))
-        except Exception as error:  # environments are users' code: theirs may raise anything
-            return Rollout(example, [], [], error=f"{type(error).__name__}: {error}")
-
     examples, n = environment.get_eval_dataset()[: config.num_examples], config.rollouts_per_example
-    jobs = [one(e, (seed << 40) + i * n + k) for i, e in enumerate(examples) for k in range(n)]
+    seeds = [[(seed << 40) + i * n + k for k in range(n)] for i in range(len(examples))]
+    jobs = [
+        attempt(environment, client, example, Sampling(config.temperature, config.max_tokens, one))
+        for example, of_example in zip(examples, seeds, strict=True)
+        for one in of_example
+    ]
     return await asyncio.gather(*jobs)
+
+
+async def attempt(environment: Environment, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
+    """A rollout, or one that carries its error."""
+    try:
+        return await environment.rollout(client, example, sampling)
+    except Exception as error:  # environments are users' code: theirs may raise anything
+        return Rollout(example, [], [], error=f"{type(error).__name__}: {error}")
 
 
 def means(rollouts: list[Rollout]) -> dict[str, float]:
     """Mean reward and metrics of those that did not fail, and how many did."""
     scored = [r for r in rollouts if not r.error]
-    columns: dict[str, list[Any]] = {"reward": [r.reward for r in scored]} if scored else {}
-    for name in sorted({name for r in scored for name in r.metrics}):
-        columns[name] = [r.metrics[name] for r in scored if name in r.metrics]
-    return {name: float(np.mean(values)) for name, values in columns.items()} | {"failed": len(rollouts) - len(scored)}
+    reward = {"reward": float(np.mean([r.reward for r in scored]))} if scored else {}
+    return reward | metric_means(scored) | {"failed": len(rollouts) - len(scored)}
+
+
+def metric_means(scored: list[Rollout]) -> dict[str, float]:
+    """Of each metric, over the rollouts that have it."""
+    names = sorted({name for r in scored for name in r.metrics})
+    return {name: float(np.mean([r.metrics[name] for r in scored if name in r.metrics])) for name in names}

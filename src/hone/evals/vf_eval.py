@@ -20,6 +20,7 @@ from rich.markup import escape
 from hone.environments import Environment, load_environment
 from hone.evals.arguments import parse_arguments
 from hone.evals.endpoints import Endpoint, find_endpoint
+from hone.evals.held_out import attempt, metric_means
 from hone.inference.client import HttpClient
 from hone.records import Example, Rollout, Sampling
 
@@ -63,10 +64,7 @@ async def evaluate(environment: Environment, examples: list[Example], endpoint: 
 
     async def one(client: HttpClient, example: Example, seed: int) -> Rollout:
         async with slots:
-            try:
-                return await environment.rollout(client, example, Sampling(args.temperature, args.max_tokens, seed))
-            except Exception as error:  # environments are users' code: theirs may raise anything
-                return Rollout(example, [], [], error=f"{type(error).__name__}: {error}")
+            return await attempt(environment, client, example, Sampling(args.temperature, args.max_tokens, seed))
 
     async with HttpClient(
         endpoint.base_url,
@@ -84,12 +82,11 @@ async def evaluate(environment: Environment, examples: list[Example], endpoint: 
 
 def summarise(scored: list[Rollout], failed: int) -> dict[str, Any]:
     rewards = [r.reward for r in scored]
-    names = sorted({name for r in scored for name in r.metrics})
     return {
         "failed": failed,
         "reward": float(np.mean(rewards)) if rewards else None,
         "reward_std": float(np.std(rewards)) if rewards else None,
-        "metrics": {name: float(np.mean([r.metrics[name] for r in scored if name in r.metrics])) for name in names},
+        "metrics": metric_means(scored),
     }
 
 

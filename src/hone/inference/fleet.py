@@ -36,7 +36,6 @@ class Fleet:
     ) -> None:
         self.servers = [Server(client) for client in clients]
         self.revive, self.deadline, self.log = revive, deadline, log
-        self.lost_count = 0
         self._asked: dict[str, list[Asked]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -59,7 +58,6 @@ class Fleet:
         """Nothing is asked of it until it has come up again and proven that it has the current weights."""
         if server.is_up:
             server.is_up = False
-            self.lost_count += 1
             self.log.warning(
                 "Lost the server at %s (%s); what was asked of it is asked again", server.client.base_url, why
             )

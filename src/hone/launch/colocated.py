@@ -16,7 +16,7 @@ from hone.config.rl import RLConfig
 from hone.config.sections import ServeConfig
 from hone.engine.engine import Engine
 from hone.environments import Environment, load_environments
-from hone.evals.held_out import evaluate, is_due
+from hone.evals.held_out import evaluate
 from hone.inference.service import EngineService, LocalClient
 from hone.models.loading import Loaded, load
 from hone.monitors.lines import orchestrator_line, trainer_line, why_no_signal
@@ -88,7 +88,7 @@ async def train(
     export = Export(loaded.model, trainer.ranks, loaded.dtype)
     checkpoints = Checkpoints(run, trainer.optimizer, config.ckpt, trainer.ranks)
     evaluation = config.orchestrator.eval
-    if evaluation is not None and first == 1 and evaluation.at_start:
+    if evaluation is not None and first == 1 and evaluation.is_due(0, config.max_steps):
         metrics.log(0, await evaluate(evaluation, held_out, client, config.seed))
     for step in range(first, config.max_steps + 1):
         start = time.perf_counter()
@@ -103,7 +103,7 @@ async def train(
         values = {**collected.metrics, **trained, "time/step": seconds}
         values["perf/throughput"] = values["progress/tokens"] / seconds
         is_last = step == config.max_steps
-        if evaluation is not None and is_due(evaluation, step, config.max_steps):
+        if evaluation is not None and evaluation.is_due(step, config.max_steps):
             values |= await evaluate(evaluation, held_out, client, config.seed)
         metrics.log(step, values)  # before the checkpoint: a run that resumes from it has the row
         if step in weight_steps:

@@ -18,7 +18,7 @@ from typing import Any
 from hone.config.help import to_toml
 from hone.config.rl import OrchestratorRunConfig
 from hone.environments import Environment, load_environments
-from hone.evals.held_out import evaluate, is_due
+from hone.evals.held_out import evaluate
 from hone.inference.client import HttpClient, ServerLost, connect
 from hone.inference.fleet import Fleet, Server
 from hone.monitors.lag import Lag
@@ -65,7 +65,7 @@ async def orchestrate(
         rows = Rows(metrics, config, log)
 
         async def evaluate_version(version: int) -> None:
-            if config.eval is not None and is_due(config.eval, version, config.max_steps):
+            if config.eval is not None and config.eval.is_due(version, config.max_steps):
                 metrics.log(version, await evaluate(config.eval, held_out, fleet, config.seed))
 
         weights.evaluate = evaluate_version

@@ -107,10 +107,9 @@ class Checkpoints:
                 os.fsync(file.fileno())
         shutil.rmtree(directory, ignore_errors=True)  # of a run that had gone further before it was resumed
         partial.rename(directory)
-        kept = to_keep(
-            {s: _metric(p, self.policy.keep_best) for s, p in steps_in(self.run.checkpoints).items()}, self.policy
-        )
-        for other, path in steps_in(self.run.checkpoints).items():
+        found = steps_in(self.run.checkpoints)
+        kept = to_keep({s: _metric(p, self.policy.keep_best) for s, p in found.items()}, self.policy)
+        for other, path in found.items():
             if other not in kept:
                 shutil.rmtree(path)
 

@@ -73,13 +73,12 @@ class Optimizer:
         """After one of several micro-batches: adds its gradients to sums in fp32, where half precision would round."""
         if self.masters is self.parameters:
             return  # summed where they are
-        grads = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in self.parameters]
+        grads = self.gradients()
         if self._sums is None:
             self._sums = _floats(grads)
         else:
             torch._foreach_add_(self._sums, grads)
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.clear()
 
     @torch.no_grad()
     def step(self, lr: float) -> float:

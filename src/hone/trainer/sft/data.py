@@ -27,21 +27,21 @@ class Source:
     """A data set that is read row by row, each time from its start. Raises ValueError, in words, for what cannot be
     found, read or used: where it is not found at once, else as it is come to."""
 
-    def __init__(self, name: str, split: str) -> None:
-        self.name, self.split, self.path = name, split, Path(name)
+    def __init__(self, name: str, split: str, streaming: bool = True) -> None:
+        self.name, self.split, self.path, self.streaming = name, split, Path(name), streaming
         self.is_file = self.path.suffix in (".jsonl", ".json", ".parquet")
         if self.is_file and not self.path.is_file():
             raise ValueError(f"data.name: no file {name}")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if not self.is_file:
-            rows = _read_hub(self.name, self.split, streaming=True)
+            rows = _read_hub(self.name, self.split, self.streaming)
         else:
             rows = _read_parquet(self.path) if self.path.suffix == ".parquet" else _read_jsonl(self.path)
         is_first = True
         for row in rows:
-            if is_first:
-                _require_columns(self.name, row)
+            if is_first and "messages" not in row and not {"prompt", "completion"} <= set(row):
+                raise ValueError(f"data.name: {self.name} needs the columns {COLUMNS}; it has {', '.join(sorted(row))}")
             is_first = False
             yield row
         if is_first:
@@ -50,19 +50,7 @@ class Source:
 
 def load_rows(name: str, split: str) -> list[dict[str, Any]]:
     """The rows of a data set. Raises ValueError like `Source`."""
-    source = Source(name, split)
-    if source.is_file:
-        return list(source)
-    rows = list(_read_hub(name, split, streaming=False))
-    if not rows:
-        raise ValueError(f"data.name: {name} has no rows")
-    _require_columns(name, rows[0])
-    return rows
-
-
-def _require_columns(name: str, row: dict[str, Any]) -> None:
-    if "messages" not in row and not {"prompt", "completion"} <= set(row):
-        raise ValueError(f"data.name: {name} needs the columns {COLUMNS}; it has {', '.join(sorted(row))}")
+    return list(Source(name, split, streaming=False))
 
 
 def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:

@@ -64,11 +64,7 @@ def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
         return bench(config, rows, ranks)
     run = RunDirectory(config.output_dir, "sft")
     sources = resume_from(run, config.resume)
-    loaded = load(config.model, seed=config.seed)
-    if config.lora:
-        add_lora(loaded.model, config.lora, config.seed)
-    shard(loaded.model, ranks, config.sharding)
-    optimizer = Optimizer(loaded.model, config.optim, ranks)
+    loaded, optimizer = prepare(config, ranks)
     done = restore(sources, optimizer, config.public(), ranks)
     ranks.wait()  # nobody reads what the first is about to change
     if not ranks.is_first:
@@ -88,13 +84,18 @@ def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
     ranks.leave()
 
 
-def bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
-    """Prints where the time of a step goes; writes nothing."""
+def prepare(config: SFTConfig, ranks: Ranks) -> tuple[Loaded, Optimizer]:
+    """The model as it is trained: with its adapter, split over ranks where it is; and what moves it."""
     loaded = load(config.model, seed=config.seed)
     if config.lora:
         add_lora(loaded.model, config.lora, config.seed)
     shard(loaded.model, ranks, config.sharding)
-    optimizer = Optimizer(loaded.model, config.optim, ranks)
+    return loaded, Optimizer(loaded.model, config.optim, ranks)
+
+
+def bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
+    """Prints where the time of a step goes; writes nothing."""
+    loaded, optimizer = prepare(config, ranks)
     run = RunDirectory(config.output_dir, "sft")
     trainer = Trainer(config, loaded, optimizer, run, None, component_log("sft"), ranks)
     batches, measured = steps(trainer.data(rows), config.data, config.seed), []
@@ -146,7 +147,7 @@ class Trainer:
         )  # fmt: skip
         start = time.perf_counter()
         with _progress(disable=not self.ranks.is_first) as progress:
-            if done == 0 and config.eval and config.eval.at_start:
+            if done == 0 and config.eval and config.eval.is_due(0, max_steps):
                 values = self._evaluate(0)
                 if self.metrics is not None:
                     self.metrics.log(0, values)
@@ -158,7 +159,7 @@ class Trainer:
                 is_last = step == max_steps or out_of_time
                 if config.val and (is_last or step % config.val.interval == 0):
                     values["val/loss"] = self.validate(val, data_of_val)
-                if config.eval and (is_last or step % config.eval.interval == 0):
+                if config.eval and config.eval.is_due(step, step if is_last else max_steps):
                     values |= self._evaluate(step)
                 progress.update(task, advance=1, loss=values["loss/mean"], rate=values["perf/throughput"])
                 self._write(step, values, is_last)
