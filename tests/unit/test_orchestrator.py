@@ -145,6 +145,31 @@ def test_what_has_become_too_old_is_begun_again():
     assert len(steps_of_0) == 1 and steps_of_0[0] >= 4
 
 
+def test_what_is_cancelled_from_outside_ends_in_silence_and_from_inside_is_a_failure(caplog):
+    class Cancels(Digits):
+        async def rollout(self, client, example, sampling):
+            if sampling.seed % 4 == 0:
+                raise asyncio.CancelledError
+            return await super().rollout(client, example, sampling)
+
+    async def inside():
+        made = orchestrator(Model(), Cancels())
+        made.adopted(0)
+        return await made.collect(1)
+
+    assert run(inside()).metrics["progress/failed"] == 4
+
+    async def outside():
+        made = orchestrator(Model(lambda seed: 30.0))
+        made.adopted(0)
+        asyncio.get_running_loop().call_later(0.05, asyncio.current_task().cancel)
+        await made.collect(1)
+
+    with pytest.raises(asyncio.CancelledError), caplog.at_level(logging.ERROR):
+        run(outside())
+    assert not caplog.records  # asyncio says there what a callback raised
+
+
 def test_groups_without_signal_are_replaced_up_to_a_limit():
     rare = Digits(reward=lambda digit: float(digit == 0))
 

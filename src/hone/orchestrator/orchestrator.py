@@ -177,8 +177,11 @@ class Orchestrator:
             return  # given up
         del self.under_way[number]
         self._changed.set()
-        if task.cancelled() or task.exception() is not None:
-            self._error = task.exception() or asyncio.CancelledError()
+        if task.cancelled():  # the program is being ended
+            self._error = asyncio.CancelledError()
+            return
+        self._error = task.exception()
+        if self._error is not None:
             return
         group = task.result()
         group.version = min(group.versions, default=begun.version)
@@ -226,6 +229,11 @@ class Orchestrator:
                     rollout = await self.environments[env].rollout(self.client, example, sampling)
             except TimeoutError:
                 cause, error = "timeout", f"no end within orchestrator.rollout-timeout {timeout} s"
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise  # given up, or the program is being ended
+                cause, error = "raised", "the environment cancelled its own work"
             except Exception as failure:  # environments are users' code: theirs may raise anything
                 cause, error = "raised", f"{type(failure).__name__}: {failure}"
             else:
