@@ -53,11 +53,11 @@ def rl(trained, tmp_path):
 
 
 class Server:
-    """An `inference` process on a free port."""
+    """An `inference` process on a free port, or another program that takes its options."""
 
-    def __init__(self, *options, log):
+    def __init__(self, *options, log, program=(BIN / "inference",)):
         self.log = log
-        words = [BIN / "inference", *map(str, options), "--server.port", "0"]
+        words = [*program, *map(str, options), "--server.port", "0"]
         self.process = subprocess.Popen(words, stdout=log.open("w"), stderr=subprocess.STDOUT, cwd=ROOT)
         deadline = time.monotonic() + 60
         while " at http://" not in log.read_text():

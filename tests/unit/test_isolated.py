@@ -57,6 +57,29 @@ def environment(tmp_path, monkeypatch):
     return made
 
 
+def test_a_worker_that_was_stopped_is_named_killed_and_replaced_and_one_that_blocks_is_not(
+    environment, monkeypatch, caplog
+):
+    monkeypatch.setattr(module, "LOOK", 0.2)
+    monkeypatch.setattr(module, "SILENCE", 1.0)
+    well, _, blocks, again = environment.get_dataset()
+    (worker,) = environment.workers
+
+    async def program():
+        first = await environment.rollout(Model(), well, Sampling())
+        blocking = asyncio.ensure_future(environment.rollout(Model(), blocks, Sampling()))
+        await asyncio.sleep(2.0)
+        assert not caplog.records and not blocking.done()
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        with pytest.raises(ConnectionError, match="was killed"):
+            await blocking
+        second = await environment.rollout(Model(), again, Sampling())
+        assert first.metrics["pid"] != second.metrics["pid"]
+
+    run(environment, program)
+    assert "The worker of isolated-env" in caplog.text and "its 1 rollouts are tried again" in caplog.text
+
+
 def run(environment, program):
     async def whole():
         try:

@@ -6,16 +6,18 @@
              ◄─ {"done": 7, rollout} or {"error": 7} ──
 
 Lines of JSON over the worker's standard input and output. A worker that dies is replaced; its rollouts fail, and are
-tried again like any others. One that does not answer while a rollout of it is out of time is killed.
+tried again like any others. One that was stopped is killed, and so is one that blocks while a rollout is out of time.
 """
 
 import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Any
@@ -23,7 +25,10 @@ from typing import Any
 from hone.environments.environment import Environment, ModelClient
 from hone.records import Completion, Example, Rollout, Sampling, Turn
 
-ANSWER = 5.0  # seconds that a worker may take to answer at all
+ANSWER = 5.0  # seconds that a worker may take to answer while it does not block
+LOOK, SILENCE = 3.0, 15.0  # seconds between looks at one with work; of one that blocks a thread still answers
+
+log = logging.getLogger("hone.orchestrator")
 LINE = 2**28  # bytes of a message, at most
 
 
@@ -63,6 +68,7 @@ class Worker:
         self._reader: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting, self._heard = asyncio.Lock(), asyncio.Event()
+        self._last = 0.0  # when it was heard
 
     @property
     def load(self) -> int:
@@ -108,6 +114,7 @@ class Worker:
             pipe = asyncio.subprocess.PIPE
             self.process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, limit=LINE)
             self._reader = asyncio.create_task(self._read(self.process))
+            self._run(self._watch(self.process))
 
     def _send(self, message: dict[str, Any]) -> None:
         if self.process is not None and self.process.stdin is not None:
@@ -118,8 +125,10 @@ class Worker:
         assert process.stdout is not None
         while line := await process.stdout.readline():
             message: dict[str, Any] = json.loads(line)
-            self._heard.set()
             kind, number = next(iter(message.items()))
+            self._last = time.monotonic()
+            if kind != "alive":
+                self._heard.set()
             future, client = self.waiting.get(number, (None, None))
             if future is None or client is None or future.done():
                 continue
@@ -142,6 +151,22 @@ class Worker:
             self._send({"error": number, "words": f"{type(error).__name__}: {error}"})
         else:
             self._send({"turn": number, "value": asdict(turn)})
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Kills it when it gives no sign of life while it has work."""
+        self._last = time.monotonic()
+        while process.returncode is None:
+            before = time.monotonic()
+            self._send({"alive": -1})
+            await asyncio.sleep(LOOK)
+            if time.monotonic() - before > 2 * LOOK:  # we slept ourselves
+                self._last = time.monotonic()
+            if time.monotonic() - self._last > SILENCE and process.returncode is None:
+                log.warning(
+                    "The worker of %s (%d) gives no sign of life for %.0f s: it is killed, and its %d rollouts are "
+                    "tried again", self.name, process.pid, SILENCE, len(self.waiting),
+                )  # fmt: skip
+                process.kill()
 
     async def _kill_unless_it_answers(self) -> None:
         """A worker that is busy with something that never ends would keep its other rollouts waiting too."""

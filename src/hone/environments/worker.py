@@ -67,21 +67,29 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")  # what the environment prints goes to stderr, not between the messages
     os.dup2(2, 1)
 
+    sending = threading.Lock()
+
     def send(message: dict[str, Any]) -> None:
-        out.write(json.dumps(message) + "\n")
-        out.flush()
+        with sending:
+            out.write(json.dumps(message) + "\n")
+            out.flush()
 
     async def work() -> None:
         loop = asyncio.get_running_loop()
-        worker = Worker(load_environment(name, **arguments), send)
+        lines: asyncio.Queue[str] = asyncio.Queue()
 
         def read() -> None:
             for line in sys.stdin:
-                loop.call_soon_threadsafe(worker.take, line)
+                if line.startswith('{"alive"'):  # whatever the environment is at
+                    send({"alive": -1})
+                    continue
+                loop.call_soon_threadsafe(lines.put_nowait, line)
             os._exit(0)  # nobody is there any more, whatever the environment is at
 
         threading.Thread(target=read, daemon=True).start()
-        await loop.create_future()
+        worker = Worker(load_environment(name, **arguments), send)
+        while True:
+            worker.take(await lines.get())
 
     asyncio.run(work())
 

@@ -111,10 +111,10 @@ class HttpClient:
         result: dict[str, Any] = answer.json()
         return result
 
-    async def is_up(self) -> bool:
-        """Whether the server answers on /health."""
+    async def is_up(self, timeout: float = 5.0) -> bool:
+        """Whether the server answers on /health within some seconds."""
         try:
-            answer = await self.pools[0].get(f"{self.base_url.removesuffix('/v1')}/health", timeout=5.0)
+            answer = await self.pools[0].get(f"{self.base_url.removesuffix('/v1')}/health", timeout=timeout)
         except httpx.HTTPError:
             return False
         return answer.status_code == 200

@@ -2,9 +2,11 @@
 machine alone.
 
     POST /pause?mode=keep|wait|abort     stop computing: keep what runs, finish it, or end it
-    POST /update_weights                 {"weight_dir": DIR, "version": N, "model_name": NAME?}, between two steps
+    POST /update_weights                 {"weight_dir": DIR, "version": N, "model_name": NAME?, "base_dir": DIR?},
+                                         between two steps; with base_dir weight_dir is an adapter, merged into that
     POST /resume                         go on
-    GET  /version                        version, checksum, dtype, model, completions so far, is_paused
+    GET  /version                        version, checksum, dtype, model, completions so far, is_paused; ?each=true:
+                                         the fingerprint of each weight too
     POST /score                          {"ids": […]}: logprobs of every token after the first
     POST /v1/load_lora_adapter           {"lora_name": NAME, "lora_path": DIR}, in peft's format; again to replace it
     POST /v1/unload_lora_adapter         {"lora_name": NAME}
@@ -24,7 +26,8 @@ from pydantic import BaseModel, Field
 from hone.engine.engine import Engine
 from hone.inference.service import EngineService
 from hone.models.hf import load_model, load_weights
-from hone.models.proof import checksum, score
+from hone.models.lora import merge_adapter
+from hone.models.proof import checksum_of, fingerprints, score
 from hone.models.spec import parse_model_config, read_model_config
 from hone.text.tokenizer import Tokenizer
 
@@ -47,23 +50,29 @@ class Served:
     def engine(self) -> Engine:
         return self.service.engine
 
-    def update(self, directory: Path, version: int, name: str | None) -> dict[str, Any]:
-        """Takes the weights of a directory, on the compute thread. Raises ValueError for what is no such model."""
-        engine = self.engine
+    def update(self, delivered: Path, version: int, name: str | None, base: Path | None) -> dict[str, Any]:
+        """Takes the weights of a directory, or of `base` with the adapter there merged into it, on the compute thread.
+        Raises ValueError for what is no such model."""
+        engine, directory = self.engine, base or delivered
         tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
         spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))
         if spec == engine.model.spec:
-            load_weights(engine.model, directory)
-            engine.set_version(version)
+            model = engine.model
+            load_weights(model, directory)
         else:
             weight = engine.model.embed.weight
             model = load_model(directory, dtype=weight.dtype, device=weight.device)
+        if base is not None:
+            merge_adapter(model, delivered)
+        if model is engine.model:
+            engine.set_version(version)
+        else:
             engine.abort_all()
             self.service.engine = engine.with_model(model, version)
         if tokenizer is not None:
             self.set_tokenizer(tokenizer)
         self.name = name or self.name
-        log.info("Took version %d of %s from %s", version, self.name, directory)
+        log.info("Took version %d of %s from %s", version, self.name, delivered)
         return self.state()
 
     def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
@@ -78,16 +87,18 @@ class Served:
         self.engine.unload_adapter(name)
         return self.state()
 
-    def state(self) -> dict[str, Any]:
+    def state(self, each: bool = False) -> dict[str, Any]:
         model = self.engine.model
+        of_each = fingerprints(model)
         return {
             "version": self.engine.version,
-            "checksum": checksum(model),
+            "checksum": checksum_of(model, of_each),
             "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
             "model": self.name,
             "completions": self.engine.completions,
             "is_paused": self.service.is_paused,
             "adapters": list(self.engine.adapters.loaded),
+            **({"fingerprints": of_each} if each else {}),
         }
 
 
@@ -95,6 +106,7 @@ class Update(BaseModel):
     weight_dir: str
     version: int = Field(ge=0)
     model_name: str | None = None
+    base_dir: str | None = None
 
 
 class LoadAdapter(BaseModel):
@@ -140,7 +152,8 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
 
     @app.post("/update_weights", dependencies=guard)
     async def update_weights(body: Update) -> dict[str, Any]:
-        return await changed(lambda: served.update(Path(body.weight_dir), body.version, body.model_name))
+        base = Path(body.base_dir) if body.base_dir else None
+        return await changed(lambda: served.update(Path(body.weight_dir), body.version, body.model_name, base))
 
     @app.post("/v1/load_lora_adapter", dependencies=guard)
     async def load_lora_adapter(body: LoadAdapter) -> dict[str, Any]:
@@ -151,8 +164,8 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
         return await changed(lambda: served.unload_adapter(body.lora_name))
 
     @app.get("/version", dependencies=guard)
-    async def version() -> dict[str, Any]:
-        return await service.run(served.state)
+    async def version(each: bool = False) -> dict[str, Any]:
+        return await service.run(lambda: served.state(each))
 
     @app.post("/score", dependencies=guard)
     async def scores(body: Ids) -> dict[str, Any]:

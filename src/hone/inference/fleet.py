@@ -1,27 +1,51 @@
 """Several servers of one policy as one model, which outlives the loss of any of them.
 
 chat, chat … of one turn of the event loop ─ same messages, seeds in a row ─► one request ─► the least busy server
-a server that is lost, or serves older weights than it took ─► its requests asked again elsewhere or later
+a server that is lost, falls silent, or serves older weights than it took ─► its requests asked again elsewhere or later
                   └─► comes up again ─ revive: the current weights, proven ─► serves again
 """
 
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, replace
+from typing import Any, TypeVar
 
 from hone.inference.client import HttpClient, ServerLost
 from hone.records import Message, Sampling, Turn
 from hone.transport.waiting import Wait
 
 Asked = tuple[Sampling, list[Message], asyncio.Future[Turn]]
+T = TypeVar("T")
+LOOK, SILENCE = 2.0, 15.0  # seconds between looks at a server; without an answer, until it is lost
 
 
 class Server:
     def __init__(self, client: HttpClient) -> None:
         self.client = client
         self.busy, self.version, self.is_up = 0, -1, True
+        self.why = ""  # it was lost
+        self._at_work: set[asyncio.Task[Any]] = set()
+
+    async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
+        """What it answers. Raises ServerLost when it is lost meanwhile."""
+        task = asyncio.ensure_future(work)
+        self._at_work.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            me = asyncio.current_task()
+            if me is None or me.cancelling():
+                raise
+            raise ServerLost(self.why) from None
+        finally:
+            self._at_work.discard(task)
+
+    def lose(self, why: str) -> None:
+        self.is_up, self.why = False, why
+        for task in self._at_work:
+            task.cancel()
 
 
 class Fleet:
@@ -57,11 +81,21 @@ class Fleet:
     def lost(self, server: Server, why: str) -> None:
         """Nothing is asked of it until it has come up again and proven that it has the current weights."""
         if server.is_up:
-            server.is_up = False
+            server.lose(why)
             self.log.warning(
                 "Lost the server at %s (%s); what was asked of it is asked again", server.client.base_url, why
             )
             self._start(self._revive(server, why))
+
+    async def watch(self) -> None:
+        """Loses servers that do not answer any more: a process that was stopped, a machine that went away."""
+
+        async def look(server: Server) -> None:
+            if not await server.client.is_up(SILENCE):
+                self.lost(server, f"/health did not answer within {SILENCE:.0f} s")
+
+        while True:
+            await asyncio.gather(asyncio.sleep(LOOK), *(look(server) for server in self.up))
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -99,7 +133,7 @@ class Fleet:
             server.busy += len(run)
             version = server.version
             try:
-                turns = await server.client.chat_group(messages, sampling, len(run))
+                turns = await server.unless_lost(server.client.chat_group(messages, sampling, len(run)))
             except ServerLost as error:
                 self.lost(server, str(error))
             except Exception as error:  # a refusal: each rollout that waits learns of it

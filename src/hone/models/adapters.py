@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,29 +38,12 @@ class Adapter:
 
 def read_adapter(directory: Path) -> Adapter:
     """An adapter in peft's format. Raises ValueError for what is missing or what has no counterpart here."""
-    path = directory / "adapter_config.json"
-    if not path.is_file():
-        raise ValueError(f"{directory} is not an adapter: it has no adapter_config.json")
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type {config.get('peft_type')!r} is not supported; supported: 'LORA'")
+    config, tensors = read_files(directory)
+    path, file = directory / "adapter_config.json", directory / "adapter_model.safetensors"
     for key, accepted in ACCEPTED.items():
         if key in config and config[key] not in accepted:
             raise ValueError(f"{path}: {key} = {config[key]!r} is not supported")
-    rank = config.get("r")
-    if not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"{path}: r = {rank!r} is not a rank")
-    scale = config.get("lora_alpha", rank) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    file = directory / "adapter_model.safetensors"
-    if not file.is_file():
-        raise ValueError(f"{directory} has no adapter_model.safetensors")
-    try:
-        tensors = load_file(file)
-    except Exception as error:  # safetensors raises its own class for a damaged file
-        raise ValueError(f"{file} is not a readable safetensors file: {error}") from None
+    rank, scale = config["r"], scale_of(config)
     parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight", key)
@@ -70,6 +54,36 @@ def read_adapter(directory: Path) -> Adapter:
         if set(pair) != {"A", "B"} or len(pair["A"]) != rank or pair["B"].shape[1] != rank:
             raise ValueError(f"{file}: {name} needs lora_A and lora_B of rank {rank}")
     return Adapter(rank, {name: (pair["A"], pair["B"] * scale) for name, pair in parts.items()})
+
+
+def scale_of(config: dict[str, Any]) -> float:
+    """What B A is multiplied by, of an adapter_config.json."""
+    rank: int = config["r"]
+    alpha: float = config.get("lora_alpha", rank)
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def read_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """An adapter's configuration and tensors. Raises ValueError where the files are not there or not readable."""
+    path = directory / "adapter_config.json"
+    if not path.is_file():
+        raise ValueError(f"{directory} is not an adapter: it has no adapter_config.json")
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type {config.get('peft_type')!r} is not supported; supported: 'LORA'")
+    rank = config.get("r")
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"{path}: r = {rank!r} is not a rank")
+    file = directory / "adapter_model.safetensors"
+    if not file.is_file():
+        raise ValueError(f"{directory} has no adapter_model.safetensors")
+    try:
+        return config, load_file(file)
+    except Exception as error:  # safetensors raises its own class for a damaged file
+        raise ValueError(f"{file} is not a readable safetensors file: {error}") from None
 
 
 class Delta:

@@ -3,8 +3,8 @@
     fused weight   q │ k │ v  by rows        A_RI   A of q, of k, of v, one below the other
     adapter        B_q A_q │ B_k A_k │ …     B_OR   B of q, k, v along the diagonal, 0 elsewhere
 
-Saved as peft does (adapter_config.json, adapter_model.safetensors), and merged into a plain model. The adapters that a
-server loads beside a model are in `adapters.py`.
+Saved as peft does (adapter_config.json, adapter_model.safetensors), and merged into a plain model, here or where only
+the adapter was sent. The adapters that a server loads beside a model are in `adapters.py`.
 """
 
 import json
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hone.config.lora import LoRAConfig
 from hone.kernels.rows import put_rows
-from hone.models.adapters import read_adapter
+from hone.models.adapters import read_adapter, read_files, scale_of
 from hone.models.hf import hf_names, split_rows
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Linear, Transformer
@@ -92,14 +92,50 @@ class LoRA(nn.Module):
 
     def add_to(self, weight_OI: Tensor, whole: Whole = _as_it_is) -> Tensor:
         """A fused weight with the adapter merged into it, in fp32."""
-        merged, at = weight_OI.to(torch.float32, copy=True), 0
+        merged = weight_OI.to(torch.float32, copy=True)
         pairs = {name: (a, b) for name, a, b in self.pairs(whole)}
-        for name, height in self.heights.items():
-            if name in pairs:
-                a, b = pairs[name]
-                merged[at : at + height].addmm_(b.float(), a.float(), alpha=self.config.scale)
-            at += height
+        _merge(merged, [(height, pairs.get(name)) for name, height in self.heights.items()], self.config.scale)
         return merged
+
+
+def _merge(weight_OI: Tensor, parts: list[tuple[int, tuple[Tensor, Tensor] | None]], scale: float) -> None:
+    """Adds scale * B A to the rows of each part that has them: heights, and A and B."""
+    for rows, (_, pair) in zip(weight_OI.split([height for height, _ in parts]), parts, strict=True):
+        if pair is not None:
+            a, b = (x.to(weight_OI.device, torch.float32) for x in pair)
+            rows.addmm_(b, a, alpha=scale)
+
+
+@torch.no_grad()
+def merge_adapter(model: Transformer, directory: Path) -> None:
+    """Merges an adapter that `write_adapter` wrote into the plain model that it was trained on: what its trainer
+    exports, bit for bit. Raises ValueError for one of another model."""
+    config, tensors = read_files(directory)
+    scale, parameters, used = scale_of(config), dict(model.named_parameters()), set[str]()
+
+    def take(name: str) -> Tensor | None:
+        name = f"base_model.model.{name}"
+        used.add(name)
+        return tensors.get(name)
+
+    for ours, theirs in hf_names(model.spec).items():
+        weight = parameters[ours]
+        rows = split_rows(model.spec, ours, weight)
+        saved = take(theirs[0])
+        if saved is not None:
+            weight.copy_(saved)
+        pairs = []
+        for name in theirs:
+            module = name.removesuffix(".weight")
+            a, b = take(f"{module}.lora_A.weight"), take(f"{module}.lora_B.weight")
+            pairs.append(None if a is None or b is None else (a, b))
+        if any(pairs):
+            merged = weight.to(torch.float32, copy=True)
+            _merge(merged, [(len(part), pair) for part, pair in zip(rows, pairs, strict=True)], scale)
+            weight.copy_(merged)
+    surplus = sorted(set(tensors) - used - {"base_model.model.lm_head.weight"})  # a tied head's, once more
+    if surplus:
+        raise ValueError(f"{directory}: tensors that the model does not have: {', '.join(surplus[:5])}")
 
 
 def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:

@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,17 @@ from hone.config.help import to_toml
 from hone.config.rl import OrchestratorRunConfig
 from hone.environments import Environment, load_environments
 from hone.evals.held_out import evaluate
-from hone.inference.client import HttpClient, ServerLost, connect
-from hone.inference.fleet import Fleet, Server
+from hone.inference.client import HttpClient, connect
+from hone.inference.fleet import Fleet
 from hone.monitors.lag import Lag
 from hone.monitors.lines import orchestrator_line, why_no_signal
 from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
 from hone.orchestrator.orchestrator import Collected, Orchestrator, write_rollouts
+from hone.orchestrator.weights import Weights
 from hone.run_directory import RunDirectory
-from hone.transport.files import PROGRESS, Delivery, published, read_delivery, read_progress, write_batch
-from hone.transport.waiting import POLL, PulseOf, Wait
-
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, where none is configured
+from hone.transport.files import PROGRESS, published, read_progress, write_batch
+from hone.transport.waiting import Pulse, Wait
 
 
 def main(config: OrchestratorRunConfig) -> None:
@@ -61,7 +59,7 @@ async def orchestrate(
         "Orchestrating steps %d to %d on %d examples of %s, sampled by %s",
         first, config.max_steps, len(orchestrator.examples), ", ".join(environments), ", ".join(config.client.base_url),
     )  # fmt: skip
-    with Metrics(run.metrics, config.wandb, config) as metrics:
+    with Metrics(run.metrics, config.wandb, config) as metrics, Pulse(run.pulse("orchestrator")):
         rows = Rows(metrics, config, log)
 
         async def evaluate_version(version: int) -> None:
@@ -73,17 +71,18 @@ async def orchestrate(
             await evaluate_version(0)
         orchestrator.adopted(weights.version)
         lag = Lag(log)
-        lagging = asyncio.create_task(lag.watch())
-        watching = asyncio.create_task(weights.watch(rows, orchestrator.adopted))
         working = asyncio.create_task(work(config, run, orchestrator, weights, rows, lag, first))
+        watching = [
+            asyncio.create_task(w) for w in (weights.watch(rows, orchestrator.adopted), fleet.watch(), lag.watch())
+        ]
         try:
-            await asyncio.wait({watching, working, fleet.ended}, return_when=asyncio.FIRST_COMPLETED)
-            for ended in (watching, fleet.ended):
+            await asyncio.wait({working, *watching, fleet.ended}, return_when=asyncio.FIRST_COMPLETED)
+            for ended in (*watching, fleet.ended):
                 if ended.done():
                     await ended  # raises what ended it
             await working
         finally:
-            tasks = (lagging, watching, working)
+            tasks = (working, *watching)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -132,118 +131,6 @@ def publish(collected: Collected, run: RunDirectory) -> None:
         write_batch(collected.batch, run.id, directory)
 
     write_rollouts(collected.groups, run.rollouts / f"step_{collected.batch.step}", write_more)
-
-
-class Weights:
-    """The versions that the trainer publishes, and the newest that every server has taken and proven."""
-
-    fleet: Fleet
-    evaluate: Callable[[int], Awaitable[None]]
-
-    def __init__(self, run: RunDirectory, config: OrchestratorRunConfig, log: logging.Logger) -> None:
-        self.run, self.config, self.log = run, config, log
-        self.trainer = PulseOf(run.pulse("trainer"))
-        self.version, self.seen = -1, -1
-        self.current: Delivery | None = None
-        self.busy = asyncio.Lock()  # with taking a version and evaluating it
-
-    async def join(self) -> int:
-        """The version that the run of the living trainer starts from; every server has it then."""
-        hint = f"is there a trainer over it? (trainer @ FILE --output-dir {self.run.path})"
-        wait = Wait(f"the trainer of a run in {self.run.path}", self.config.weights_timeout, self.log, hint)
-        while True:
-            versions = published(self.run.broadcasts) if self.trainer.is_beating() else []
-            delivery = read_delivery(self.run.broadcasts / f"step_{versions[-1]}") if versions else None
-            if delivery is not None and delivery.run == self.run.id_on_disk():
-                self.run.id = delivery.run
-                self.seen = delivery.version
-                await self._adopt(delivery)
-                return delivery.version
-            wait.check()
-            await asyncio.sleep(0.05)
-
-    async def watch(self, rows: "Rows", adopted: Callable[[int], None]) -> None:
-        """Gives the servers each version when it comes. Ends only by raising."""
-        while True:
-            newest = self.look(rows)
-            if newest is not None:
-                async with self.busy:
-                    await self._adopt(newest)
-                    adopted(self.version)
-                    await self.evaluate(self.version)  # the next is taken after that: results are of one version
-            await asyncio.sleep(POLL)
-
-    async def at_least(self, version: int) -> None:
-        """Waits until the servers have that version."""
-        what = f"version {version} of the weights in {self.run.broadcasts}"
-        wait = Wait(what, self.config.weights_timeout, self.log, "is the trainer still at work?")
-        while self.version < version:
-            if self.seen < version and self.trainer.is_silent():
-                raise ConnectionError(f"waiting for {what}: the trainer of this run has gone silent")
-            if wait.check():
-                self.run.require_own()
-            await asyncio.sleep(POLL)
-
-    def look(self, rows: "Rows") -> Delivery | None:
-        """Takes note of what has been published since; returns the newest of it."""
-        delivery = None
-        for version in published(self.run.broadcasts):
-            if version > self.seen:
-                found = read_delivery(self.run.broadcasts / f"step_{version}")
-                if found is not None and found.run == self.run.id:
-                    delivery, self.seen = found, version
-                    rows.trained(version, found.metrics)
-        return delivery
-
-    async def _adopt(self, delivery: Delivery) -> None:
-        """Gives every server the version and has each prove that it serves it. A lost one gets it once it is back."""
-        start = time.perf_counter()
-        self.current = delivery
-
-        async def update(server: Server) -> None:
-            try:
-                await self._update(server.client, delivery)
-                server.version = delivery.version
-            except ServerLost as error:
-                self.fleet.lost(server, str(error))
-
-        await asyncio.gather(*(update(server) for server in self.fleet.up))
-        self.version = delivery.version
-        self.log.debug("Version %d adopted in %.3f s", delivery.version, time.perf_counter() - start)
-
-    async def revive(self, client: HttpClient) -> int:
-        """Gives a server that was lost what is current."""
-        while True:
-            delivery = self.current
-            assert delivery is not None
-            await self._update(client, delivery)
-            if delivery is self.current:
-                return delivery.version
-
-    async def _update(self, client: HttpClient, delivery: Delivery) -> None:
-        directory = (self.run.broadcasts / f"step_{delivery.version}").resolve()
-        body = {"weight_dir": str(directory), "version": delivery.version, "model_name": self.config.model.name}
-        try:
-            state = await client.control("update_weights", body)
-            if state["is_paused"]:  # by whoever used the server before
-                await client.control("resume", {})
-            scored = (await client.control("score", {"ids": delivery.canary.ids}))["logprobs"]
-        except RuntimeError as error:  # an answer that refuses: nothing that this run can go on with
-            raise ConnectionError(f"version {delivery.version} was not taken: {error}") from None
-        if state["dtype"] == delivery.dtype and state["checksum"] != delivery.checksum:
-            raise ConnectionError(
-                f"{client.base_url} serves other weights than version {delivery.version}: checksum "
-                f"{state['checksum']}, the trainer's is {delivery.checksum}"
-            )
-        worst = max(abs(a - b) for a, b in zip(scored, delivery.canary.logprobs, strict=True))
-        tolerance = self.config.canary_tolerance or max(TOLERANCE[delivery.dtype], TOLERANCE[state["dtype"]])
-        if not worst <= tolerance:
-            if (await client.control("version"))["version"] != delivery.version:
-                raise ServerLost(f"{client.base_url} was started again while it took version {delivery.version}")
-            raise ConnectionError(
-                f"{client.base_url} and the trainer disagree on the canary of version {delivery.version}: logprobs "
-                f"differ by up to {worst:.2g}, allowed are {tolerance:g} (canary-tolerance)"
-            )
 
 
 class Rows:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hone.config.lora import LoRAConfig
 from hone.config.sections import Sharding
 from hone.models.hf import hf_names, write_model
 from hone.models.lora import LoRA, adapter_tensors, loras, write_adapter
@@ -80,8 +81,8 @@ class Export:
         self._copy: Transformer | None = None
 
     @torch.no_grad()
-    def __call__(self) -> Transformer | None:
-        """Collective; None on all ranks but the first."""
+    def __call__(self, merged: bool = True) -> Transformer | None:
+        """Collective; None on all ranks but the first. Without `merged` as it is under its adapters."""
         if self.is_plain:
             return self.model if self.ranks.is_first else None
         if self._copy is None and self.ranks.is_first:
@@ -94,7 +95,7 @@ class Export:
             value, delta = whole(self.model.get_parameter(name)), None
             if name.endswith(".weight"):
                 delta = getattr(modules[name.removesuffix(".weight")], "delta", None)
-            if isinstance(delta, LoRA):
+            if isinstance(delta, LoRA) and merged:
                 value = delta.add_to(value, whole)
             if name in copies:
                 copies[name].copy_(value)
@@ -106,17 +107,26 @@ class Export:
         Collective; the first rank writes, and alone asks `where`.
         """
         model = self()
-        self._reshard()
-        adapter = adapter_tensors(self.model, whole)
         if model is None:
-            return
+            return self.save_adapter(None, base)
         directory = where()
         partial = write_model(model, source, directory.with_name(directory.name + ".partial"))
-        if adapter:
-            config = next(loras(self.model)).config
-            write_adapter(adapter, config, model.spec, base, partial / "lora_adapters")
+        self.save_adapter(partial / "lora_adapters", base)
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
+
+    @property
+    def lora(self) -> LoRAConfig | None:
+        return next((lora.config for lora in loras(self.model)), None)
+
+    def save_adapter(self, directory: Path | None, base: str) -> None:
+        """Writes the adapter in peft's format, if there is one. Collective; the first rank alone has a directory."""
+        if self.lora is None:
+            return
+        self._reshard()
+        tensors = adapter_tensors(self.model, whole)
+        if directory is not None:
+            write_adapter(tensors, self.lora, self.model.spec, base, directory)
 
     def _reshard(self) -> None:
         if is_sharded(self.model):  # a forward without gradients leaves the last part whole

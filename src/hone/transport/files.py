@@ -2,6 +2,7 @@
 
     orchestrator ── rollouts/step_N/{rollouts.jsonl, progress.json, batch.safetensors} ──► trainer
     trainer ── broadcasts/step_N/{model.safetensors, config.json, delivery.json, STABLE} ──► orchestrator, servers
+               with LoRA once broadcasts/base/, and in step_N/ the adapter alone
 
 Both carry the run's id, so that what an earlier run left behind is never taken for this one's. Directories are listed,
 not asked for by name: a network file system may hide a new name for a minute from those who asked too early.
@@ -10,7 +11,7 @@ not asked for by name: a network file system may hide a new name for a minute fr
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from safetensors.numpy import save_file
 from hone.records import Batch, Sample
 
 BATCH, PROGRESS = "batch.safetensors", "progress.json"
-DELIVERY, STABLE = "delivery.json", "STABLE"
+DELIVERY, STABLE, BASE = "delivery.json", "STABLE", "base"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,10 @@ class Canary:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What the trainer says about published weights. `metrics` are those of the step that made them."""
+    """What the trainer says about published weights. `metrics` are those of the step that made them.
+
+    `checksum` and `fingerprints`, one a weight, are of the whole model, also where only an adapter for `base` travels.
+    """
 
     run: str
     version: int
@@ -42,6 +46,10 @@ class Delivery:
     dtype: str
     canary: Canary
     metrics: dict[str, float]
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    is_adapter: bool = False
+    bytes: int = 0
+    seconds: float = 0.0  # that writing took
 
 
 def published(parent: Path) -> list[int]:
@@ -65,7 +73,7 @@ def is_published(directory: Path) -> bool:
 
 
 def publish_delivery(partial: Path, delivery: Delivery) -> Path:
-    """Completes a directory step_N.partial that holds the weights, and publishes it."""
+    """Completes a directory step_N.partial that holds the weights, and publishes it; what is there already goes."""
     (partial / DELIVERY).write_text(json.dumps(asdict(delivery)) + "\n")
     (partial / STABLE).touch()
     directory = partial.with_suffix("")

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 BEAT, SILENCE, REMIND, POLL = 0.5, 15.0, 30.0, 0.004  # seconds
+DEATH = 120.0  # seconds of silence after which nobody is expected back: a machine that slept has woken by then
 
 
 class Pulse:
@@ -51,6 +52,7 @@ class PulseOf:
         self._last = self._read()
         self._changed: float | None = None  # when a change was last seen
         self._looked = self._since = time.monotonic()
+        self._is_missed = False
 
     def is_beating(self) -> bool:
         """Whether it was seen to change within the last seconds. False at first: one file proves nothing."""
@@ -64,6 +66,19 @@ class PulseOf:
     def is_silent(self) -> bool:
         """Whether nothing changed for long enough to call it dead."""
         return not self.is_beating() and time.monotonic() - (self._changed or self._since) > SILENCE
+
+    def check(self, who: str, log: logging.Logger) -> None:
+        """Says so when it falls silent and when it is back. One that never was heard is not missed."""
+        if self.is_silent() and self._changed is not None and not self._is_missed:
+            self._is_missed = True
+            log.warning("No sign of life from the %s for %.0f s: has it died, or been stopped?", who, SILENCE)
+        elif self._is_missed and self.is_beating():
+            self._is_missed = False
+            log.info("The %s is back", who)
+
+    def is_dead(self) -> bool:
+        """Whether it has been silent for too long to come back."""
+        return self.is_silent() and time.monotonic() - (self._changed or self._since) > DEATH
 
     def _read(self) -> str | None:
         try:

@@ -7,6 +7,7 @@ It owns the run directory: it claims it, gives the run its id and publishes the 
 is what an orchestrator waits for. Also run as a file under torchrun.
 """
 
+import logging
 import math
 import sys
 import time
@@ -20,7 +21,7 @@ from hone.config.help import to_toml
 from hone.config.rl import BenchConfig, TrainerRunConfig
 from hone.models.hf import write_model
 from hone.models.loading import Loaded, load
-from hone.models.proof import canary_ids, checksum, score
+from hone.models.proof import canary_ids, checksum_of, fingerprints, score
 from hone.monitors.lines import trainer_line
 from hone.monitors.log import SUCCESS, component_log
 from hone.records import Batch, Sample
@@ -31,6 +32,7 @@ from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
 from hone.trainer.sharding import Export
 from hone.transport.files import (
+    BASE,
     BATCH,
     Canary,
     Delivery,
@@ -40,7 +42,7 @@ from hone.transport.files import (
     read_progress,
     remove_before,
 )
-from hone.transport.waiting import Pulse, Wait, wait_for
+from hone.transport.waiting import Pulse, PulseOf, Wait, wait_for
 
 
 def main(config: TrainerRunConfig) -> None:
@@ -72,13 +74,14 @@ def main(config: TrainerRunConfig) -> None:
     ranks.wait()  # the run has its id
     run.id = run.id_on_disk()
     export = Export(loaded.model, ranks, loaded.dtype)
-    publish = Publisher(loaded, export, run, config.max_async_level)
+    publish = Publisher(loaded, export, run, config.max_async_level, log)
     checkpoints = Checkpoints(run, trainer.optimizer, config.ckpt, ranks)
     with Pulse(run.pulse("trainer")) if ranks.is_first else nullcontext():
+        orchestrator = PulseOf(run.pulse("orchestrator"))
         publish(first - 1, {})
         for step in range(first, config.max_steps + 1):
             start = time.perf_counter()
-            batch = receive(run, step, config.batch_timeout, log)
+            batch = receive(run, step, config.batch_timeout, orchestrator, log)
             waited = time.perf_counter() - start
             values = trainer.step(batch) | {"time/wait_for_batch": waited}
             start = time.perf_counter()
@@ -116,22 +119,32 @@ def bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None:
     ranks.leave()
 
 
-def receive(run: RunDirectory, step: int, timeout: float, log) -> Batch:  # type: ignore[no-untyped-def]
+def receive(run: RunDirectory, step: int, timeout: float, orchestrator: PulseOf, log: logging.Logger) -> Batch:
     """The batch of a step, once the orchestrator of this run has published it."""
+
+    def each_second() -> None:
+        run.require_own()
+        orchestrator.check("orchestrator", log)
 
     def ready() -> Batch | None:
         directory = run.rollouts / f"step_{step}"
         return read_batch(directory, run.id) if is_published(directory) else None
 
     hint = f"is there an orchestrator over {run.path}? (orchestrator @ FILE --output-dir {run.path})"
-    return wait_for(Wait(f"the rollouts of step {step} in {run.rollouts}", timeout, log, hint), ready, run.require_own)
+    return wait_for(Wait(f"the rollouts of step {step} in {run.rollouts}", timeout, log, hint), ready, each_second)
 
 
 class Publisher:
-    """Publishes the weights as version N; the first time with the tokenizer, so that any server can take them."""
+    """Publishes the weights as version N; the first time with the tokenizer, so that any server can take them.
 
-    def __init__(self, loaded: Loaded, export: Export, run: RunDirectory, max_async_level: int) -> None:
-        self.loaded, self.export, self.run, self.keep = loaded, export, run, max_async_level + 2
+    Under LoRA what is frozen is published once, and each version is the adapter alone.
+    """
+
+    def __init__(
+        self, loaded: Loaded, export: Export, run: RunDirectory, max_async_level: int, log: logging.Logger
+    ) -> None:
+        self.loaded, self.export, self.run, self.log = loaded, export, run, log
+        self.keep = max_async_level + 2
         self.is_first_time = True
 
     def __call__(self, version: int, metrics: dict[str, float]) -> None:
@@ -140,16 +153,33 @@ class Publisher:
         canary = Canary(ids, score(self.loaded.model, ids))
         if not all(map(math.isfinite, canary.logprobs)):
             raise ValueError(f"step {version}: training has diverged, the model's logprobs are not finite; a lower lr?")
+        start, broadcasts = time.perf_counter(), self.run.broadcasts
+        place = broadcasts / f"step_{version}.partial"
+        lora = self.export.lora
+        if lora is not None and self.is_first_time:
+            base = self.export(merged=False)
+            if base is not None:
+                write_model(base, self.loaded.directory, broadcasts / BASE)
         model = self.export()
+        if lora is None and model is not None:
+            write_model(model, self.loaded.directory, place, self.is_first_time)
+        elif lora is not None:
+            self.export.save_adapter(None if model is None else place, self.loaded.directory.name)
+        self.is_first_time = False
         if model is None:
             return
-        broadcasts = self.run.broadcasts
-        place = broadcasts / f"step_{version}.partial"
-        write_model(model, self.loaded.directory, place, self.is_first_time)
-        dtype = str(self.loaded.dtype).removeprefix("torch.")
-        publish_delivery(place, Delivery(self.run.id, version, checksum(model), dtype, canary, metrics))
+        of_each = fingerprints(model)
+        delivery = Delivery(
+            self.run.id, version, checksum_of(model, of_each), str(self.loaded.dtype).removeprefix("torch."), canary,
+            metrics, of_each, lora is not None, sum(file.stat().st_size for file in place.iterdir()),
+            time.perf_counter() - start,
+        )  # fmt: skip
+        publish_delivery(place, delivery)
         remove_before(broadcasts, version - self.keep)
-        self.is_first_time = False
+        self.log.info(
+            "Published version %d: %.2f MiB in %.3f s, checksum %s",
+            version, delivery.bytes / 2**20, delivery.seconds, delivery.checksum, extra={"console": False},
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

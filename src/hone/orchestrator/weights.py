@@ -1,0 +1,177 @@
+"""Versions of the weights: taken when the trainer publishes them, given to every server, proven by each.
+
+broadcasts/step_V ─ look ─► adopt: update every server ─► checksum and canary are the trainer's? ─► evaluate
+                                                └─ no: the run ends, with the names of the weights that differ
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from hone.config.rl import OrchestratorRunConfig
+from hone.inference.client import HttpClient, ServerLost
+from hone.inference.fleet import Fleet, Server
+from hone.run_directory import RunDirectory
+from hone.transport.files import BASE, Delivery, published, read_delivery
+from hone.transport.waiting import POLL, PulseOf, Wait
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, where none is configured
+
+
+class Rows(Protocol):
+    """Who wants the numbers of the step that made a version."""
+
+    def trained(self, version: int, values: dict[str, float]) -> None: ...
+
+
+class Weights:
+    """The versions that the trainer publishes, and the newest that every server has taken and proven."""
+
+    fleet: Fleet
+    evaluate: Callable[[int], Awaitable[None]]
+
+    def __init__(self, run: RunDirectory, config: OrchestratorRunConfig, log: logging.Logger) -> None:
+        self.run, self.config, self.log = run, config, log
+        self.trainer = PulseOf(run.pulse("trainer"))
+        self.version, self.seen = -1, -1
+        self.current: Delivery | None = None
+        self.busy = asyncio.Lock()  # with taking a version and evaluating it
+
+    async def join(self) -> int:
+        """The version that the run of the living trainer starts from; every server has it then."""
+        hint = f"is there a trainer over it? (trainer @ FILE --output-dir {self.run.path})"
+        wait = Wait(f"the trainer of a run in {self.run.path}", self.config.weights_timeout, self.log, hint)
+        while True:
+            versions = published(self.run.broadcasts) if self.trainer.is_beating() else []
+            delivery = read_delivery(self.run.broadcasts / f"step_{versions[-1]}") if versions else None
+            if delivery is not None and delivery.run == self.run.id_on_disk():
+                self.run.id = delivery.run
+                self.seen = delivery.version
+                await self._adopt(delivery)
+                return delivery.version
+            wait.check()
+            await asyncio.sleep(0.05)
+
+    async def watch(self, rows: Rows, adopted: Callable[[int], None]) -> None:
+        """Gives the servers each version when it comes. Ends only by raising."""
+        while True:
+            newest = self.look(rows)
+            if newest is not None:
+                async with self.busy:
+                    values = newest.metrics
+                    try:
+                        values = values | await self._adopt(newest)
+                    finally:
+                        rows.trained(newest.version, values)
+                    adopted(self.version)
+                    await self.evaluate(self.version)  # the next is taken after that: results are of one version
+            await asyncio.sleep(POLL)
+
+    async def at_least(self, version: int) -> None:
+        """Waits until the servers have that version."""
+        what = f"version {version} of the weights in {self.run.broadcasts}"
+        wait = Wait(what, self.config.weights_timeout, self.log, "is the trainer still at work?")
+        while self.version < version:
+            if self.seen < version:
+                self.trainer.check("trainer", self.log)
+                if self.trainer.is_dead():
+                    raise ConnectionError(f"waiting for {what}: the trainer of this run has gone silent")
+            if wait.check():
+                self.run.require_own()
+            await asyncio.sleep(POLL)
+
+    def look(self, rows: Rows) -> Delivery | None:
+        """Takes note of what has been published since; returns the newest of it."""
+        newest = None
+        for version in published(self.run.broadcasts):
+            if version > self.seen:
+                found = read_delivery(self.run.broadcasts / f"step_{version}")
+                if found is not None and found.run == self.run.id:
+                    if newest is not None:
+                        rows.trained(newest.version, newest.metrics)
+                    newest, self.seen = found, version
+        return newest
+
+    async def _adopt(self, delivery: Delivery) -> dict[str, float]:
+        """Gives every server the version and has each prove that it serves it. A lost one gets it once it is back."""
+        start = time.perf_counter()
+        self.current = delivery
+
+        async def update(server: Server) -> float:
+            try:
+                difference = await server.unless_lost(self._update(server.client, delivery))
+                server.version = delivery.version
+                return difference
+            except ServerLost as error:
+                self.fleet.lost(server, str(error))
+                return 0.0
+
+        differences = await asyncio.gather(*(update(server) for server in self.fleet.up))
+        self.version = delivery.version
+        seconds = time.perf_counter() - start
+        self.log.info(
+            "Version %d: %d servers took %.2f MiB%s in %.3f s, checksum %s",
+            delivery.version, len(differences), delivery.bytes / 2**20, " (adapter)" if delivery.is_adapter else "",
+            seconds, delivery.checksum, extra={"console": False},
+        )  # fmt: skip
+        return {
+            "weights/bytes": delivery.bytes,
+            "weights/canary_difference": max(differences, default=0.0),
+            "time/publish_weights": delivery.seconds,
+            "time/update_weights": seconds,
+        }
+
+    async def revive(self, client: HttpClient) -> int:
+        """Gives a server that was lost what is current."""
+        while True:
+            delivery = self.current
+            assert delivery is not None
+            await self._update(client, delivery)
+            if delivery is self.current:
+                return delivery.version
+
+    async def _update(self, client: HttpClient, delivery: Delivery) -> float:
+        """Has a server take a version and prove it: the largest difference of the canary's logprobs."""
+        version, broadcasts = delivery.version, self.run.broadcasts.resolve()
+        body = {"weight_dir": str(broadcasts / f"step_{version}"), "version": version}
+        body["model_name"] = self.config.model.name
+        if delivery.is_adapter:
+            body["base_dir"] = str(broadcasts / BASE)
+        try:
+            state = await client.control("update_weights", body)
+            if state["is_paused"]:  # by whoever used the server before
+                await client.control("resume", {})
+            scored = (await client.control("score", {"ids": delivery.canary.ids}))["logprobs"]
+        except RuntimeError as error:  # an answer that refuses: nothing that this run can go on with
+            raise ConnectionError(f"version {version} was not taken: {error}") from None
+        if state["dtype"] == delivery.dtype and state["checksum"] != delivery.checksum:
+            now = await client.control("version?each=true")
+            raise ConnectionError(
+                f"{client.base_url} serves other weights than version {version}: checksum {state['checksum']}, the "
+                f"trainer's is {delivery.checksum}; {what_differs(now, delivery)}"
+            )
+        worst = max(abs(a - b) for a, b in zip(scored, delivery.canary.logprobs, strict=True))
+        tolerance = self.config.canary_tolerance or max(TOLERANCE[delivery.dtype], TOLERANCE[state["dtype"]])
+        if not worst <= tolerance:
+            now = await client.control("version?each=true")
+            if now["version"] != version:
+                raise ServerLost(f"{client.base_url} was started again while it took version {version}")
+            raise ConnectionError(
+                f"{client.base_url} and the trainer disagree on the canary of version {version}: logprobs differ by up "
+                f"to {worst:.2g}, allowed are {tolerance:g} (canary-tolerance); {what_differs(now, delivery)}"
+            )
+        return worst
+
+
+def what_differs(state: dict[str, Any], delivery: Delivery) -> str:
+    """Names of the weights that are not the trainer's, in the model's order."""
+    if state["dtype"] != delivery.dtype:
+        return f"weights are {state['dtype']} there and {delivery.dtype} here, so which of them differ is not known"
+    theirs, ours = state["fingerprints"], delivery.fingerprints
+    names = [name for name in ours if theirs.get(name) != ours[name]]
+    if not names:
+        return "the weights are the same"
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"of {len(ours)} weights {len(names)} differ: {', '.join(names[:3])}{rest}"
