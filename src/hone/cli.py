@@ -5,6 +5,7 @@ vf-eval                short flags (evals/arguments.py)
 hone                   the same as subcommands
 """
 
+import errno
 import importlib
 import os
 import sys
@@ -172,6 +173,22 @@ def _guard(command: str, work: Callable[[], int | None]) -> int:
     except UserError as error:
         print(f"{command}: error: {error}", file=sys.stderr)
         return 1
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        print(
+            f"{command}: error: the disk is full; make room, then --resume auto goes on where it was", file=sys.stderr
+        )
+        return 1
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether that is behind an error. Some libraries say it in words of their own, some wrap it in others."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def import_object(path: str):  # type: ignore[no-untyped-def]

@@ -47,7 +47,7 @@ class RunDirectory:
 
     def pulse(self, component: str) -> Path:
         """The file by which a component's process shows that it lives."""
-        return self.path / "alive" / component
+        return self.path / "alive" / component.replace(" ", "_")
 
     def check(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
         """Raises ValueError when the directory holds an earlier run and nothing was chosen (`resume` wins over

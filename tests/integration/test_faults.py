@@ -1,14 +1,20 @@
 """What goes wrong on the way: weights that are not those of the trainer, processes that stand still, files that come
 late, disks that are full, directories that another run has left."""
 
-import json
-import sys
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from .conftest import BIN, ROOT, TINY, Server, command
-from .test_services import SMALL, TINY_RL, metrics
+from .test_services import SMALL, TINY_RL, Started, gone, metrics, processes
 
 FAULTY = (BIN / "python", Path(__file__).with_name("faulty_server.py"))
 
@@ -55,3 +61,227 @@ def test_only_the_adapter_travels_and_the_server_has_the_weights_of_the_trainer(
     assert sorted(p.name for p in (out / "broadcasts" / "step_4").iterdir()) == [
         "STABLE", "adapter_config.json", "adapter_model.safetensors", "delivery.json",
     ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------ ends that are not its own
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own with little room."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("a file system can be mounted by root alone")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk_ends_the_run_with_its_state_intact(trained, small_disk, tmp_path):
+    words = ("--max-async-level", 0, "--ckpt.interval", 1, "--max-steps", 30, "--trainer.clean", "false")
+    words += ("--trainer.scheduler.type", "constant", "--resume", "auto")
+    processes(tmp_path / "whole", trained, *words)
+    out = small_disk / "run"
+    full = threading.Thread(target=fill, args=(small_disk, out / "rollouts" / "step_5"))
+    full.start()
+    done = processes(out, trained, *words, ok=False)
+    full.join()
+    last = done.stderr.splitlines()[-1]
+    assert "error: the disk is full; make room, then --resume auto goes on where it was" in last, done.stderr
+    (small_disk / "filler").unlink()
+    processes(out, trained, *words)
+    assert [row["reward/mean"] for row in metrics(out)] == [row["reward/mean"] for row in metrics(tmp_path / "whole")]
+    mine, other = (load_file(x / "weights" / "step_30" / "model.safetensors") for x in (out, tmp_path / "whole"))
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def fill(place, when):
+    while not when.exists():
+        time.sleep(0.01)
+    with (place / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_rank_of_the_trainer_that_dies_is_named_and_the_run_goes_on_after_it(trained, tmp_path):
+    options = ("--max-async-level", 0, "--trainer-gpu-ids", "[0, 1]", "--ckpt.interval", 1)
+    run = Started(tmp_path / "run", trained, "--max-steps", 5000, *options)
+    ranks = [pid for pid in children(run.process.pid) if command_line(pid)[1:4] == ["-m", "hone", "trainer"]]
+    os.kill(max(ranks), signal.SIGKILL)
+    assert run.process.wait(15) == 1 and gone(tmp_path / "run")
+    assert run.log.read_text().splitlines()[-1] == "rl: error: trainer rank 1 was killed (SIGKILL)"
+    steps = len(metrics(tmp_path / "run"))
+    processes(tmp_path / "run", trained, *options, "--max-steps", steps + 2, "--clean", "false", "--resume", "auto")
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, steps + 3))
+
+
+def test_what_another_run_has_left_is_not_taken_for_this_one(trained, tmp_path):
+    out = tmp_path / "run"
+    processes(out, trained, "--max-steps", 1)
+    server = Server("--model.name", trained, log=tmp_path / "log")
+    (out / "alive" / "trainer").write_text("1 1")  # as one that was killed leaves it
+    done = command(
+        "orchestrator", "@", f"{TINY}/rl/orch.toml", "--model.name", trained, "--output-dir", out,
+        "--weights-timeout", 3, "--client.base-url", server.url, ok=False,
+    )  # fmt: skip
+    server.stop()
+    assert f"waited 3 s for the trainer of a run in {out}; is there a trainer over it?" in done.stderr
+    assert sorted(p.name for p in (out / "rollouts").iterdir()) == ["step_1"]
+
+
+# ------------------------------------------------------------------------------ processes that stand still, late files
+
+STEPS, STILL, LATE = 12, 60.0, 30.0
+ON_POLICY = ("--max-async-level", 0, "--max-steps", STEPS, "--weights.interval", 1)
+WORKER = '{"id": "reverse-text", "args": {"texts": "generated", "max_chars": 18}, "workers": 1}'
+
+
+class Still:
+    """An on-policy run, one part of which is stopped for a minute after its second step."""
+
+    def __init__(self, part, out, model):
+        self.part, self.out, self.log = part, out, out.with_suffix(".log")
+        words = [
+            BIN / "rl", *TINY_RL, "--inference", "@", f"{TINY}/rl/infer.toml", "--model.name", model, *SMALL,
+            "--output-dir", out, "--inference.server.port", 0, *ON_POLICY, "--orchestrator.env", WORKER,
+        ]  # fmt: skip
+        log = self.log.open("w")
+        self.process = subprocess.Popen(list(map(str, words)), stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+
+    def stop(self):
+        deadline = time.monotonic() + 120
+        while not (self.out / "rollouts" / "step_2").exists():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.01)
+        if self.part == "worker":
+            (self.stopped,) = children(self.pid_of("orchestrator"))
+        else:
+            self.stopped = self.pid_of(self.part)
+        os.kill(self.stopped, signal.SIGSTOP)
+
+    def pid_of(self, name):
+        return next(p for p in children(self.process.pid) if command_line(p)[1:4] == ["-m", "hone", name])
+
+    def end(self):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def command_line(pid):
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+def children(pid):
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class Late:
+    """Copies what is published in one directory to another, late: a network file system that holds its listings."""
+
+    def __init__(self, source, target, names):
+        self.source, self.target, self.names = source, target, names
+        self.is_over, self.seen, self.waiting = threading.Event(), {}, []
+        self.thread = threading.Thread(target=self.work, daemon=True)
+        self.thread.start()
+
+    def work(self):
+        while not self.is_over.wait(0.2):
+            for name in self.names:
+                place = self.source / name
+                for path in [place] if place.is_file() else place.glob("*") if place.is_dir() else []:
+                    if path.suffix != ".partial" and self.seen.get(path) != path.stat().st_mtime_ns:
+                        self.seen[path] = path.stat().st_mtime_ns
+                        self.waiting.append((time.monotonic() + LATE, path.relative_to(self.source), read(path)))
+            while self.waiting and self.waiting[0][0] < time.monotonic():
+                _, name, content = self.waiting.pop(0)
+                write(self.target / name, content)
+
+
+def read(path):
+    return {p.name: p.read_bytes() for p in path.iterdir()} if path.is_dir() else path.read_bytes()
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".late")
+    if isinstance(content, bytes):
+        partial.write_bytes(content)
+    elif not path.exists():
+        partial.mkdir()
+        for name, data in content.items():
+            (partial / name).write_bytes(data)
+    partial.rename(path)
+
+
+@pytest.fixture(scope="module")
+def minute(trained, tmp_path_factory):
+    """All that takes a minute of waiting, side by side: runs with a part stopped, and one whose files come late."""
+    root = tmp_path_factory.mktemp("faults")
+    runs = {part: Still(part, root / part, trained) for part in ("inference", "orchestrator", "trainer", "worker")}
+    server = Server("--model.name", trained, log=root / "server.log")
+    ours, theirs = root / "late", root / "late_trainer"
+    late = [Late(theirs, ours, ["run_rl.json", "alive", "broadcasts"]), Late(ours, theirs, ["rollouts", "alive"])]
+    small = [word.replace("orchestrator.", "") if isinstance(word, str) else word for word in SMALL]
+    of_orchestrator = ("--client.base-url", server.url, "--env", WORKER, *small)
+    processes = []
+    try:
+        for name, file, out, options in (
+            ("trainer", "train", theirs, ()),
+            ("orchestrator", "orch", ours, of_orchestrator),
+        ):
+            words = [
+                BIN / name, "@", f"{TINY}/rl/{file}.toml", "--model.name", trained, "--output-dir", out,
+                "--max-async-level", 0, "--max-steps", 1, *options,
+            ]  # fmt: skip
+            log = (root / f"late_{name}.log").open("w")
+            processes.append(subprocess.Popen(list(map(str, words)), stdout=log, stderr=subprocess.STDOUT, cwd=ROOT))
+        for run in runs.values():
+            run.stop()
+        stopped = time.monotonic()
+        time.sleep(max(0.0, stopped + STILL - time.monotonic()))
+        for part, run in runs.items():
+            if part != "worker":  # that one has been replaced by now
+                os.kill(run.stopped, signal.SIGCONT)
+        codes = {part: run.process.wait(120) for part, run in runs.items()}
+        codes |= {"late": [process.wait(120) for process in processes]}
+        yield root, runs, codes
+    finally:
+        for one in late:
+            one.is_over.set()
+        for run in runs.values():
+            run.end()
+        for process in processes:
+            process.kill()
+            process.wait()
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    ("part", "who", "words"),
+    [
+        ("inference", "orchestrator", "(/health did not answer within 15 s); what was asked of it is asked again"),
+        ("orchestrator", "trainer", "No sign of life from the orchestrator for 15 s"),
+        ("trainer", "orchestrator", "No sign of life from the trainer for 15 s"),
+        ("worker", "orchestrator", "gives no sign of life for 15 s: it is killed, and its"),
+    ],
+)
+def test_what_stands_still_for_a_minute_is_named_by_the_others_and_changes_nothing(part, who, words, minute):
+    root, runs, codes = minute
+    log = runs[part].log.read_text()
+    assert codes[part] == 0 and words in log, log
+    assert words in (root / part / "logs" / f"{who}.log").read_text()
+    if part != "worker":
+        assert " is back" in log
+    mine, other = (root / name / "weights" / f"step_{STEPS}" for name in (part, "orchestrator"))
+    mine, other = load_file(mine / "model.safetensors"), load_file(other / "model.safetensors")
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def test_files_that_appear_30_seconds_late_change_nothing_but_the_time(minute):
+    root, _, codes = minute
+    logs = [(root / f"late_{name}.log").read_text() for name in ("trainer", "orchestrator")]
+    assert codes["late"] == [0, 0], logs
+    (row,), first = metrics(root / "late"), metrics(root / "trainer")[0]
+    assert row["reward/mean"] == first["reward/mean"] and row["loss/mean"] == first["loss/mean"]
+    assert row["time/wait_for_batch"] > LATE

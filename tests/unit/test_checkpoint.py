@@ -15,7 +15,7 @@ from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import Batch, Sample
 from hone.run_directory import RunDirectory
-from hone.trainer.checkpoint import Checkpoints, forget_after, restore, resume_from, to_keep
+from hone.trainer.checkpoint import Checkpoints, _metrics, forget_after, restore, resume_from, to_keep
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
@@ -98,6 +98,8 @@ def test_which_are_kept(run):
     assert to_keep(values, CkptConfig(keep=1, keep_every=20)) == {20, 40, 50}
     assert to_keep(values, CkptConfig(keep=1, keep_best="val/loss")) == {20, 50}
     assert to_keep(values, CkptConfig(keep=1, keep_best="reward/mean")) == {10, 50}
+    later = {10: 0.2, 20: 0.1, 30: None, 40: None, 50: None, 60: None}  # evaluated beside training
+    assert to_keep(later, CkptConfig(keep=1, keep_best="eval/x/reward")) == {10, 40, 50, 60}
     model = made()
     policy = CkptConfig(keep=1, keep_best="val/loss")
     save(run, Optimizer(model, OptimConfig()), 4, policy, 0.9)
@@ -130,3 +132,17 @@ def test_a_bad_step_is_skipped_or_ends_the_run_and_names_its_samples(bad, tmp_pa
     config.on_bad_step = "stop"
     with pytest.raises(ValueError, match=r"step 9: the gradients' norm is nan; .*step_9.jsonl"):
         trainer.step(Batch(9, samples(bad=0)))
+
+
+def test_the_value_of_a_checkpoint_may_stand_in_the_rows_of_the_run(tmp_path):
+    found = {step: tmp_path / f"step_{step}" for step in (1, 2, 3)}
+    for step, directory in found.items():
+        directory.mkdir()
+        (directory / "checkpoint.json").write_text(json.dumps({"metrics": {"loss/mean": step / 10}}))
+    rows = tmp_path / "metrics.jsonl"
+    rows.write_text(
+        '{"step": 1, "reward": 5}\n{"step": 1, "eval/x": 0.5}\n{"step": 2, "eval/x": 0.75}\n{"step": 3, "ev'
+    )
+    assert _metrics(found, "eval/x", rows) == {1: 0.5, 2: 0.75, 3: None}
+    assert _metrics(found, "loss/mean", rows) == {1: 0.1, 2: 0.2, 3: 0.3}
+    assert _metrics(found, None, rows) == {1: None, 2: None, 3: None}

@@ -154,6 +154,7 @@ class Child:
 
     def __init__(self, name: str, config: Path, environment: dict[str, str], logs: Path) -> None:
         self.name, self.said = name, deque[str](maxlen=50)
+        self.title = f"{name} rank {environment['RANK']}" if "RANK" in environment else name
         self.words = [sys.executable, "-m", "hone", name, "@", str(config)]
         self.environment = os.environ | environment | {"HONE_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         # Trainer and orchestrator keep their own logs and speak on the console; inference is heard from its log alone.
@@ -187,7 +188,7 @@ class Child:
         code = self.process.returncode
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
         errors = [line for line in self.said if "error:" in line.lower()] or [line for line in self.said if line]
-        return f"{self.name} {how}" + (f": {errors[-1]}" if code > 0 and errors else "")
+        return f"{self.title} {how}" + (f": {errors[-1]}" if code > 0 and errors else "")
 
 
 def watch(children: list[Child]) -> None:

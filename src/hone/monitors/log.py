@@ -21,6 +21,7 @@ def start_logging(level: str = "info") -> None:
     root.handlers = [handler]
     root.setLevel(level.upper())
     root.propagate = False
+    logging.raiseExceptions = False  # a full disk takes lines of the log, and no more
 
 
 class _Stdout(logging.StreamHandler):  # type: ignore[type-arg]

@@ -1,5 +1,6 @@
 """Metrics of a run: one JSON object a step in a file, and Weights & Biases where it is asked for."""
 
+import contextlib
 import importlib.util
 import json
 from pathlib import Path
@@ -13,6 +14,15 @@ def check_wandb(config: WandbConfig | None) -> None:
     """Raises ValueError, naming the extra, when wandb is asked for and not installed. Call before work starts."""
     if config is not None and importlib.util.find_spec("wandb") is None:
         raise ValueError("wandb is asked for but not installed; install the extra: pip install 'hone-rl[wandb]'")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; what a run that was killed, or a full disk, left of its last line is no row."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
 
 
 class Metrics:

@@ -23,12 +23,12 @@ from hone.inference.fleet import Fleet
 from hone.monitors.lag import Lag
 from hone.monitors.lines import orchestrator_line, why_no_signal
 from hone.monitors.log import SUCCESS, component_log
-from hone.monitors.metrics import Metrics, check_wandb
+from hone.monitors.metrics import Metrics, check_wandb, read_rows
 from hone.orchestrator.orchestrator import Collected, Orchestrator, write_rollouts
 from hone.orchestrator.weights import Weights
 from hone.run_directory import RunDirectory
 from hone.transport.files import PROGRESS, published, read_progress, write_batch
-from hone.transport.waiting import Pulse, Wait
+from hone.transport.waiting import Pulse, Wait, Watch
 
 
 def main(config: OrchestratorRunConfig) -> None:
@@ -59,8 +59,14 @@ async def orchestrate(
         "Orchestrating steps %d to %d on %d examples of %s, sampled by %s",
         first, config.max_steps, len(orchestrator.examples), ", ".join(environments), ", ".join(config.client.base_url),
     )  # fmt: skip
-    with Metrics(run.metrics, config.wandb, config) as metrics, Pulse(run.pulse("orchestrator")):
-        rows = Rows(metrics, config, log)
+    with (
+        Metrics(run.metrics, config.wandb, config) as metrics,
+        Pulse(run.pulse("orchestrator")),
+        Watch({"trainer": run.pulse("trainer")}, log),
+    ):
+        rows = Rows(metrics, run, config, log)
+        assert weights.current is not None
+        rows.trained(weights.version, weights.current.metrics)  # if it was killed before that
 
         async def evaluate_version(version: int) -> None:
             if config.eval is not None and config.eval.is_due(version, config.max_steps):
@@ -99,9 +105,9 @@ async def work(
         await weights.at_least(max(step - 1 - config.max_async_level, first - 1))
         waited = time.perf_counter() - start
         collected = await orchestrator.collect(step, config.max_steps)
-        await asyncio.to_thread(publish, collected, run)
-        seconds = time.perf_counter() - start
-        rows.sampled(step, collected, {"time/wait_for_weights": waited, "time/step": seconds, **lag.take()})
+        times = {"time/wait_for_weights": waited, "time/step": time.perf_counter() - start}
+        values = rows.sampled(step, collected, {**times, **lag.take()})
+        await asyncio.to_thread(publish, collected, values, run)
     await weights.at_least(config.max_steps)
     async with weights.busy:  # with the evaluation of the last
         pass
@@ -123,11 +129,11 @@ async def wait_for_servers(config: OrchestratorRunConfig, clients: list[HttpClie
         await client.check_key()
 
 
-def publish(collected: Collected, run: RunDirectory) -> None:
-    """Rollouts and batch of a step, in one directory that appears whole, and what is under way beside."""
+def publish(collected: Collected, values: dict[str, float], run: RunDirectory) -> None:
+    """Rollouts and batch of a step, in one directory that appears whole; beside them what whoever goes on needs."""
 
     def write_more(directory: Path) -> None:
-        (directory / PROGRESS).write_text(json.dumps(collected.progress) + "\n")
+        (directory / PROGRESS).write_text(json.dumps(collected.progress | {"metrics": values}) + "\n")
         write_batch(collected.batch, run.id, directory)
 
     write_rollouts(collected.groups, run.rollouts / f"step_{collected.batch.step}", write_more)
@@ -136,20 +142,22 @@ def publish(collected: Collected, run: RunDirectory) -> None:
 class Rows:
     """Rows of metrics.jsonl: what sampling a step gave, joined by what training on it gave."""
 
-    def __init__(self, metrics: Metrics, config: OrchestratorRunConfig, log: logging.Logger) -> None:
-        self.metrics, self.config, self.log = metrics, config, log
-        self._sampled: dict[int, dict[str, float]] = {}
+    def __init__(self, metrics: Metrics, run: RunDirectory, config: OrchestratorRunConfig, log: logging.Logger) -> None:
+        self.metrics, self.run, self.config, self.log = metrics, run, config, log
+        self.last = max((row["step"] for row in read_rows(run.metrics)), default=0)
 
-    def sampled(self, step: int, collected: Collected, times: dict[str, float]) -> None:
+    def sampled(self, step: int, collected: Collected, times: dict[str, float]) -> dict[str, float]:
         values = {**collected.metrics, **times}
         values["perf/throughput"] = values["progress/tokens"] / values["time/step"]
-        self._sampled[step] = values
         if not collected.batch.samples:
             self.log.warning("%s", why_no_signal(step, values))
         is_last = step == self.config.max_steps
         console = {"console": is_last or step % self.config.log_interval == 0}
         self.log.log(SUCCESS, orchestrator_line(step, values), extra=console)
+        return values
 
     def trained(self, step: int, values: dict[str, float]) -> None:
-        if step in self._sampled:
-            self.metrics.log(step, {**self._sampled.pop(step), **values})
+        sampled = (read_progress(self.run.rollouts / f"step_{step}") or {}).get("metrics")
+        if sampled is not None and values and step > self.last:
+            self.metrics.log(step, sampled | values)
+            self.last = step

@@ -74,10 +74,8 @@ class Weights:
         what = f"version {version} of the weights in {self.run.broadcasts}"
         wait = Wait(what, self.config.weights_timeout, self.log, "is the trainer still at work?")
         while self.version < version:
-            if self.seen < version:
-                self.trainer.check("trainer", self.log)
-                if self.trainer.is_dead():
-                    raise ConnectionError(f"waiting for {what}: the trainer of this run has gone silent")
+            if self.seen < version and self.trainer.is_dead():
+                raise ConnectionError(f"waiting for {what}: the trainer of this run has gone silent")
             if wait.check():
                 self.run.require_own()
             await asyncio.sleep(POLL)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hone.config.sections import CkptConfig
+from hone.monitors.metrics import read_rows
 from hone.run_directory import RunDirectory, steps_in
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
@@ -108,14 +109,15 @@ class Checkpoints:
         shutil.rmtree(directory, ignore_errors=True)  # of a run that had gone further before it was resumed
         partial.rename(directory)
         found = steps_in(self.run.checkpoints)
-        kept = to_keep({s: _metric(p, self.policy.keep_best) for s, p in found.items()}, self.policy)
+        kept = to_keep(_metrics(found, self.policy.keep_best, self.run.metrics), self.policy)
         for other, path in found.items():
             if other not in kept:
                 shutil.rmtree(path)
 
 
 def to_keep(metrics: dict[int, float | None], policy: CkptConfig) -> set[int]:
-    """Of the steps with a checkpoint, and their values of keep_best's metric, those that stay."""
+    """Of the steps with a checkpoint, and their values of keep_best's metric, those that stay. A value may come later
+    than its checkpoint, from an evaluation beside training: of what is newer than the known ones 3 stay."""
     kept = set(sorted(metrics)[-policy.keep :])
     if policy.keep_every:
         kept |= {step for step in metrics if step % policy.keep_every == 0}
@@ -123,6 +125,8 @@ def to_keep(metrics: dict[int, float | None], policy: CkptConfig) -> set[int]:
     if policy.keep_best and known:
         sign = -1 if "loss" in policy.keep_best else 1
         kept.add(max(known, key=lambda step: (sign * known[step], step)))
+    if policy.keep_best:
+        kept |= set(sorted(step for step in metrics if step > max(known, default=-1))[-3:])
     return kept
 
 
@@ -182,6 +186,15 @@ def progress_of(sources: list[Path], step: int) -> dict[str, Any] | None:
     return None
 
 
+def metrics_of(sources: list[Path], step: int) -> dict[str, float]:
+    """What the checkpoint of that step, which is whole, says of the step."""
+    for source in sources:
+        if source.name == f"step_{step}":
+            metrics: dict[str, float] = json.loads((source / HEADER).read_text())["metrics"]
+            return metrics
+    return {}
+
+
 def is_whole(source: Path) -> bool:
     """Whether a checkpoint can be gone on from; says so where it cannot."""
     try:
@@ -203,9 +216,9 @@ def load_tensors(source: Path, tensors: dict[str, Tensor]) -> None:
 def forget_after(step: int, run: RunDirectory) -> None:
     """Removes what a run wrote after its checkpoint of `step`: those steps are taken again."""
     if run.metrics.exists():
-        lines = [x for x in run.metrics.read_text().splitlines(keepends=True) if json.loads(x)["step"] <= step]
+        rows = [row for row in read_rows(run.metrics) if row["step"] <= step]
         partial = run.metrics.with_suffix(".partial")
-        partial.write_text("".join(lines))
+        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
         partial.replace(run.metrics)
     places = [run.rollouts, run.checkpoints] if run.command == "rl" else [run.checkpoints]
     for directory in (d for place in places for d in place.glob("step_*")):
@@ -226,11 +239,15 @@ def read_header(directory: Path) -> dict[str, Any]:
     return header
 
 
-def _metric(directory: Path, name: str | None) -> float | None:
-    if name is None:
-        return None
-    value = json.loads((directory / HEADER).read_text())["metrics"].get(name)
-    return None if value is None else float(value)
+def _metrics(found: dict[int, Path], name: str | None, file: Path) -> dict[int, float | None]:
+    """The value of a metric at each checkpoint: from its header, or from the rows of the run."""
+    values: dict[int, float | None] = dict.fromkeys(found)
+    if name is not None:
+        values |= {row["step"]: row[name] for row in read_rows(file) if row["step"] in found and name in row}
+        for step, directory in found.items():
+            own = json.loads((directory / HEADER).read_text())["metrics"].get(name)
+            values[step] = values[step] if own is None else own
+    return values
 
 
 def _fingerprint(path: Path) -> list[int]:

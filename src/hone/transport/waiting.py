@@ -52,7 +52,6 @@ class PulseOf:
         self._last = self._read()
         self._changed: float | None = None  # when a change was last seen
         self._looked = self._since = time.monotonic()
-        self._is_missed = False
 
     def is_beating(self) -> bool:
         """Whether it was seen to change within the last seconds. False at first: one file proves nothing."""
@@ -67,15 +66,6 @@ class PulseOf:
         """Whether nothing changed for long enough to call it dead."""
         return not self.is_beating() and time.monotonic() - (self._changed or self._since) > SILENCE
 
-    def check(self, who: str, log: logging.Logger) -> None:
-        """Says so when it falls silent and when it is back. One that never was heard is not missed."""
-        if self.is_silent() and self._changed is not None and not self._is_missed:
-            self._is_missed = True
-            log.warning("No sign of life from the %s for %.0f s: has it died, or been stopped?", who, SILENCE)
-        elif self._is_missed and self.is_beating():
-            self._is_missed = False
-            log.info("The %s is back", who)
-
     def is_dead(self) -> bool:
         """Whether it has been silent for too long to come back."""
         return self.is_silent() and time.monotonic() - (self._changed or self._since) > DEATH
@@ -85,6 +75,38 @@ class PulseOf:
             return self.path.read_text()
         except OSError:
             return None
+
+
+class Watch:
+    """Says which peers fall silent and which come back, from a thread of its own. Who never was heard is not missed."""
+
+    def __init__(self, peers: dict[str, Path], log: logging.Logger) -> None:
+        self.peers, self.log = {who: PulseOf(path) for who, path in peers.items()}, log
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(5.0)
+
+    def _look(self) -> None:
+        heard, missed = set[str](), set[str]()
+        while not self._stop.wait(BEAT):
+            for who, pulse in self.peers.items():
+                if pulse.is_beating():
+                    if who in missed:
+                        self.log.info("The %s is back", who)
+                    heard.add(who)
+                    missed.discard(who)
+                elif who in heard and who not in missed:
+                    missed.add(who)
+                    self.log.warning(
+                        "No sign of life from the %s for %.0f s: has it died, or been stopped?", who, SILENCE
+                    )
 
 
 class Wait:

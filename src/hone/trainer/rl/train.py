@@ -26,7 +26,7 @@ from hone.monitors.lines import trainer_line
 from hone.monitors.log import SUCCESS, component_log
 from hone.records import Batch, Sample
 from hone.run_directory import RunDirectory
-from hone.trainer.checkpoint import Checkpoints, forget_after, restore, resume_from
+from hone.trainer.checkpoint import Checkpoints, forget_after, metrics_of, restore, resume_from
 from hone.trainer.performance import WARM_UP, Laps, keep_freed_memory, print_bench
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
@@ -42,7 +42,7 @@ from hone.transport.files import (
     read_progress,
     remove_before,
 )
-from hone.transport.waiting import Pulse, PulseOf, Wait, wait_for
+from hone.transport.waiting import Pulse, Wait, Watch, wait_for
 
 
 def main(config: TrainerRunConfig) -> None:
@@ -76,12 +76,14 @@ def main(config: TrainerRunConfig) -> None:
     export = Export(loaded.model, ranks, loaded.dtype)
     publish = Publisher(loaded, export, run, config.max_async_level, log)
     checkpoints = Checkpoints(run, trainer.optimizer, config.ckpt, ranks)
-    with Pulse(run.pulse("trainer")) if ranks.is_first else nullcontext():
-        orchestrator = PulseOf(run.pulse("orchestrator"))
-        publish(first - 1, {})
+    names = ["trainer", *(f"trainer rank {i}" for i in range(1, ranks.count))]
+    peers = {name: run.pulse(name) for name in ("orchestrator", *names[1:])}
+    watch = Watch(peers, log) if ranks.is_first else nullcontext()
+    with Pulse(run.pulse(names[ranks.rank])), watch:
+        publish(first - 1, metrics_of(sources, first - 1))
         for step in range(first, config.max_steps + 1):
             start = time.perf_counter()
-            batch = receive(run, step, config.batch_timeout, orchestrator, log)
+            batch = receive(run, step, config.batch_timeout, log)
             waited = time.perf_counter() - start
             values = trainer.step(batch) | {"time/wait_for_batch": waited}
             start = time.perf_counter()
@@ -119,19 +121,15 @@ def bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None:
     ranks.leave()
 
 
-def receive(run: RunDirectory, step: int, timeout: float, orchestrator: PulseOf, log: logging.Logger) -> Batch:
+def receive(run: RunDirectory, step: int, timeout: float, log: logging.Logger) -> Batch:
     """The batch of a step, once the orchestrator of this run has published it."""
-
-    def each_second() -> None:
-        run.require_own()
-        orchestrator.check("orchestrator", log)
 
     def ready() -> Batch | None:
         directory = run.rollouts / f"step_{step}"
         return read_batch(directory, run.id) if is_published(directory) else None
 
     hint = f"is there an orchestrator over {run.path}? (orchestrator @ FILE --output-dir {run.path})"
-    return wait_for(Wait(f"the rollouts of step {step} in {run.rollouts}", timeout, log, hint), ready, each_second)
+    return wait_for(Wait(f"the rollouts of step {step} in {run.rollouts}", timeout, log, hint), ready, run.require_own)
 
 
 class Publisher:
