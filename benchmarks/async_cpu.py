@@ -19,6 +19,7 @@ from peer import ROOT, finish, median
 BIN = Path(sys.executable).parent
 TINY = "examples/reverse_text_tiny"
 BOUND = 4
+SLOW, ARGUMENTS = "slow-text", {"texts": "generated", "min_chars": 4, "max_chars": 10}
 
 
 def run(*words: object) -> None:
@@ -29,6 +30,27 @@ def run(*words: object) -> None:
     )  # fmt: skip
 
 
+def warmed_up(home: Path) -> Path:
+    """The tiny model after the recipe's SFT."""
+    data, sft = home / "sft.jsonl", home / "sft"
+    run("python", "-m", "reverse_text", "--out", data, "-n", 16000, "--min-chars", 20, "--max-chars", 32)
+    run("sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--output-dir", sft)
+    return sft / "weights" / "step_700"
+
+
+def reinforced(model: Path, out: Path, steps: int, environment: str, *options: object) -> list[dict[str, float]]:
+    """The metrics of RL as three processes, a row a step."""
+    run(
+        "rl", "--trainer", "@", f"{TINY}/rl/train.toml", "--orchestrator", "@", f"{TINY}/rl/orch.toml",
+        "--inference", "@", f"{TINY}/rl/infer.toml", "--inference.server.port", 0, "--model.name", model,
+        "--output-dir", out, "--max-steps", steps, "--trainer.scheduler.type", "constant",
+        "--orchestrator.env", json.dumps({"id": environment, "args": ARGUMENTS}), *options,
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    assert len(rows) == steps
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
@@ -36,23 +58,14 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
-        data, sft = home / "sft.jsonl", home / "sft"
-        run("python", "-m", "reverse_text", "--out", data, "-n", 16000, "--min-chars", 20, "--max-chars", 32)
-        run("sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--output-dir", sft)
+        model = warmed_up(home)
         found = {}
         for name, level, steps in (("on-policy", 0, options.on_policy_steps), ("ahead", 2, options.steps)):
-            out = home / name
-            environment = {"id": "slow-text", "args": {"min_chars": 4, "max_chars": 10}}
-            run(
-                "rl", "--trainer", "@", f"{TINY}/rl/train.toml", "--orchestrator", "@", f"{TINY}/rl/orch.toml",
-                "--inference", "@", f"{TINY}/rl/infer.toml", "--inference.server.port", 0, "--model.name",
-                sft / "weights" / "step_700", "--output-dir", out, "--max-steps", steps, "--max-async-level", level,
-                "--orchestrator.env", json.dumps(environment),
+            rows = reinforced(
+                model, home / name, steps, SLOW, "--max-async-level", level,
                 "--orchestrator.oversampling-factor", 1.25 if level else 1.0,
-                "--orchestrator.max-off-policy-steps", BOUND, "--trainer.scheduler.type", "constant",
+                "--orchestrator.max-off-policy-steps", BOUND,
             )  # fmt: skip
-            rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
-            assert len(rows) == steps
             seconds = median([row["time/step"] for row in rows[5:]])
             rewards = [row["reward/mean"] for row in rows[: options.on_policy_steps][-10:]]
             found[name] = {

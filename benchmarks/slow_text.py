@@ -8,7 +8,7 @@ import reverse_text
 
 
 def load_environment(**arguments: object) -> vf.Environment:
-    environment = reverse_text.load_environment(texts="generated", **arguments)
+    environment = reverse_text.load_environment(**arguments)
     at_once = environment.rollout
 
     async def rollout(client, example, sampling):
