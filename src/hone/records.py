@@ -120,6 +120,7 @@ class Sample:
     advantage: float
     temperature: float
     teacher_logprobs: list[float] | None = None  # for distillation: a teacher's, of the same tokens
+    env: str = ""  # by its name: an environment may have a loss of its own
 
 
 @dataclass

@@ -204,6 +204,27 @@ def test_gradients_do_not_depend_on_micro_batches(kind, normalize):
         torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-9)
 
 
+def test_an_environment_may_have_a_loss_of_its_own():
+    """The gradients are those of each loss on its own samples, by the share of the samples that they are."""
+
+    def gradients(batch, **config):
+        trainer = RLTrainer(made(), TrainerConfig(micro_batch_tokens=20, **config), max_steps=1)
+        trainer.optimizer.step = lambda lr: 0.0
+        trainer.step(Batch(1, batch))
+        return [p.grad for p in trainer.model.parameters()]
+
+    batch, own = samples(), LossConfig(type="opd", normalize="sequences")
+    for sample in batch[:2]:
+        sample.env = "distilled"
+    mixed = gradients(batch, loss_of={"distilled": own})
+    parts = zip(gradients(batch[:2], loss=own), gradients(batch[2:]), strict=True)
+    for found, (one, two) in zip(mixed, parts, strict=True):
+        torch.testing.assert_close(found, 0.25 * one + 0.75 * two, rtol=1e-6, atol=1e-9)
+    same = gradients(batch, loss_of={"distilled": LossConfig()})
+    for one, two in zip(same, gradients(batch), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
+
+
 def test_the_reference_is_where_training_started():
     config = TrainerConfig(loss=LossConfig(kl_beta=0.1, entropy_weight=0.01))
     config.optim.lr = 1e-2

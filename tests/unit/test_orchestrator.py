@@ -1,6 +1,7 @@
 """Groups under way across steps: what is begun when, what is too old, what fails, what a run goes on with."""
 
 import asyncio
+import json
 import logging
 import math
 import random
@@ -10,18 +11,18 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from hone.config.algorithms import ALGORITHMS
-from hone.config.rl import OrchestratorConfig, RLConfig
+from hone.config.loss import LossConfig
+from hone.config.orchestrator import OrchestratorConfig
+from hone.config.rl import RLConfig
 from hone.environments.environment import SingleTurnEnv
 from hone.monitors.lag import Lag
 from hone.monitors.lines import why_no_signal
-from hone.orchestrator.advantage import overlong
-from hone.orchestrator.orchestrator import Orchestrator, samples_of
-from hone.orchestrator.schedule import Schedule
-from hone.records import Completion, Example, Rollout, Turn
+from hone.orchestrator.orchestrator import Orchestrator
+from hone.orchestrator.rollouts_file import write_rollouts
+from hone.records import Completion, Rollout, Turn
 
 
 class Model:
@@ -76,22 +77,12 @@ def test_on_policy_the_groups_of_a_step_follow_from_its_number():
         return found
 
     whole, start = run(steps(1, 6)), run(steps(1, 3))
-    assert [[g.number for g in c.groups] for c in whole] == [[4 * i + k for k in range(4)] for i in range(6)]
+    assert [[g.task.number for g in c.groups] for c in whole] == [[4 * i + k for k in range(4)] for i in range(6)]
     rest = run(steps(4, 3, start[-1].progress))
-    assert start[-1].progress == {"step": 3, "next": 12, "untrained": []}
+    assert start[-1].progress == {"step": 3, "next": 12, "untrained": [], "streams": [[0, 12, 0.0]]}
     for one, two in zip(whole, start + rest, strict=True):
         assert [s.ids for s in one.batch.samples] == [s.ids for s in two.batch.samples]
         assert one.metrics["batch/off_policy_level/max"] == two.metrics["batch/off_policy_level/max"] == 0
-
-
-def test_the_data_is_gone_through_in_a_new_order_every_epoch():
-    schedule = Schedule(10, seed=3)
-    epochs = [[schedule.example(schedule.take()) for _ in range(10)] for _ in range(3)]
-    assert all(sorted(epoch) == list(range(10)) for epoch in epochs) and epochs[0] != epochs[1] and schedule.epoch == 3
-    schedule.give_back(7)
-    schedule.give_back(4)
-    assert [schedule.take(), schedule.take(), schedule.take()] == [4, 7, 30]
-    assert schedule.example(7) == epochs[0][7]
 
 
 @pytest.mark.parametrize(("level", "oversampling"), [(1, 1.0), (1, 1.5), (3, 1.25)])
@@ -118,10 +109,10 @@ def test_ahead_of_training_nothing_is_older_than_allowed_lost_or_doubled(level, 
     found = run(steps(1, 60, None))
     found += run(steps(61, 60, found[-1].progress))
     assert max(c.metrics["batch/off_policy_level/max"] for c in found) <= bound
-    trained = Counter(g.number for c in found for g in c.groups)
+    trained = Counter(g.task.number for c in found for g in c.groups)
     assert set(trained.values()) == {1} and sum(trained.values()) == 120 * 4
     missing = set(range(found[-1].progress["next"])) - set(trained)
-    assert missing == set(found[-1].progress["untrained"])
+    assert missing == {number for number, _, _ in found[-1].progress["untrained"]}
 
 
 def test_what_has_become_too_old_is_begun_again():
@@ -141,7 +132,7 @@ def test_what_has_become_too_old_is_begun_again():
 
     found = run(program())
     assert [c.metrics["batch/groups_stale"] for c in found] == [0, 0, 0, 1, 0, 0]
-    steps_of_0 = [step for step, c in enumerate(found, 1) for g in c.groups if g.number == 0]
+    steps_of_0 = [step for step, c in enumerate(found, 1) for g in c.groups if g.task.number == 0]
     assert len(steps_of_0) == 1 and steps_of_0[0] >= 4
 
 
@@ -180,7 +171,7 @@ def test_groups_without_signal_are_replaced_up_to_a_limit():
         return collected, made.progress()
 
     collected, progress = run(program(rare))
-    used = [g for g in collected.groups if g.is_used]
+    used = [g for g in collected.groups if not g.unused]
     assert len(used) == 4 and collected.metrics["batch/groups_replaced"] == len(collected.groups) - 4 > 0
     assert progress["next"] == len(collected.groups) and progress["untrained"] == []
     solved, _ = run(program(Digits(reward=lambda digit: 1.0)))
@@ -254,7 +245,7 @@ def test_a_rollout_that_fails_once_is_tried_again_with_its_seed():
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_sets_what_is_not_given(name):
-    given = {"model": {"name": "m"}, "orchestrator": {"env": {"id": "digits"}}}
+    given = {"model": {"name": "m"}, "orchestrator": {"env": {"id": "digits"}, "teacher": {"model": "t"}}}
     config = RLConfig.model_validate(RLConfig.prepare({**given, "algorithm": name}, {}, set()))
     for section, values in ALGORITHMS[name].items():
         for key, value in values.items():
@@ -262,17 +253,18 @@ def test_an_algorithm_sets_what_is_not_given(name):
             assert (found.model_dump() | value == found.model_dump()) if isinstance(value, dict) else found == value
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     assert page.count(f"| `{name}` |") == 2  # its formula and its source
+    alone = {"id": "digits", "name": "alone", "algorithm": name}
+    several = RLConfig.prepare(
+        {**given, "orchestrator": {"env": [{"id": "digits"}, alone], "teacher": {"model": "t"}}}, {}, set()
+    )
+    several = RLConfig.model_validate(several)
+    assert several.trainer.loss_of == {"alone": config.trainer.loss} and several.trainer.loss == LossConfig()
+    assert several.orchestrator.of("alone") == config.orchestrator.of("digits")
     own = {**given, "algorithm": name, "trainer": {"loss": {"type": "tis", "ratio_cap": 3.0}}}
     own = RLConfig.model_validate(RLConfig.prepare(own, {}, set()))
     assert own.trainer.loss.type == "tis" and own.trainer.loss.ratio_cap == 3.0
-    more = {**given, "algorithm": name, "orchestrator": {"env": {"id": "digits"}, "advantage": "rloo"}}
+    more = {**given, "algorithm": name, "orchestrator": {**given["orchestrator"], "advantage": "rloo"}}
     assert RLConfig.model_validate(RLConfig.prepare(more, {}, set())).orchestrator.advantage == "rloo"
-
-
-def test_overlong_rewards_fall_in_a_line():
-    rewards, lengths = np.array([1.0, 1.0, 0.0, 1.0]), np.array([50.0, 90.0, 95.0, 100.0])
-    assert overlong(rewards, lengths, 100, 0.2).tolist() == [1.0, 0.5, -0.75, 0.0]
-    assert overlong(rewards, lengths, 100, 0.0) is rewards
 
 
 def test_a_step_without_signal_says_why():
@@ -307,14 +299,68 @@ def test_what_blocks_the_event_loop_is_seen(caplog):
     assert "The event loop stood still for 1." in caplog.text
 
 
-def test_turns_become_one_sequence_as_long_as_their_tokens_go_on():
-    def turn(prompt, ids):
-        return Turn(prompt, Completion(ids, [-0.1 * i for i in ids], [0] * len(ids), "stop"), "")
+def test_each_environment_has_its_share_its_group_size_and_its_sampling():
+    class Seen(Model):
+        async def chat(self, messages, sampling):
+            drawn[sampling.temperature, sampling.max_tokens] += 1
+            return await super().chat(messages, sampling)
 
-    whole = Rollout(Example(0, []), [turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5, 6], [7])], [])
-    (sample,) = samples_of(whole, 2.0, 0.8)
-    assert sample.ids == [1, 2, 3, 4, 5, 6, 7] and sample.mask == [False, False, True, True, False, False, True]
-    assert sample.logprobs == pytest.approx([0, 0, -0.3, -0.4, 0, 0, -0.7])
-    assert (sample.advantage, sample.temperature) == (2.0, 0.8)
-    rewritten = Rollout(Example(0, []), [turn([1, 2], [3, 4]), turn([1, 2, 4, 5], [7])], [])
-    assert [s.ids for s in samples_of(rewritten, 1.0, 1.0)] == [[1, 2, 3, 4], [1, 2, 4, 5, 7]]
+    drawn = Counter()
+    config = OrchestratorConfig.model_validate({
+        "batch_size": 32, "rollouts_per_example": 4, "drop_zero_signal": False,
+        "env": [{"id": "digits", "ratio": 3.0},
+                {"id": "digits", "name": "few", "ratio": 1.0, "rollouts_per_example": 2, "temperature": 0.5,
+                 "max_tokens": 7, "advantage": "rloo"}],
+    })  # fmt: skip
+
+    async def program():
+        made = Orchestrator(config, {"digits": Digits(), "few": Digits()}, Seen(), 0)
+        found = []
+        for step in range(1, 5):
+            made.adopted(step - 1)
+            found.append(await made.collect(step))
+        return found
+
+    found = run(program())
+    for collected in found:
+        sizes = Counter((g.task.env, len(g.rollouts)) for g in collected.groups)
+        assert sizes == {("digits", 4): 6, ("few", 2): 2} and collected.metrics["batch/few/groups"] == 2
+        assert {(s.env, s.temperature) for s in collected.batch.samples} == {("digits", 1.0), ("few", 0.5)}
+        few = next(g for g in collected.groups if g.task.env == "few")
+        (one, two), rewards = few.advantages, few.rewards
+        assert (one, two) == (rewards[0] - rewards[1], rewards[1] - rewards[0])  # rloo: less the mean of the others
+    assert drawn[1.0, 128] == 4 * 24 and drawn[0.5, 7] == 4 * 4
+
+
+def test_useful_groups_of_earlier_steps_stand_in_also_in_a_run_that_goes_on(tmp_path):
+    useful_at = {1, 2}  # steps
+
+    def env():
+        made = Digits()
+        made.reward = lambda digit: float(digit) if made.step in useful_at else 1.0
+        return made
+
+    async def steps(first, count, progress):
+        environment = env()
+        made = orchestrator(Model(), environment, buffer={"replay": 2}, max_off_policy_steps=4)
+        made.go_on(first, progress, tmp_path)
+        found = []
+        for step in range(first, first + count):
+            environment.step = step
+            made.adopted(step - 1)
+            found.append(await made.collect(step, last_step=step))
+            if not (tmp_path / f"step_{step}").exists():
+                write_rollouts(found[-1].groups, tmp_path / f"step_{step}")
+        return found
+
+    found = run(steps(1, 7, None))
+    counts = [c.metrics["batch/groups_replayed"] for c in found]
+    fresh = [sum(not g.unused for g in c.groups) for c in found]
+    assert fresh == [4, 4, 0, 0, 0, 0, 0] and counts == [0, 0, 4, 4, 4, 0, 0]
+    assert found[2].batch.samples == found[3].batch.samples == found[1].batch.samples  # twice those of step 2,
+    assert found[4].batch.samples == found[0].batch.samples  # then of step 1, which are too old after that
+    assert [c.metrics["batch/off_policy_level/max"] for c in found] == [0, 0, 1, 2, 4, 0, 0]
+    again = run(steps(4, 4, json.loads(json.dumps(found[2].progress))))
+    for one, two in zip(found[3:], again, strict=True):
+        assert [s.ids for s in one.batch.samples] == [s.ids for s in two.batch.samples]
+        assert [s.advantage for s in one.batch.samples] == [s.advantage for s in two.batch.samples]

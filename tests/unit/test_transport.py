@@ -30,7 +30,8 @@ def test_a_batch_comes_back_as_it_was_for_its_run_alone(tmp_path):
     third = 1 / 3  # no rounding on the way
     samples = [
         Sample([1, 2, 3], [False, True, True], [0.0, -third, -2.0], third, 0.7),
-        Sample([4, 5], [False, True], [0.0, -1e-9], -third, 1.0),
+        Sample([4, 5], [False, True], [0.0, -1e-9], -third, 1.0, [0.0, -third], "judged"),
+        Sample([6], [True], [0.0], 1.0, 1.0, env="other"),
     ]
     write_batch(Batch(7, samples), "mine", tmp_path)
     assert read_batch(tmp_path, "mine") == Batch(7, samples)

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from hone.config.base import merge
 
-Algorithm = Literal["grpo", "dr_grpo", "rloo", "gspo", "cispo", "dapo", "max_rl"]
+Algorithm = Literal["grpo", "dr_grpo", "rloo", "gspo", "cispo", "dapo", "max_rl", "opd", "sft"]
 
 # Sources and formulas: docs/algorithms.md.
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -40,14 +40,36 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "orchestrator": {"advantage": "max_rl"},
         "trainer": {"loss": {"type": "mask"}},
     },
+    "opd": {
+        "orchestrator": {"drop_zero_signal": False, "teacher_logprobs": True},
+        "trainer": {"loss": {"type": "opd"}},
+    },
+    "sft": {
+        "orchestrator": {"drop_zero_signal": False, "sampler": "teacher"},
+        "trainer": {"loss": {"type": "sft"}},
+    },
 }  # fmt: skip
 
 
-def with_algorithm(values: dict[str, Any]) -> dict[str, Any]:
-    """Values as given on top of those of their algorithm. A loss of another type takes none of its loss."""
-    name = values.get("algorithm")
-    defaults = ALGORITHMS.get(name, {}) if isinstance(name, str) else {}
+def with_algorithms(values: dict[str, Any]) -> dict[str, Any]:
+    """Values as given on top of those of their algorithm. A loss of another type takes none of its loss.
+
+    The algorithm of an environment gives the trainer a loss for it.
+    """
+    defaults = _of(values.get("algorithm"))
     given = ((values.get("trainer") or {}).get("loss") or {}).get("type")
     if defaults and given not in (None, defaults["trainer"]["loss"]["type"]):
         defaults = {key: value for key, value in defaults.items() if key != "trainer"}
+    envs = (values.get("orchestrator") or {}).get("env")
+    losses: dict[str, Any] = {}
+    for env in envs if isinstance(envs, list) else [envs]:
+        own = _of(env.get("algorithm")) if isinstance(env, dict) else {}
+        if own and isinstance(env, dict):
+            losses[env.get("name") or env.get("id", "")] = own["trainer"]["loss"]
+    if losses:
+        defaults = merge(defaults, {"trainer": {"loss_of": losses}})
     return merge(defaults, values)
+
+
+def _of(name: Any) -> dict[str, Any]:
+    return ALGORITHMS.get(name, {}) if isinstance(name, str) else {}

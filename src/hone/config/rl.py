@@ -8,21 +8,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from hone.config.algorithms import Algorithm, with_algorithm
+from hone.config.algorithms import Algorithm, with_algorithms
 from hone.config.base import Config, ConfigError, merge
 from hone.config.lora import LoRAConfig, check_optimizer
 from hone.config.loss import LossConfig
+from hone.config.orchestrator import OrchestratorConfig
 from hone.config.sections import (
-    ClientConfig,
-    EnvConfig,
-    EvalConfig,
     ModelConfig,
     OnBadStep,
     OptimConfig,
     Positive,
     ResumableConfig,
     RunConfig,
-    SamplingConfig,
     SchedulerConfig,
     ServeConfig,
     Sharding,
@@ -35,6 +32,8 @@ class TrainerConfig(Config):
     optim: OptimConfig = OptimConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     loss: LossConfig = LossConfig()
+    loss_of: dict[str, LossConfig] = Field(default={})
+    """Losses of single environments, by name, where they have another; an environment's `algorithm` sets its own."""
     micro_batch_tokens: Positive = 16384
     """Most tokens in one forward and backward pass."""
     activation_checkpointing: bool = False
@@ -54,55 +53,6 @@ class TrainerConfig(Config):
     def _lora_fits(self) -> "TrainerConfig":
         check_optimizer(self.lora, self.optim)
         return self
-
-
-class OrchestratorConfig(Config):
-    env: Annotated[list[EnvConfig], BeforeValidator(as_list), Field(min_length=1)]
-    """Environments; their examples are mixed."""
-    batch_size: Positive = 128
-    """Rollouts in a step: prompts_per_step x rollouts_per_example."""
-    rollouts_per_example: Annotated[int, Field(ge=2)] = 16
-    """Rollouts of one prompt (a group); the advantage is the reward minus the group's mean, so at least 2."""
-    sampling: SamplingConfig = SamplingConfig()
-    advantage: Literal["mean", "std", "rloo", "length_corrected", "max_rl"] = "mean"
-    """Reward minus its group's mean; over its deviation too (std); minus the others' mean (rloo); minus the mean over
-    the group's tokens (length_corrected); over the mean (max_rl)."""
-    overlong_share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Over the last share of max_tokens a reward falls in a line by up to 1 (soft overlong punishment, DAPO)."""
-    mask_truncated: bool = False
-    """Learn nothing from completions that ran into max_tokens; they still count in their group's mean."""
-    drop_zero_signal: bool = True
-    """Leave out groups whose rollouts all have the same reward: their advantages are 0."""
-    refill: bool = False
-    """Sample others instead of those (dynamic sampling, DAPO), up to four batches of them in a step."""
-    oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
-    """Groups under way for a step, of those that it takes: the slowest go into later steps."""
-    max_off_policy_steps: Annotated[int, Field(ge=0)] = 8
-    """Groups with older tokens than this are given up and begun again."""
-    rollout_timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds until a rollout is given up."""
-    rollout_retries: Annotated[int, Field(ge=0)] = 1
-    """How often a rollout that fails is tried again before the step goes on without it."""
-    eval: EvalConfig | None = None
-    """Evaluate on environments while training, every version by itself."""
-    client: ClientConfig = ClientConfig()
-    weights_timeout: Annotated[float, Field(gt=0)] = 3600.0
-    """Seconds until waiting for a version of the weights is given up."""
-    canary_tolerance: Annotated[float, Field(gt=0)] | None = None
-    """Largest difference between the logprobs of trainer and server on the canary; 1e-3 in fp32 and 0.1 in bf16."""
-
-    @model_validator(mode="after")
-    def _batch_divides(self) -> "OrchestratorConfig":
-        if self.batch_size % self.rollouts_per_example:
-            raise ValueError(
-                f"batch-size {self.batch_size} is not a multiple of rollouts-per-example {self.rollouts_per_example} "
-                "(batch_size counts rollouts: prompts_per_step x rollouts_per_example)"
-            )
-        return self
-
-    @property
-    def prompts_per_step(self) -> int:
-        return self.batch_size // self.rollouts_per_example
 
 
 AsyncLevel = Annotated[int, Field(ge=0)]
@@ -152,7 +102,8 @@ class RLConfig(ResumableConfig):
     """One process, or one each for inference, orchestrator and trainer. auto: one, unless there are files for
     components, orchestrator.client.base-url, or several GPUs."""
     algorithm: Algorithm | None = None
-    """Sets advantage, loss and filters as an algorithm has them, where they are not given (docs/algorithms.md)."""
+    """Sets advantage, loss and filters as an algorithm has them, where they are not given (docs/algorithms.md). An
+    environment may have one of its own."""
     max_async_level: AsyncLevel = 1
     """Steps that sampling may be ahead of training, between processes; in one process it never is."""
     inference_gpu_ids: Annotated[list[int], BeforeValidator(as_list)] = Field(default=[0])
@@ -165,10 +116,21 @@ class RLConfig(ResumableConfig):
     inference: ServeConfig | None = ServeConfig()
     """None: a server that runs already is used (so with files for components, but none for inference)."""
 
+    @model_validator(mode="after")
+    def _losses_fit(self) -> "RLConfig":
+        for name in (env.known_as for env in self.orchestrator.env):
+            loss = self.trainer.loss_of.get(name, self.trainer.loss)
+            if loss.type == "opd" and not self.orchestrator.of(name).teacher_logprobs:
+                raise ValueError(f"loss opd needs orchestrator.teacher_logprobs for {name}; --algorithm opd sets both")
+        unknown = set(self.trainer.loss_of) - {env.known_as for env in self.orchestrator.env}
+        if unknown:
+            raise ValueError(f"trainer.loss_of: no environment is named {', '.join(sorted(unknown))}")
+        return self
+
     @classmethod
     def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
         """Takes what the components say of shared keys to the top; sees which deployment is meant."""
-        values = with_algorithm(values)
+        values = with_algorithms(values)
         client = (values.get("orchestrator") or {}).get("client") or {}
         if files_for & set(COMPONENTS) or "base_url" in client:
             values.setdefault("deployment", "processes")

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from hone.config.base import COMMAND_LINE, Config, untyped
 
 Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 OnBadStep = Literal["stop", "skip"]
 Sharding = Literal["auto", "full", "none"]
 API_KEY_VARIABLE = "HONE_API_KEY"  # gives a server its key without showing it in the list of processes
@@ -77,10 +78,16 @@ class WeightsConfig(Config):
 class EnvConfig(Config):
     id: str
     """Environment id: `reverse-text` is the installed module reverse_text."""
+    name: str | None = None
+    """By which metrics know it; its id unless given. With names an environment may stand there twice."""
     args: Annotated[dict[str, Any], BeforeValidator(untyped)] = Field(default={})
     """Arguments of its load_environment."""
     workers: Annotated[int, Field(ge=0)] = 0
     """Processes of its own that it runs in, for environments that block, crash or hang; 0: in ours."""
+
+    @property
+    def known_as(self) -> str:
+        return self.name or self.id
 
 
 class SamplingConfig(Config):

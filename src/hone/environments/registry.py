@@ -49,11 +49,12 @@ def installed_environments() -> list[str]:
 
 
 def load_environments(wanted: Iterable[EnvConfig]) -> dict[str, Environment]:
-    """The environments of a run by id. Raises ValueError for one that is given twice."""
+    """The environments of a run by the names that they are known by. Raises ValueError for one that is given twice."""
     environments: dict[str, Environment] = {}
     for env in wanted:
-        if env.id in environments:
-            raise ValueError(f"orchestrator.env: {env.id} is given twice")
+        name = env.known_as
+        if name in environments:
+            raise ValueError(f"env: {name} is given twice; give one of them another name")
         environment = load_environment(env.id, **env.args)
-        environments[env.id] = Isolated(environment, env.id, env.args, env.workers) if env.workers else environment
+        environments[name] = Isolated(environment, env.id, env.args, env.workers) if env.workers else environment
     return environments

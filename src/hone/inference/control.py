@@ -7,7 +7,7 @@ machine alone.
     POST /resume                         go on
     GET  /version                        version, checksum, dtype, model, completions so far, is_paused; ?each=true:
                                          the fingerprint of each weight too
-    POST /score                          {"ids": […]}: logprobs of every token after the first
+    POST /score                          {"ids": […], "temperature": 1.0}: logprobs of every token after the first
     POST /v1/load_lora_adapter           {"lora_name": NAME, "lora_path": DIR}, in peft's format; again to replace it
     POST /v1/unload_lora_adapter         {"lora_name": NAME}
 
@@ -120,6 +120,7 @@ class UnloadAdapter(BaseModel):
 
 class Ids(BaseModel):
     ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=2)
+    temperature: float = Field(default=1.0, gt=0)
 
 
 def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
@@ -173,4 +174,4 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
         longest = served.engine.model.spec.max_position_embeddings
         if max(body.ids) >= vocab_size or len(body.ids) > longest:
             raise HTTPException(400, f"ids: at most {longest}, each below {vocab_size}")
-        return {"logprobs": await service.run(lambda: score(served.engine.model, body.ids))}
+        return {"logprobs": await service.run(lambda: score(served.engine.model, body.ids, body.temperature))}

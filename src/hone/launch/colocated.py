@@ -22,7 +22,9 @@ from hone.models.loading import Loaded, load
 from hone.monitors.lines import orchestrator_line, trainer_line, why_no_signal
 from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
-from hone.orchestrator.orchestrator import Orchestrator, write_rollouts
+from hone.orchestrator.orchestrator import Orchestrator
+from hone.orchestrator.rollouts_file import write_rollouts
+from hone.orchestrator.teacher import Teacher
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import Checkpoints, forget_after, progress_of, restore, resume_from
 from hone.trainer.performance import keep_freed_memory
@@ -77,12 +79,17 @@ async def train(
     orchestrator_log, trainer_log = component_log("orchestrator", run.logs), component_log("trainer", run.logs)
     service.engine.set_version(first - 1)
     client = LocalClient(service, loaded.tokenizer)
-    orchestrator = Orchestrator(config.orchestrator, environments, client, config.seed)
-    orchestrator.go_on(first, progress)
+    wanted = config.orchestrator.teacher
+    limit = {"max_total_tokens": service.engine.max_model_len}
+    teacher = Teacher(wanted, config.orchestrator.rollout_timeout, limit) if wanted else None
+    orchestrator = Orchestrator(config.orchestrator, environments, client, config.seed, teacher=teacher)
+    orchestrator.go_on(first, progress, run.rollouts)
+    if teacher is not None:
+        await teacher.check()
     trainer_log.info(
         "Training %s (%.2fM parameters, %s on %s) on %d examples of %s, steps %d to %d",
         config.model.name, sum(p.numel() for p in loaded.model.parameters()) / 1e6,
-        str(loaded.model.embed.weight.dtype)[6:], trainer.device, len(orchestrator.examples),
+        str(loaded.model.embed.weight.dtype)[6:], trainer.device, orchestrator.count,
         ", ".join(environments), first, config.max_steps,
     )  # fmt: skip
     export = Export(loaded.model, trainer.ranks, loaded.dtype)

@@ -54,12 +54,12 @@ def canary_ids(vocab_size: int) -> list[int]:
 
 
 @torch.no_grad()
-def score(model: Transformer, ids: list[int]) -> list[float]:
-    """Logprobs, at temperature 1, of every token after the first."""
+def score(model: Transformer, ids: list[int], temperature: float = 1.0) -> list[float]:
+    """Logprobs at a temperature of every token after the first."""
     device = model.embed.weight.device
     packed = PackedAttention([len(ids) - 1], device)
     tokens = torch.tensor(ids, device=device)
     logits = model.logits(model(tokens[:-1], packed.positions(), packed))
-    logprobs, _ = target_logprobs(logits, tokens[1:], torch.ones(len(ids) - 1, device=device))
+    logprobs, _ = target_logprobs(logits, tokens[1:], torch.full((len(ids) - 1,), temperature, device=device))
     values: list[float] = logprobs.tolist()
     return values

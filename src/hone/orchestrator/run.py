@@ -24,7 +24,9 @@ from hone.monitors.lag import Lag
 from hone.monitors.lines import orchestrator_line, why_no_signal
 from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb, read_rows
-from hone.orchestrator.orchestrator import Collected, Orchestrator, write_rollouts
+from hone.orchestrator.orchestrator import Collected, Orchestrator
+from hone.orchestrator.rollouts_file import write_rollouts
+from hone.orchestrator.teacher import Teacher
 from hone.orchestrator.weights import Weights
 from hone.run_directory import RunDirectory
 from hone.transport.files import PROGRESS, published, read_progress, write_batch
@@ -48,16 +50,19 @@ async def orchestrate(
     clients = connect(config.client, config.model.name, extra_body=limit, timeout=config.rollout_timeout)
     weights = Weights(run, config, log)
     fleet = weights.fleet = Fleet(clients, weights.revive, config.client.ready_timeout, log)
-    orchestrator = Orchestrator(config, environments, fleet, config.seed, config.max_async_level)
+    teacher = Teacher(config.teacher, config.rollout_timeout, limit) if config.teacher else None
+    orchestrator = Orchestrator(config, environments, fleet, config.seed, config.max_async_level, teacher)
+    if teacher is not None:
+        await teacher.check()
     await wait_for_servers(config, clients, log)
     # What an orchestrator before this one has published of the run is not sampled again.
     first = max([await weights.join(), *published(run.rollouts)]) + 1
-    orchestrator.go_on(first, progress_before(run, first))
+    orchestrator.go_on(first, progress_before(run, first), run.rollouts)
     log = weights.log = fleet.log = component_log("orchestrator", run.logs)
     run.write_config(to_toml(config), "orchestrator")
     log.info(
         "Orchestrating steps %d to %d on %d examples of %s, sampled by %s",
-        first, config.max_steps, len(orchestrator.examples), ", ".join(environments), ", ".join(config.client.base_url),
+        first, config.max_steps, orchestrator.count, ", ".join(environments), ", ".join(config.client.base_url),
     )  # fmt: skip
     with (
         Metrics(run.metrics, config.wandb, config) as metrics,

@@ -1,47 +1,155 @@
-"""Which group comes next. Pure: everything follows from the seed and from which groups are done.
+"""Which group comes next. Pure: everything follows from the seed, from which groups are done and from their rewards.
 
-Groups are numbered from 0 on. Number n is example n of the data, gone through in a new order every epoch, and has seeds
-of its own for its rollouts; a group that was begun and not trained on comes again under its number.
+    environments, by their ratios ─► its examples, in a new order every epoch ─► easy and hard ones now and then ─► Task
+
+Tasks are numbered from 0 on; a number says the seeds of its rollouts. A group that was begun and not trained on comes
+again, under its number.
 """
 
 import heapq
+import itertools
 import random
-from typing import Any
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hone.config.orchestrator import BufferConfig
+
+Ratio = list[tuple[int, float]]  # at steps
+
+
+class Task(NamedTuple):
+    number: int
+    env: str
+    example: int  # its place in the environment's data
+
+
+@dataclass
+class Stream:
+    """Examples that are gone through together."""
+
+    examples: list[tuple[str, int]]
+    ratio: Ratio
+    epoch: int = 0
+    position: int = 0
+    credit: float = 0.0  # groups that it is behind of its ratio
+    order: list[int] = field(default_factory=list)
 
 
 class Schedule:
-    def __init__(self, examples: int, seed: int, progress: dict[str, Any] | None = None) -> None:
-        """`progress`: what `progress` gave, where the run goes on."""
-        self.examples, self.seed = examples, seed
-        self.next: int = progress["next"] if progress else 0
-        self.again: list[int] = sorted(progress["untrained"]) if progress else []  # a heap
-        self._orders: dict[int, list[int]] = {}
+    def __init__(
+        self,
+        sizes: dict[str, int],
+        seed: int,
+        groups_in_a_step: int = 1,
+        ratios: dict[str, Ratio] | None = None,
+        buffer: BufferConfig | None = None,
+        progress: dict[str, Any] | None = None,
+    ) -> None:
+        """`sizes`: examples of each environment; `progress`: what `progress` gave, where the run goes on."""
+        self.seed, self.groups_in_a_step, self.buffer = seed, groups_in_a_step, buffer or BufferConfig()
+        of_each = {env: [(env, i) for i in range(size)] for env, size in sizes.items()}
+        if ratios:
+            self.streams = [Stream(examples, ratios[env]) for env, examples in of_each.items()]
+        else:
+            self.streams = [Stream([x for examples in of_each.values() for x in examples], [(1, 1.0)])]
+        self.next = 0
+        self.again: list[Task] = []  # a heap
+        self.means: dict[str, dict[int, float]] = {env: {} for env in sizes}
+        if progress:
+            self.next, self.again = progress["next"], sorted(Task(*task) for task in progress["untrained"])
+            for stream, (epoch, position, credit) in zip(self.streams, progress["streams"], strict=True):
+                stream.epoch, stream.position, stream.credit = epoch, position, credit
+            for env, means in progress.get("means", {}).items():
+                self.means[env] = {int(example): mean for example, mean in means.items()}
 
-    def take(self) -> int:
-        """The number of the next group to begin."""
+    def take(self) -> Task:
+        """The next group to begin."""
         if self.again:
             return heapq.heappop(self.again)
         self.next += 1
-        return self.next - 1
+        return Task(self.next - 1, *self._example(self._stream()))
 
-    def give_back(self, number: int) -> None:
+    def give_back(self, task: Task) -> None:
         """A group that is not trained on after all: it comes before new ones."""
-        heapq.heappush(self.again, number)
+        heapq.heappush(self.again, task)
 
-    def example(self, number: int) -> int:
-        """Index of a group's example."""
-        epoch, position = divmod(number, self.examples)
-        if epoch not in self._orders:
-            order = list(range(self.examples))
-            random.Random(f"{self.seed} {epoch}").shuffle(order)
-            self._orders = {k: v for k, v in self._orders.items() if k == epoch - 1} | {epoch: order}
-        return self._orders[epoch][position]
+    def scored(self, task: Task, mean: float) -> None:
+        """The mean reward of a group, which says how hard its example is."""
+        if self.buffer.easy_threshold is not None or self.buffer.hard_threshold is not None:
+            means, share = self.means[task.env], self.buffer.newest_share
+            means[task.example] = share * mean + (1 - share) * means.get(task.example, mean)
+
+    def pool(self, env: str, example: int) -> str:
+        """easy, normal or hard."""
+        mean, buffer = self.means[env].get(example), self.buffer
+        if mean is None:
+            return "normal"
+        if buffer.easy_threshold is not None and mean >= buffer.easy_threshold:
+            return "easy"
+        return "hard" if buffer.hard_threshold is not None and mean <= buffer.hard_threshold else "normal"
+
+    def pools(self) -> dict[str, float]:
+        """The share of each pool in the examples that are known."""
+        count = Counter(self.pool(env, example) for env, means in self.means.items() for example in means)
+        return {name: count[name] / max(count.total(), 1) for name in ("easy", "normal", "hard")}
 
     @property
     def epoch(self) -> float:
         """How often the data was gone through."""
-        return self.next / self.examples
+        passed = sum(stream.epoch * len(stream.examples) + stream.position for stream in self.streams)
+        return passed / sum(len(stream.examples) for stream in self.streams)
 
-    def progress(self, begun: list[int]) -> dict[str, Any]:
+    def progress(self, begun: list[Task]) -> dict[str, Any]:
         """What a run needs to go on: `begun` are the groups that are under way or wait to be trained on."""
-        return {"next": self.next, "untrained": sorted([*begun, *self.again])}
+        return {
+            "next": self.next,
+            "untrained": sorted([*begun, *self.again]),
+            "streams": [[stream.epoch, stream.position, stream.credit] for stream in self.streams],
+            **({"means": self.means} if any(self.means.values()) else {}),
+        }
+
+    def _stream(self) -> Stream:
+        """The one that is furthest behind its ratio."""
+        step = (self.next - 1) // self.groups_in_a_step + 1
+        ratios = [at(step, stream.ratio) for stream in self.streams]
+        if not any(ratios):
+            raise ValueError(f"env.ratio: all are 0 at step {step}")
+        for stream, ratio in zip(self.streams, ratios, strict=True):
+            stream.credit += ratio / sum(ratios)
+        _, _, chosen = max((s.credit, -i, s) for i, s in enumerate(self.streams) if ratios[i])
+        chosen.credit -= 1.0
+        return chosen
+
+    def _example(self, stream: Stream) -> tuple[str, int]:
+        """The next of a stream. Of the easy and the hard ones those that are not for now are passed over, but never
+        a whole epoch."""
+        for _ in range(len(stream.examples)):
+            found = self._advance(stream)
+            pool = self.pool(*found)
+            if pool == "normal":
+                return found
+            fraction = self.buffer.easy_fraction if pool == "easy" else self.buffer.hard_fraction
+            if random.Random(f"{self.seed} {stream.epoch} {stream.position} {found}").random() < fraction:
+                return found
+        return self._advance(stream)
+
+    def _advance(self, stream: Stream) -> tuple[str, int]:
+        if stream.position == len(stream.examples):
+            stream.epoch, stream.position, stream.order = stream.epoch + 1, 0, []
+        if not stream.order:
+            label = f" {stream.examples[0][0]}" if stream is not self.streams[0] else ""
+            stream.order = list(range(len(stream.examples)))
+            random.Random(f"{self.seed} {stream.epoch}{label}").shuffle(stream.order)
+        stream.position += 1
+        return stream.examples[stream.order[stream.position - 1]]
+
+
+def at(step: int, points: Ratio) -> float:
+    """The value at a step of what goes in lines from point to point."""
+    if step <= points[0][0]:
+        return points[0][1]
+    for (one, low), (two, high) in itertools.pairwise(points):
+        if step <= two:
+            return low + (high - low) * (step - one) / (two - one)
+    return points[-1][1]

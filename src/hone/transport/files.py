@@ -105,6 +105,7 @@ def write_batch(batch: Batch, run: str, directory: Path) -> None:
     """Writes the samples as flat arrays with offsets into a directory that is not published yet."""
     samples = batch.samples
     lengths = np.array([len(s.ids) for s in samples], dtype=np.int64)
+    envs = sorted({s.env for s in samples})
 
     def flat(name: str, dtype: Any) -> Any:
         return np.array([x for s in samples for x in getattr(s, name)], dtype=dtype)
@@ -119,10 +120,13 @@ def write_batch(batch: Batch, run: str, directory: Path) -> None:
         "logprobs": flat("logprobs", np.float64),
         "advantage": each("advantage"),
         "temperature": each("temperature"),
+        "env": np.array([envs.index(s.env) for s in samples], dtype=np.int64),
     }
-    if samples and all(s.teacher_logprobs is not None for s in samples):
-        arrays["teacher_logprobs"] = flat("teacher_logprobs", np.float64)
-    save_file(arrays, directory / BATCH, metadata={"run": run, "step": str(batch.step)})
+    known = [s.teacher_logprobs for s in samples if s.teacher_logprobs is not None]
+    if known:
+        arrays["has_teacher"] = np.array([s.teacher_logprobs is not None for s in samples])
+        arrays["teacher_logprobs"] = np.array([x for one in known for x in one], dtype=np.float64)
+    save_file(arrays, directory / BATCH, metadata={"run": run, "step": str(batch.step), "envs": json.dumps(envs)})
 
 
 def read_progress(directory: Path) -> dict[str, Any] | None:
@@ -142,10 +146,16 @@ def read_batch(directory: Path, run: str) -> Batch | None:
             return None
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     bounds = np.cumsum(arrays["lengths"])[:-1]
-    columns = {name: arrays[name].tolist() for name in ("advantage", "temperature")}
-    for name in ("ids", "mask", "logprobs", "teacher_logprobs"):
-        if name in arrays:
-            columns[name] = [part.tolist() for part in np.split(arrays[name], bounds)]
+    columns: dict[str, list[Any]] = {name: arrays[name].tolist() for name in ("advantage", "temperature")}
+    envs = json.loads(header["envs"])
+    columns["env"] = [envs[i] for i in arrays["env"].tolist()]
+    for name in ("ids", "mask", "logprobs"):
+        columns[name] = [part.tolist() for part in np.split(arrays[name], bounds)]
+    if "has_teacher" in arrays:
+        lengths = np.where(arrays["has_teacher"], arrays["lengths"], 0)
+        parts = np.split(arrays["teacher_logprobs"], np.cumsum(lengths)[:-1])
+        has = arrays["has_teacher"].tolist()
+        columns["teacher_logprobs"] = [x.tolist() if there else None for x, there in zip(parts, has, strict=True)]
     each = zip(*columns.values(), strict=True)
     samples = [Sample(**dict(zip(columns, values, strict=True))) for values in each] if len(arrays["lengths"]) else []
     return Batch(int(header["step"]), samples)

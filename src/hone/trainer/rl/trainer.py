@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hone.config.loss import LossConfig
 from hone.config.rl import TrainerConfig
 from hone.models.lora import add_lora, seed_dropout, without_lora
 from hone.models.transformer import Transformer
@@ -43,13 +44,15 @@ class RLTrainer:
         self.ranks, self.seed = ranks, seed
         self.device = model.embed.weight.device
         self.laps = Laps(self.device, is_on=False)
-        loss_function(config.loss.type)  # a user's own is imported now, not after the first rollouts
+        self.losses = [config.loss, *config.loss_of.values()]
+        for loss in self.losses:
+            loss_function(loss.type)  # a user's own is imported now, not after the first rollouts
         lora = config.lora
         if lora is not None:
             add_lora(model, lora, seed)
         # What training starts from: under a fresh adapter the model itself, else a copy.
         is_under_adapter = lora is not None and not lora.modules_to_save and lora.start_from is None
-        keeps = config.loss.kl_beta > 0 and not is_under_adapter
+        keeps = any(loss.kl_beta > 0 for loss in self.losses) and not is_under_adapter
         self.reference = copy.deepcopy(model).requires_grad_(False) if keeps else None
         for part in filter(None, (model, self.reference)):
             shard(part, ranks, config.sharding)
@@ -68,18 +71,27 @@ class RLTrainer:
         lr = learning_rate(self.config.optim, self.config.scheduler, batch.step, self.max_steps)
         samples = batch.samples
         loss_lengths = [sum(sample.mask[1:]) for sample in samples]
-        weights = token_weights(loss_lengths, self.config.loss)
+        kinds, weights = self._kinds(samples), [0.0] * len(samples)
+        for kind, members in kinds:  # counts by how many of the samples are its own; within it as its loss says
+            own = token_weights([loss_lengths[i] for i in members], kind)
+            share = sum(map(bool, own)) / max(1, sum(map(bool, loss_lengths))) if len(kinds) > 1 else 1.0
+            for i, weight in zip(members, own, strict=True):
+                weights[i] = share * weight
         lengths = [len(sample.ids) for sample in samples]
         names = ["entropy", "mismatch_kl", "is_masked", "importance_ratio"]
         parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-        if self.config.loss.kl_beta:
+        if any(kind.kl_beta for kind in self.losses):
             parts["reference_kl"] = []
         loss = torch.zeros((), device=self.device)
-        split = self._split(samples)
+        split = [
+            (kind, [members[i] for i in part])
+            for kind, members in kinds
+            for part in self._split([samples[i] for i in members])
+        ]
         if self.optimizer.is_sharded:  # all ranks go through the model equally often
-            split += [[]] * (self.ranks.most(len(split), self.device) - len(split))
-        for members in split:
-            loss += self._backward([samples[i] for i in members], [weights[i] for i in members], parts)
+            split += [(self.config.loss, [])] * (self.ranks.most(len(split), self.device) - len(split))
+        for kind, members in split:
+            loss += self._backward(kind, [samples[i] for i in members], [weights[i] for i in members], parts)
             if len(split) > 1:
                 self.optimizer.accumulate()
         grad_norm = self.optimizer.step(lr) if any(loss_lengths) else 0.0
@@ -113,6 +125,20 @@ class RLTrainer:
             values |= {} if used is None else {"perf/mfu": used}
         return values
 
+    def _loss_of(self, sample: Sample) -> LossConfig:
+        return self.config.loss_of.get(sample.env, self.config.loss)
+
+    def _kinds(self, samples: list[Sample]) -> list[tuple[LossConfig, list[int]]]:
+        """The losses that there are, and the indices of the samples of each; those go through the model apart."""
+        kinds: list[tuple[LossConfig, list[int]]] = []
+        for i, sample in enumerate(samples):
+            loss = self._loss_of(sample)
+            members = next((members for kind, members in kinds if kind is loss or kind == loss), None)
+            if members is None:
+                kinds.append((loss, members := []))
+            members.append(i)
+        return kinds
+
     def _split(self, samples: list[Sample]) -> list[list[int]]:
         """Indices of the samples of each of this rank's micro-batches."""
         lengths, budget = [len(sample.ids) for sample in samples], self.config.micro_batch_tokens
@@ -129,7 +155,7 @@ class RLTrainer:
         return [[mine[i] for i in part] for part in parts]
 
     def _backward(
-        self, samples: list[Sample], weights: list[float], parts: dict[str, list[torch.Tensor]]
+        self, config: LossConfig, samples: list[Sample], weights: list[float], parts: dict[str, list[torch.Tensor]]
     ) -> torch.Tensor:
         """Adds a micro-batch to the gradients and its per-token numbers to `parts`; returns its share of the loss.
 
@@ -137,10 +163,10 @@ class RLTrainer:
         """
         if not samples:
             nothing = Sample([0, 0], [False, True], [0.0, 0.0], 0.0, 1.0)
-            return self._backward([nothing], [0.0], defaultdict(list))
+            return self._backward(config, [nothing], [0.0], defaultdict(list))
         pack_samples = pack_shared if self.shares_prompts else pack
         packed = pack_samples([s.ids for s in samples], [s.mask for s in samples], self.device)
-        config, sequence_N = self.config.loss, packed.sequence_N
+        sequence_N = packed.sequence_N
         temperature_N, advantage_N, weight_N = (
             torch.tensor(values, dtype=torch.float32, device=self.device)[sequence_N]
             for values in ([s.temperature for s in samples], [s.advantage for s in samples], weights)
@@ -178,7 +204,7 @@ class RLTrainer:
         return total.detach()
 
     def _backward_alone(self, samples: list[Sample], weights: list[float], i: int) -> None:
-        self._backward([samples[i]], [weights[i]], defaultdict(list))
+        self._backward(self._loss_of(samples[i]), [samples[i]], [weights[i]], defaultdict(list))
 
     def _of_targets(self, samples: list[Sample], values: list[list[float]]) -> torch.Tensor:
         """What the samples' targets have, end to end."""

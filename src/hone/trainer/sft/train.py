@@ -267,7 +267,7 @@ class Trainer:
         return pack([ids for ids, _ in conversations], [mask for _, mask in conversations], self.device)
 
     def _evaluated(self, values: dict[str, float]) -> str:
-        ids = [e.id for e in self.config.eval.env] if self.config.eval else []
+        ids = [e.known_as for e in self.config.eval.env] if self.config.eval else []
         return " | ".join(f"Eval. {i}: {values[f'eval/{i}/reward']:.4f}" for i in ids if f"eval/{i}/reward" in values)
 
     def _log_step(self, step: int, values: dict[str, float], console: bool) -> None:

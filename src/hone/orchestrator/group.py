@@ -1,0 +1,105 @@
+"""A group: the rollouts of one example, what each is worth, and the sequences that are trained on. Pure.
+
+rollouts ─ truncated, failed as configured ─► rewards ─► advantages ─ filters ─► samples, or why there are none
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hone.config.orchestrator import BufferConfig, GroupConfig
+from hone.orchestrator.advantage import ADVANTAGES, has_signal, overlong
+from hone.orchestrator.schedule import Task
+from hone.records import Rollout, Sample
+
+DROPPED = ("no_signal", "too_easy", "too_hard", "truncated")  # why tokens have no loss
+
+
+@dataclass
+class Group:
+    """`failures`: of attempts at its rollouts, by cause; `dropped`: tokens without loss, by cause."""
+
+    task: Task
+    rollouts: list[Rollout]
+    failures: Counter[str] = field(default_factory=Counter)
+    version: int = 0  # of its oldest token
+    advantages: list[float] = field(default_factory=list)
+    learnt: list[bool] = field(default_factory=list)  # which rollouts are trained on
+    samples: list[Sample] = field(default_factory=list)
+    unused: str = ""  # why none is: no_signal, too_easy, too_hard, failed
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def rewards(self) -> list[float]:
+        return [r.reward for r in self.rollouts if not r.error]
+
+    @property
+    def versions(self) -> list[int]:
+        return [v for r in self.rollouts for t in r.turns for v in t.completion.versions]
+
+
+def judge(group: Group, settings: GroupConfig, buffer: BufferConfig) -> None:
+    """Gives a group its advantages and samples, or says why there is nothing to train on."""
+    rollouts = group.rollouts
+    for rollout in rollouts:
+        if rollout.is_truncated and not rollout.error:
+            if settings.truncated == "drop":
+                rollout.error = "cut off at max_tokens"
+                group.dropped["truncated"] += tokens_of(rollout)
+            elif settings.truncated == "zero":
+                rollout.reward = 0.0
+    group.advantages, group.learnt = [0.0] * len(rollouts), [False] * len(rollouts)
+    if not group.rewards:
+        group.unused = "failed"
+        return
+    counted = [i for i, r in enumerate(rollouts) if not r.error or (settings.failed == "zero" and not r.turns)]
+    rewards = np.array([0.0 if rollouts[i].error else rollouts[i].reward for i in counted])
+    lengths = np.array([tokens_of(rollouts[i]) for i in counted], dtype=np.float64)
+    rewards = overlong(rewards, lengths, settings.sampling.max_tokens, settings.overlong_share)
+    for i, advantage in zip(counted, ADVANTAGES[settings.advantage](rewards, lengths).tolist(), strict=True):
+        group.advantages[i] = advantage
+    group.unused = _unused(group, settings, buffer, has_signal(rewards))
+    for i, rollout in enumerate(rollouts):
+        is_masked = settings.truncated == "mask" and rollout.is_truncated
+        group.learnt[i] = not (rollout.error or group.unused or is_masked)
+        if group.learnt[i]:
+            temperature = settings.sampling.temperature
+            group.samples += samples_of(rollout, group.advantages[i], temperature, group.task.env)
+        elif not rollout.error:
+            group.dropped[group.unused or "truncated"] += tokens_of(rollout)
+
+
+def _unused(group: Group, settings: GroupConfig, buffer: BufferConfig, signal: bool) -> str:
+    if buffer.online_difficulty_filtering:
+        mean = float(np.mean(group.rewards))
+        if mean >= (1.0 if buffer.easy_threshold is None else buffer.easy_threshold):
+            return "too_easy"
+        if mean <= (0.0 if buffer.hard_threshold is None else buffer.hard_threshold):
+            return "too_hard"
+    return "no_signal" if settings.drop_zero_signal and not signal else ""
+
+
+def tokens_of(rollout: Rollout) -> int:
+    """How many the model wrote."""
+    return sum(len(turn.completion.ids) for turn in rollout.turns)
+
+
+def samples_of(rollout: Rollout, advantage: float, temperature: float, env: str) -> list[Sample]:
+    """A rollout as training sequences: the ids that were sampled, never tokenised again.
+
+    A turn whose prompt goes on from the tokens so far continues their sequence, what lies between without loss. Where
+    it does not (a template that leaves out earlier thinking) the turn begins a sequence of its own.
+    """
+    samples: list[Sample] = []
+    for turn in rollout.turns:
+        prompt, completion = turn.prompt_ids, turn.completion
+        sample = samples[-1] if samples else None
+        if sample is None or prompt[: len(sample.ids)] != sample.ids:
+            sample = Sample([], [], [], advantage, temperature, env=env)
+            samples.append(sample)
+        between = prompt[len(sample.ids) :]
+        sample.ids = sample.ids + between + completion.ids
+        sample.mask = sample.mask + [False] * len(between) + [True] * len(completion.ids)
+        sample.logprobs = sample.logprobs + [0.0] * len(between) + completion.logprobs
+    return [sample for sample in samples if any(sample.mask)]
