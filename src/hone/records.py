@@ -66,6 +66,7 @@ class GenerateRequest:
     ends: Callable[[list[int]], int | None] | None = None
     timeout: float | None = None  # seconds from being taken until it ends with what it has
     adapter: str | None = None  # name of a LoRA adapter that the engine has
+    name: str = ""  # by which its progress is asked for
 
 
 @dataclass

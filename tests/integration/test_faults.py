@@ -214,47 +214,78 @@ def write(path, content):
     partial.rename(path)
 
 
-@pytest.fixture(scope="module")
-def minute(trained, tmp_path_factory):
-    """All that takes a minute of waiting, side by side: runs with a part stopped, and one whose files come late."""
-    root = tmp_path_factory.mktemp("faults")
-    runs = {part: Still(part, root / part, trained) for part in ("inference", "orchestrator", "trainer", "worker")}
-    server = Server("--model.name", trained, log=root / "server.log")
-    ours, theirs = root / "late", root / "late_trainer"
-    late = [Late(theirs, ours, ["run_rl.json", "alive", "broadcasts"]), Late(ours, theirs, ["rollouts", "alive"])]
-    small = [word.replace("orchestrator.", "") if isinstance(word, str) else word for word in SMALL]
-    of_orchestrator = ("--client.base-url", server.url, "--env", WORKER, *small)
-    processes = []
-    try:
+class Minute(threading.Thread):
+    """All that takes a minute of waiting, side by side and beside the other tests: runs with a part stopped, and one
+    whose files come late."""
+
+    def __init__(self, root, model):
+        super().__init__(daemon=True)
+        self.root, self.model, self.error = root, model, None
+        self.codes, self.runs, self.processes, self.late = {}, {}, [], []
+        self.server = Server("--model.name", model, log=root / "server.log")
+
+    def run(self):
+        try:
+            self.start_late()
+            for part in ("inference", "orchestrator", "trainer", "worker"):
+                self.runs[part] = Still(part, self.root / part, self.model)
+            for run in self.runs.values():
+                run.stop()
+            time.sleep(STILL)
+            for part, run in self.runs.items():
+                if part != "worker":  # that one has been replaced by now
+                    os.kill(run.stopped, signal.SIGCONT)
+            self.codes |= {part: run.process.wait(180) for part, run in self.runs.items()}
+            self.codes |= {"late": [process.wait(180) for process in self.processes]}
+        except BaseException as error:
+            self.error = error
+
+    def start_late(self):
+        ours, theirs = self.root / "late", self.root / "late_trainer"
+        self.late = [
+            Late(theirs, ours, ["run_rl.json", "alive", "broadcasts"]),
+            Late(ours, theirs, ["rollouts", "alive"]),
+        ]
+        small = [word.replace("orchestrator.", "") if isinstance(word, str) else word for word in SMALL]
+        of_orchestrator = ("--client.base-url", self.server.url, "--env", WORKER, *small)
         for name, file, out, options in (
-            ("trainer", "train", theirs, ()),
-            ("orchestrator", "orch", ours, of_orchestrator),
-        ):
+            ("trainer", "train", theirs, ()), ("orchestrator", "orch", ours, of_orchestrator)
+        ):  # fmt: skip
             words = [
-                BIN / name, "@", f"{TINY}/rl/{file}.toml", "--model.name", trained, "--output-dir", out,
+                BIN / name, "@", f"{TINY}/rl/{file}.toml", "--model.name", self.model, "--output-dir", out,
                 "--max-async-level", 0, "--max-steps", 1, *options,
             ]  # fmt: skip
-            log = (root / f"late_{name}.log").open("w")
-            processes.append(subprocess.Popen(list(map(str, words)), stdout=log, stderr=subprocess.STDOUT, cwd=ROOT))
-        for run in runs.values():
-            run.stop()
-        stopped = time.monotonic()
-        time.sleep(max(0.0, stopped + STILL - time.monotonic()))
-        for part, run in runs.items():
-            if part != "worker":  # that one has been replaced by now
-                os.kill(run.stopped, signal.SIGCONT)
-        codes = {part: run.process.wait(120) for part, run in runs.items()}
-        codes |= {"late": [process.wait(120) for process in processes]}
-        yield root, runs, codes
-    finally:
-        for one in late:
+            log = (self.root / f"late_{name}.log").open("w")
+            words = list(map(str, words))
+            self.processes.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT))
+
+    def end(self):
+        for one in self.late:
             one.is_over.set()
-        for run in runs.values():
+        for run in self.runs.values():
             run.end()
-        for process in processes:
+        for process in self.processes:
             process.kill()
             process.wait()
-        server.stop()
+        self.join(30)
+        self.server.stop()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def under_way(trained, tmp_path_factory):
+    """Begun with the first test of this file."""
+    made = Minute(tmp_path_factory.mktemp("faults"), trained)
+    made.start()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def minute(under_way):
+    under_way.join(400)
+    if under_way.error is not None:
+        raise under_way.error
+    return under_way
 
 
 @pytest.mark.parametrize(
@@ -267,9 +298,8 @@ def minute(trained, tmp_path_factory):
     ],
 )
 def test_what_stands_still_for_a_minute_is_named_by_the_others_and_changes_nothing(part, who, words, minute):
-    root, runs, codes = minute
-    log = runs[part].log.read_text()
-    assert codes[part] == 0 and words in log, log
+    root, log = minute.root, minute.runs[part].log.read_text()
+    assert minute.codes[part] == 0 and words in log, log
     assert words in (root / part / "logs" / f"{who}.log").read_text()
     if part != "worker":
         assert " is back" in log
@@ -279,9 +309,9 @@ def test_what_stands_still_for_a_minute_is_named_by_the_others_and_changes_nothi
 
 
 def test_files_that_appear_30_seconds_late_change_nothing_but_the_time(minute):
-    root, _, codes = minute
+    root = minute.root
     logs = [(root / f"late_{name}.log").read_text() for name in ("trainer", "orchestrator")]
-    assert codes["late"] == [0, 0], logs
+    assert minute.codes["late"] == [0, 0], logs
     (row,), first = metrics(root / "late"), metrics(root / "trainer")[0]
     assert row["reward/mean"] == first["reward/mean"] and row["loss/mean"] == first["loss/mean"]
     assert row["time/wait_for_batch"] > LATE

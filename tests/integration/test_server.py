@@ -51,6 +51,26 @@ def test_openai_client(client, trained):
         assert choice.logprobs.content[0].token == f"token_id:{choice.token_ids[0]}"
 
 
+def test_a_completion_goes_on_from_what_was_written_elsewhere(server, trained):
+    fields = {"return_token_ids": True, "return_token_logprobs": True, "seed": 3, "ignore_eos": True}
+    whole = chat(server, trained, **fields).json()
+    (choice,) = whole["choices"]
+    keys = {"ids": "token_ids", "logprobs": "token_logprobs", "versions": "policy_versions"}
+    before = {name: choice[key][:5] for name, key in keys.items()}
+    answer = chat(server, trained, **fields, so_far=[before], request_name="some").json()
+    (joined,) = answer["choices"]
+    assert len(joined["token_ids"]) == len(joined["token_logprobs"]) == len(joined["policy_versions"]) == 8
+    assert {name: joined[key][:5] for name, key in keys.items()} == before
+    assert answer["prompt_token_ids"] == whole["prompt_token_ids"]
+    ids = answer["prompt_token_ids"] + joined["token_ids"]
+    scored = httpx.post(server.url.removesuffix("/v1") + "/score", json={"ids": ids}).json()["logprobs"]
+    assert joined["token_logprobs"] == pytest.approx(scored[-8:], abs=1e-4)
+    refused = chat(server, trained, so_far=[before, before])
+    assert refused.status_code == 400 and "so_far is for each of n" in refused.text
+    state = httpx.post(server.url.removesuffix("/v1") + "/progress", json={}).json()
+    assert state == {"running": 0, "waiting": 0, "partials": {}}
+
+
 def test_logprobs_are_those_of_the_model(server, trained):
     answer = chat(server, trained, logprobs=True, return_token_ids=True, temperature=0.8, seed=3).json()
     ids = answer["choices"][0]["token_ids"]

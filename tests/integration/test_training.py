@@ -87,7 +87,13 @@ def test_rl_run_directory_log_lines_and_metric_names(rl, tmp_path):
         r"SUCCESS Step 4 \| Time: [\d.]+s \| Loss: -?\d+\.\d{4} \| Entropy: [\d.]+ \| Mismatch KL: \S+ \| "
         r"Grad. Norm: [\d.]+ \| LR: \S+ \| Throughput: \d+ tokens/s \| MFU: \S+ \| Peak Mem.: [\d.]+ GiB"
     )
-    assert re.search(orchestrator_line, console) and re.search(trainer_line, console)
+    summary_line = (
+        r"INFO Step 4 in all \| Reward: \d+\.\d{4} ± \d+\.\d{4}, groups solved by all \d+%, by none \d+% \| "
+        r"Tokens: \d+ trained, dropped: .* \| Staleness: 0.0, at most 0 \| Mismatch KL: .* \| Masked: .* \| "
+        r"Entropy: .* \| Grad. Norm: .* \| Seconds: [\d.]+ generating, 0.00 waiting, [\d.]+ training, [\d.]+ syncing"
+    )
+    for line in (orchestrator_line, trainer_line, summary_line):
+        assert re.search(line, console), console
     assert "Reward" in (out / "logs" / "orchestrator.log").read_text()
     assert "Loss" in (out / "logs" / "trainer.log").read_text()
     row = metrics(out)[-1]

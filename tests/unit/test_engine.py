@@ -57,6 +57,29 @@ def test_logprobs_equal_a_plain_forward(model, temperature):
         assert completion.versions == [0] * len(completion.ids)
 
 
+def test_progress_is_what_was_written_since(model):
+    engine, done = Engine(model), []
+    for i in range(3):
+        named = replace(request([5, 6, 7 + i], seed=i, stop=frozenset()), name=f"run/{i}" if i else "")
+        engine.add(named, done.append)
+    assert engine.progress({"run/1": 0}) == {}
+    for _ in range(6):
+        engine.step()
+    engine.set_version(1)
+    for _ in range(4):
+        engine.step()
+    first = engine.progress({"run/1": 0, "run/2": 4, "elsewhere/0": 0})
+    engine.step()
+    while not engine.is_idle:
+        engine.step()
+    assert set(first) == {"run/1", "run/2"} and len(first["run/1"].ids) == len(first["run/2"].ids) + 4 >= 9
+    for name, start in (("run/1", 0), ("run/2", 4)):
+        found, whole = first[name], done[int(name[-1])]
+        end = start + len(found.ids)
+        assert (found.ids, found.logprobs) == (whole.ids[start:end], whole.logprobs[start:end])
+        assert found.versions == whole.versions[start:end] and set(found.versions) == {0, 1}
+
+
 def test_greedy_equals_argmax_of_plain_forwards(model):
     prompt = [7, 8, 9]
     ids = Engine(model).generate([request(prompt, temperature=0.0, max_tokens=12)])[0].ids

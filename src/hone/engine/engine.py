@@ -153,6 +153,20 @@ class Engine:
         elif self.admission.withdraw(sequence):
             self._hand_over(sequence, [], [], reason)
 
+    def progress(self, known: dict[str, int]) -> dict[str, Completion]:
+        """What named requests have beyond so many tokens, where they decode."""
+        self._settle()
+        wanted = [s for s in self.decoding if s.request.name in known]
+        if not wanted:
+            return {}
+        counts = [self._count(s) for s in wanted]
+        tokens, logprobs = self.slots.generated([s.slot for s in wanted], max(counts), self.slots.snapshot())
+        found = {}
+        for s, n, ids, values in zip(wanted, counts, tokens, logprobs, strict=True):
+            start, whole = known[s.request.name], s.completion(ids[:n], values[:n], "")
+            found[s.request.name] = Completion(ids[start:n], values[start:n], whole.versions[start:], "")
+        return found
+
     def abort_all(self) -> None:
         for sequence in self.sequences():
             self.abort(sequence)

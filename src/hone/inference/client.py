@@ -82,8 +82,18 @@ class HttpClient:
         """One completion. Raises RuntimeError with the words of a refusal, ConnectionError when the server is gone."""
         return (await self.chat_group(messages, sampling, 1))[0]
 
-    async def chat_group(self, messages: list[Message], sampling: Sampling, count: int) -> list[Turn]:
-        """Several completions of one prompt, drawn with the seeds from `sampling.seed` on."""
+    async def chat_group(
+        self,
+        messages: list[Message],
+        sampling: Sampling,
+        count: int,
+        name: str = "",
+        so_far: list[Completion] | None = None,
+    ) -> list[Turn]:
+        """Several completions of one prompt, drawn with the seeds from `sampling.seed` on.
+
+        A Hone server says under `name` how far they are, and goes on from what is written `so_far`.
+        """
         body = {
             "model": self.model,
             "messages": messages,
@@ -91,6 +101,8 @@ class HttpClient:
             **({"return_token_logprobs": True} if self.is_hone else {"logprobs": True}),
             "return_token_ids": True,
             **({"n": count} if count > 1 else {}),
+            **({"request_name": name} if name else {}),
+            **({"so_far": [vars(one) for one in so_far]} if so_far else {}),
             **self.extra_body,
         }
         answer = await self._post(f"{self.base_url}/chat/completions", body)

@@ -7,6 +7,7 @@ machine alone.
     POST /resume                         go on
     GET  /version                        version, checksum, dtype, model, completions so far, is_paused; ?each=true:
                                          the fingerprint of each weight too
+    POST /progress                       {"known": {NAME: N}}: running, waiting, and of named requests the tokens since
     POST /score                          {"ids": […], "temperature": 1.0}: logprobs of every token after the first
     POST /v1/load_lora_adapter           {"lora_name": NAME, "lora_path": DIR}, in peft's format; again to replace it
     POST /v1/unload_lora_adapter         {"lora_name": NAME}
@@ -118,6 +119,10 @@ class UnloadAdapter(BaseModel):
     lora_name: str
 
 
+class Known(BaseModel):
+    known: dict[str, int] = Field(default_factory=dict)
+
+
 class Ids(BaseModel):
     ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=2)
     temperature: float = Field(default=1.0, gt=0)
@@ -167,6 +172,18 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
     @app.get("/version", dependencies=guard)
     async def version(each: bool = False) -> dict[str, Any]:
         return await service.run(lambda: served.state(each))
+
+    @app.post("/progress", dependencies=guard)
+    async def progress(body: Known) -> dict[str, Any]:
+        """`known`: how many tokens of a request are known already, by its name and number, NAME/I."""
+
+        def look() -> dict[str, Any]:
+            engine = served.engine
+            partials = {name: vars(one) for name, one in engine.progress(body.known).items()}
+            running = len(engine.running)
+            return {"running": running, "waiting": len(engine.sequences()) - running, "partials": partials}
+
+        return await service.run(look)
 
     @app.post("/score", dependencies=guard)
     async def scores(body: Ids) -> dict[str, Any]:

@@ -1,32 +1,62 @@
 """Several servers of one policy as one model, which outlives the loss of any of them.
 
-chat, chat … of one turn of the event loop ─ same messages, seeds in a row ─► one request ─► the least busy server
-a server that is lost, falls silent, or serves older weights than it took ─► its requests asked again elsewhere or later
+chat, chat … of one turn of the event loop ─ same messages, seeds in a row ─► a run ─► queue ─► the least busy server
+a server that is lost, falls silent, or serves older weights than it took ─► its runs to the head of the queue
                   └─► comes up again ─ revive: the current weights, proven ─► serves again
+
+A server is asked for as much as it computes, and a little more that waits there; the rest waits here, where it can go
+to any of them, evaluations first. What is written so far is asked for now and then: a run that is asked again goes on
+from there, or, where results must repeat to the bit, from its prompt.
 """
 
 import asyncio
+import heapq
+import itertools
 import json
 import logging
+import math
+import uuid
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from hone.inference.client import HttpClient, ServerLost
-from hone.records import Message, Sampling, Turn
+from hone.records import Completion, Message, Sampling, Turn
 from hone.transport.waiting import Wait
 
-Asked = tuple[Sampling, list[Message], asyncio.Future[Turn]]
 T = TypeVar("T")
 LOOK, SILENCE = 2.0, 15.0  # seconds between looks at a server; without an answer, until it is lost
+RESERVE = 16  # rollouts, or an eighth of what runs, that wait at a server so that it never does
+
+
+@dataclass(order=True)
+class _Run:
+    """Rollouts of one prompt with seeds in a row, asked for together."""
+
+    place: tuple[int, int]  # in the queue: urgent or not, then in the order of arrival
+    messages: list[Message] = field(compare=False)
+    sampling: Sampling = field(compare=False)  # of the first
+    futures: list[asyncio.Future[Turn]] = field(compare=False)
+    name: str = field(compare=False, default_factory=lambda: uuid.uuid4().hex[:12])
+    so_far: list[Completion] = field(compare=False, default_factory=list)  # of each, as last heard
+    begun: list[int] = field(compare=False, default_factory=list)  # tokens of it that the server was given
+
+    @property
+    def is_over(self) -> bool:
+        return all(future.done() for future in self.futures)
 
 
 class Server:
     def __init__(self, client: HttpClient) -> None:
         self.client = client
         self.busy, self.version, self.is_up = 0, -1, True
+        self.limit = math.inf  # rollouts that it is asked for at a time
+        self.runs: dict[str, _Run] = {}  # that it is at
         self.why = ""  # it was lost
         self._at_work: set[asyncio.Task[Any]] = set()
+
+    def has_room_for(self, count: int) -> bool:
+        return self.is_up and (self.busy + count <= self.limit or not self.busy)
 
     async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
         """What it answers. Raises ServerLost when it is lost meanwhile."""
@@ -47,9 +77,27 @@ class Server:
         for task in self._at_work:
             task.cancel()
 
+    def learn(self, state: dict[str, Any]) -> None:
+        """Takes what /progress says: how busy it is, and what was written since."""
+        running, reserve = state["running"], max(RESERVE, state["running"] // 8)
+        if state["waiting"] > reserve:
+            self.limit = running + reserve
+        elif not state["waiting"] and self.busy >= self.limit - reserve:
+            self.limit = 2 * self.limit
+        for name, new in state["partials"].items():
+            run, _, i = name.partition("/")
+            if run in self.runs:
+                known = self.runs[run].so_far[int(i)]
+                known.ids += new["ids"]
+                known.logprobs += new["logprobs"]
+                known.versions += new["versions"]
+
 
 class Fleet:
-    """`revive` gives a server that came up again the current weights, and says which version they are."""
+    """`revive` gives a server that came up again the current weights, and says which version they are.
+
+    `goes_on`: whether a run that is asked again goes on from what is known of it.
+    """
 
     def __init__(
         self,
@@ -57,25 +105,28 @@ class Fleet:
         revive: Callable[[HttpClient], Awaitable[int]],
         deadline: float,
         log: logging.Logger,
+        goes_on: bool = False,
     ) -> None:
         self.servers = [Server(client) for client in clients]
-        self.revive, self.deadline, self.log = revive, deadline, log
-        self._asked: dict[str, list[Asked]] = {}
+        self.revive, self.deadline, self.log, self.goes_on = revive, deadline, log, goes_on
+        self.urgent = Urgent(self)
+        self._asked: dict[str, list[tuple[Sampling, list[Message], asyncio.Future[Turn], bool]]] = {}
+        self._queue: list[_Run] = []
+        self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # raises when no server is left
 
     @property
     def up(self) -> list[Server]:
         return [server for server in self.servers if server.is_up]
 
-    async def chat(self, messages: list[Message], sampling: Sampling) -> Turn:
+    async def chat(self, messages: list[Message], sampling: Sampling, is_urgent: bool = False) -> Turn:
         loop = asyncio.get_running_loop()
         if not self._asked:
             loop.call_soon(self._send)
         future: asyncio.Future[Turn] = loop.create_future()
-        key = json.dumps([messages, asdict(replace(sampling, seed=0))])
-        self._asked.setdefault(key, []).append((sampling, messages, future))
+        key = json.dumps([messages, is_urgent, asdict(replace(sampling, seed=0))])
+        self._asked.setdefault(key, []).append((sampling, messages, future, is_urgent))
         return await future
 
     def lost(self, server: Server, why: str) -> None:
@@ -88,14 +139,9 @@ class Fleet:
             self._start(self._revive(server, why))
 
     async def watch(self) -> None:
-        """Loses servers that do not answer any more: a process that was stopped, a machine that went away."""
-
-        async def look(server: Server) -> None:
-            if not await server.client.is_up(SILENCE):
-                self.lost(server, f"/health did not answer within {SILENCE:.0f} s")
-
-        while True:
-            await asyncio.gather(asyncio.sleep(LOOK), *(look(server) for server in self.up))
+        """Loses servers that do not answer any more: a process that was stopped, a machine that went away. Hears how
+        busy the others are."""
+        await asyncio.gather(self._each(self._is_there), self._each(self._hear))
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -105,51 +151,110 @@ class Fleet:
         for server in self.servers:
             await server.client.__aexit__()
 
+    # ------------------------------------------------------------------------------------------ requests
+
     def _send(self) -> None:
+        """Makes runs of what was asked for in this turn of the event loop."""
         asked, self._asked = self._asked, {}
         for same in asked.values():
             same.sort(key=lambda one: one[0].seed)
-            run = [same[0]]
-            for one in same[1:]:
-                if one[0].seed != run[-1][0].seed + 1:
-                    self._start(self._ask(run))
-                    run = []
-                run.append(one)
-            self._start(self._ask(run))
+            last = None
+            for sampling, messages, future, is_urgent in same:
+                if last is None or sampling.seed != last + 1:
+                    run = _Run((not is_urgent, next(self._numbers)), messages, sampling, [])
+                    heapq.heappush(self._queue, run)
+                run.futures.append(future)
+                last = sampling.seed
+        self._dispatch()
 
-    def _start(self, work: Awaitable[None]) -> None:
+    def _dispatch(self) -> None:
+        while self._queue:
+            run = self._queue[0]
+            free = [server for server in self.servers if server.has_room_for(len(run.futures))]
+            if not free and not run.is_over:
+                return
+            heapq.heappop(self._queue)
+            if not run.is_over:
+                server = min(free, key=lambda server: server.busy)
+                server.busy += len(run.futures)
+                self._start(self._ask(server, run))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
-    async def _ask(self, run: list[Asked]) -> None:
-        sampling, messages, _ = run[0]
-        while any(not future.done() for _, _, future in run):
-            if not self.up:
-                self._changed.clear()
-                await self._changed.wait()
-                continue
-            server = min(self.up, key=lambda one: one.busy)
-            server.busy += len(run)
-            version = server.version
-            try:
-                turns = await server.unless_lost(server.client.chat_group(messages, sampling, len(run)))
-            except ServerLost as error:
-                self.lost(server, str(error))
-            except Exception as error:  # a refusal: each rollout that waits learns of it
-                for _, _, future in run:
-                    if not future.done():
-                        future.set_exception(error)
-            else:
-                oldest = min((v for turn in turns for v in turn.completion.versions), default=version)
-                if oldest < version:  # restarted between two requests: not the weights that it was given
-                    self.lost(server, f"it serves version {oldest}, it had taken {version}")
-                    continue
-                for (_, _, future), turn in zip(run, turns, strict=True):
-                    if not future.done():
-                        future.set_result(turn)
-            finally:
-                server.busy -= len(run)
+    async def _ask(self, server: Server, run: _Run) -> None:
+        count, version = len(run.futures), server.version
+        server.runs[run.name] = run
+        run.begun = [len(one.ids) for one in run.so_far] or [0] * count
+        asking = asyncio.ensure_future(
+            server.unless_lost(
+                server.client.chat_group(
+                    run.messages, run.sampling, count, run.name if self.goes_on else "", run.so_far
+                )
+            )
+        )
+        run.so_far = run.so_far or [Completion([], [], [], "") for _ in range(count)]
+
+        def given_up(_: object) -> None:
+            if run.is_over:
+                asking.cancel()  # the server sees that nobody waits
+
+        for future in run.futures:
+            future.add_done_callback(given_up)
+        try:
+            turns = await asking
+            new = [v for turn, n in zip(turns, run.begun, strict=True) for v in turn.completion.versions[n:]]
+            if min(new, default=version) < version:  # restarted between two requests: not the weights that it was given
+                raise ServerLost(f"it serves version {min(new)}, it had taken {version}")
+        except ServerLost as error:
+            self.lost(server, str(error))
+            if not self.goes_on:
+                run.so_far = []
+            heapq.heappush(self._queue, run)
+        except asyncio.CancelledError:
+            if not run.is_over:
+                raise
+        except Exception as error:  # a refusal: each rollout that waits learns of it
+            for future in run.futures:
+                if not future.done():
+                    future.set_exception(error)
+        else:
+            for future, turn in zip(run.futures, turns, strict=True):
+                if not future.done():
+                    future.set_result(turn)
+        finally:
+            server.busy -= count
+            server.runs.pop(run.name, None)
+            self._dispatch()
+
+    # ------------------------------------------------------------------------------------------ servers
+
+    async def _each(self, look: Callable[[Server], Awaitable[None]]) -> None:
+        while True:
+            await asyncio.gather(asyncio.sleep(LOOK), *map(look, self.up))
+
+    async def _is_there(self, server: Server) -> None:
+        if not await server.client.is_up(SILENCE):
+            self.lost(server, f"/health did not answer within {SILENCE:.0f} s")
+
+    async def _hear(self, server: Server) -> None:
+        known = {
+            f"{run.name}/{i}": len(one.ids) - begun
+            for run in server.runs.values()
+            for i, (one, begun) in enumerate(zip(run.so_far, run.begun, strict=True))
+        }
+        try:
+            server.learn(
+                await server.unless_lost(server.client.control("progress", {"known": known if self.goes_on else {}}))
+            )
+        except ServerLost as error:
+            self.lost(server, str(error))
+        except RuntimeError:  # another kind of server, which has no such route
+            return
+        self._dispatch()
 
     async def _revive(self, server: Server, why: str) -> None:
         what = f"the server at {server.client.base_url}, lost ({why}), to come up again"
@@ -169,6 +274,16 @@ class Fleet:
             if not self.up and not self.ended.done():
                 self.ended.set_exception(error)
             return
-        server.is_up = True
+        server.is_up, server.limit = True, math.inf
         self.log.info("The server at %s is back, with version %d", server.client.base_url, server.version)
-        self._changed.set()
+        self._dispatch()
+
+
+class Urgent:
+    """The same model, for those who are served before the others."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+
+    async def chat(self, messages: list[Message], sampling: Sampling) -> Turn:
+        return await self.fleet.chat(messages, sampling, is_urgent=True)

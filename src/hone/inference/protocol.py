@@ -38,6 +38,14 @@ class ChatMessage(BaseModel):
         return message
 
 
+class Written(BaseModel):
+    """The tokens of a completion that is not at its end."""
+
+    ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+
+
 class ChatRequest(BaseModel):
     """A request; null counts as absent, keys that the engine does not know are ignored."""
 
@@ -69,6 +77,8 @@ class ChatRequest(BaseModel):
     return_token_ids: bool | None = None
     return_token_logprobs: bool | None = None  # plain numbers, beside or instead of the entries of `logprobs`
     return_tokens_as_token_ids: bool | None = None
+    request_name: str | None = None  # by which POST /progress knows it
+    so_far: list[Written] | None = None  # of each of the n: what was written elsewhere, to go on from
     skip_special_tokens: bool | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -93,6 +103,8 @@ class ChatRequest(BaseModel):
             value = (self.model_extra or {}).get(key)
             if value not in neutral:
                 raise ValueError(f"{key} = {value!r} is not supported by this server; leave it out")
+        if self.so_far is not None and (len(self.so_far) != (self.n or 1) or self.stop or self.top_logprobs):
+            raise ValueError("so_far is for each of n, without stop and top_logprobs")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs = true")
         return self

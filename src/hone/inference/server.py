@@ -9,6 +9,7 @@ Every refusal is a 4xx with a message in the OpenAI error form.
 """
 
 import asyncio
+import hashlib
 import hmac
 import logging
 import os
@@ -30,9 +31,9 @@ from hone.config.inference import InferenceConfig
 from hone.config.sections import API_KEY_VARIABLE
 from hone.engine.engine import Engine
 from hone.inference.control import Served, add_control
-from hone.inference.protocol import ChatRequest, chat_response, error_body
+from hone.inference.protocol import ChatRequest, Written, chat_response, error_body
 from hone.inference.service import EngineService
-from hone.records import GenerateRequest
+from hone.records import Completion, GenerateRequest
 from hone.text.stops import StopStrings
 
 log = logging.getLogger("hone.inference")
@@ -83,6 +84,8 @@ def build_app(served: Served, api_key: str | None = None) -> FastAPI:
             prompt_ids = tokenizer.prompt_ids(messages, tools=body.tools, **(body.chat_template_kwargs or {}))
             requests = _requests(body, prompt_ids, served)
             completions = await unless_gone(connection, *(service.generate(request) for request in requests))
+            if body.so_far:
+                completions = [joined(one, rest) for one, rest in zip(body.so_far, completions, strict=True)]
         except ValueError as error:
             return _refuse(400, str(error))
         return JSONResponse(chat_response(body, prompt_ids, completions, tokenizer))
@@ -134,17 +137,28 @@ def _requests(body: ChatRequest, prompt_ids: list[int], served: Served) -> list[
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False)
 
-    return [
-        GenerateRequest(
-            prompt_ids,
-            body.sampling(wanted or max_model_len, seed + i, vocab_size),
+    def request(i: int) -> GenerateRequest:
+        before, draws = body.so_far[i].ids if body.so_far else [], seed + i
+        if before:  # draws of its own: those of its first tokens are used up
+            draws = int.from_bytes(hashlib.blake2b(f"{draws} {len(before)}".encode(), digest_size=7).digest(), "little")
+        return GenerateRequest(
+            prompt_ids + before,
+            body.sampling(max(1, (wanted or max_model_len) - len(before)), draws, vocab_size),
             stop_ids,
             StopStrings(decode, body.stop) if body.stop else None,
             body.timeout,
             None if body.model == served.name else body.model,
+            f"{body.request_name}/{i}" if body.request_name else "",
         )
-        for i in range(body.n or 1)
-    ]
+
+    return [request(i) for i in range(body.n or 1)]
+
+
+def joined(before: Written, rest: Completion) -> Completion:
+    """A completion that was begun elsewhere, whole."""
+    return Completion(
+        before.ids + rest.ids, before.logprobs + rest.logprobs, before.versions + rest.versions, rest.finish_reason
+    )
 
 
 def _refuse(status: int, message: str, kind: str = "invalid_request_error", param: str | None = None) -> JSONResponse:

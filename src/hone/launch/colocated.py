@@ -19,7 +19,7 @@ from hone.environments import Environment, load_environments
 from hone.evals.held_out import evaluate
 from hone.inference.service import EngineService, LocalClient
 from hone.models.loading import Loaded, load
-from hone.monitors.lines import orchestrator_line, trainer_line, why_no_signal
+from hone.monitors.lines import orchestrator_line, summary_line, trainer_line, why_no_signal
 from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
 from hone.orchestrator.orchestrator import Orchestrator
@@ -121,5 +121,6 @@ async def train(
             orchestrator_log.warning("%s", why_no_signal(step, values))
         orchestrator_log.log(SUCCESS, orchestrator_line(step, values), extra=console)
         trainer_log.log(SUCCESS, trainer_line(step, values), extra=console)
+        orchestrator_log.info("%s", summary_line(step, values), extra=console)
     await orchestrator.close()
     trainer_log.info("Weights of step %d in %s", config.max_steps, run.weights / f"step_{config.max_steps}")

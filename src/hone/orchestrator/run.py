@@ -8,6 +8,7 @@ of metrics.jsonl is written when the trainer's numbers of that step have come wi
 """
 
 import asyncio
+import gc
 import json
 import logging
 import time
@@ -21,7 +22,7 @@ from hone.evals.held_out import evaluate
 from hone.inference.client import HttpClient, connect
 from hone.inference.fleet import Fleet
 from hone.monitors.lag import Lag
-from hone.monitors.lines import orchestrator_line, why_no_signal
+from hone.monitors.lines import orchestrator_line, summary_line, why_no_signal
 from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb, read_rows
 from hone.orchestrator.orchestrator import Collected, Orchestrator
@@ -49,7 +50,7 @@ async def orchestrate(
     limit = {"max_total_tokens": config.seq_len}
     clients = connect(config.client, config.model.name, extra_body=limit, timeout=config.rollout_timeout)
     weights = Weights(run, config, log)
-    fleet = weights.fleet = Fleet(clients, weights.revive, config.client.ready_timeout, log)
+    fleet = weights.fleet = Fleet(clients, weights.revive, config.client.ready_timeout, log, config.max_async_level > 0)
     teacher = Teacher(config.teacher, config.rollout_timeout, limit) if config.teacher else None
     orchestrator = Orchestrator(config, environments, fleet, config.seed, config.max_async_level, teacher)
     if teacher is not None:
@@ -75,13 +76,14 @@ async def orchestrate(
 
         async def evaluate_version(version: int) -> None:
             if config.eval is not None and config.eval.is_due(version, config.max_steps):
-                metrics.log(version, await evaluate(config.eval, held_out, fleet, config.seed))
+                metrics.log(version, await evaluate(config.eval, held_out, fleet.urgent, config.seed))
 
         weights.evaluate = evaluate_version
         if first == 1:
             await evaluate_version(0)
         orchestrator.adopted(weights.version)
         lag = Lag(log)
+        gc.freeze()  # data sets and modules stay; going through them would hold the event loop up
         working = asyncio.create_task(work(config, run, orchestrator, weights, rows, lag, first))
         watching = [
             asyncio.create_task(w) for w in (weights.watch(rows, orchestrator.adopted), fleet.watch(), lag.watch())
@@ -166,3 +168,5 @@ class Rows:
         if sampled is not None and values and step > self.last:
             self.metrics.log(step, sampled | values)
             self.last = step
+            console = {"console": step == self.config.max_steps or step % self.config.log_interval == 0}
+            self.log.info("%s", summary_line(step, sampled | values), extra=console)

@@ -1,0 +1,93 @@
+"""Every algorithm on the tiny recipe: the reward before, and after so many steps of RL. Three seeds.
+
+    python benchmarks/algorithms_cpu.py [--steps 80] [--seeds 3] [--only NAME]
+
+Distillation has a teacher: the tiny model after 120 steps of the recipe's RL, on a server of its own. Its reward stands
+beside. Exits with 1 where a seed of an algorithm has not gained a tenth of what there was to gain.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+from async_cpu import BIN, TINY, run, warmed_up
+from peer import ROOT, finish
+
+from hone.config.algorithms import ALGORITHMS
+
+ENVIRONMENT = {"id": "reverse-text", "args": {"texts": "generated", "min_chars": 4, "max_chars": 10}}
+
+
+def reinforced(model: Path, out: Path, steps: int, seed: int, *options: object) -> list[float]:
+    """The mean reward of each step."""
+    run(
+        "rl", "@", f"{TINY}/rl.toml", "--model.name", model, "--output-dir", out, "--max-steps", steps,
+        "--orchestrator.env", json.dumps(ENVIRONMENT), "--trainer.scheduler.type", "constant", "--seed", seed, *options,
+    )  # fmt: skip
+    return [json.loads(line)["reward/mean"] for line in (out / "metrics.jsonl").open()]
+
+
+class Teacher:
+    """A model behind a server."""
+
+    def __init__(self, model: Path, home: Path) -> None:
+        log, self.model = home / "teacher.log", model
+        words = [BIN / "inference", "--model.name", model, "--server.port", "0"]
+        self.process = subprocess.Popen(list(map(str, words)), stdout=log.open("w"), cwd=ROOT)
+        while " at http://" not in log.read_text():
+            time.sleep(0.1)
+        self.url = "http" + log.read_text().split(" at http")[1].split()[0]
+        while True:
+            try:
+                urllib.request.urlopen(self.url.removesuffix("/v1") + "/health").close()
+                return
+            except OSError:
+                time.sleep(0.1)
+
+    def options(self) -> list[object]:
+        return ["--orchestrator.teacher.model", self.model, "--orchestrator.teacher.base-url", self.url]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", choices=ALGORITHMS)
+    options = parser.parse_args()
+    found: dict[str, list[float]] = {}
+    has_failed = False
+    with tempfile.TemporaryDirectory() as directory:
+        home = Path(directory)
+        model = warmed_up(home)
+        wanted = [options.only] if options.only else list(ALGORITHMS)
+        teacher = None
+        if {"opd", "sft"} & set(wanted):
+            rewards = reinforced(model, home / "teaching", 120, 99)
+            found["teacher"] = [round(sum(rewards[-5:]) / 5, 3)]
+            teacher = Teacher(home / "teaching" / "weights" / "step_120", home)
+        try:
+            for name in wanted:
+                more = teacher.options() if teacher and name in ("opd", "sft") else []
+                found[name] = []
+                for seed in range(options.seeds):
+                    words = ["--algorithm", name, *more]
+                    rewards = reinforced(model, home / f"{name}_{seed}", options.steps, seed, *words)
+                    before, after = rewards[0], sum(rewards[-5:]) / 5
+                    found[name].append(round(after, 3))
+                    has_failed |= after - before < 0.1 * (1 - before)
+                    print(f"{name}, seed {seed}: {before:.3f} -> {after:.3f}", flush=True)
+        finally:
+            if teacher is not None:
+                teacher.process.terminate()
+                teacher.process.wait()
+    finish(**found)
+    sys.exit(has_failed)
+
+
+if __name__ == "__main__":
+    main()

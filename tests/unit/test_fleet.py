@@ -1,0 +1,177 @@
+"""Several servers as one model: who is asked for how much, who comes first, what is asked again and from where."""
+
+import asyncio
+import logging
+
+import pytest
+
+from hone.inference import fleet as module
+from hone.inference.client import ServerLost
+from hone.inference.fleet import Fleet
+from hone.records import Completion, Sampling, Turn
+
+LOG = logging.getLogger("test")
+
+
+class Client:
+    """A server that answers when it is let go on, and says what it is told to say."""
+
+    base_url = "here"
+
+    def __init__(self):
+        self.asked, self.state, self.alive = [], {"running": 0, "waiting": 0}, True
+        self.gone = asyncio.Event()
+
+    async def chat_group(self, messages, sampling, count, name="", so_far=None):
+        answer = asyncio.get_running_loop().create_future()
+        self.asked.append((messages, sampling.seed, count, name, so_far, answer))
+        lost = asyncio.ensure_future(self.gone.wait())
+        await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ServerLost("killed")
+        lost.cancel()
+        before = so_far or [Completion([], [], [], "")] * count
+        rest = [Completion([*one.ids, 9], [*one.logprobs, -1.0], [*one.versions, 0], "stop") for one in before]
+        return [Turn([1], completion, "") for completion in rest]
+
+    def answer(self, i):
+        self.asked[i][-1].set_result(None)
+
+    async def control(self, route, body=None):
+        assert route == "progress"
+        written = {name: n for name, n in body["known"].items()}
+        new = {
+            name: {"ids": [7, 8][n:], "logprobs": [-0.5, -0.6][n:], "versions": [0, 1][n:]}
+            for name, n in written.items()
+        }
+        return {**self.state, "partials": new}
+
+    async def is_up(self, timeout=5.0):
+        return self.alive
+
+    async def __aexit__(self, *_):
+        pass
+
+
+def run(program, monkeypatch, count=1, goes_on=False):
+    monkeypatch.setattr(module, "LOOK", 0.01)
+
+    async def whole():
+        clients = [Client() for _ in range(count)]
+
+        async def revive(client):
+            return 0
+
+        made = Fleet(clients, revive, 5.0, LOG, goes_on)
+        for server in made.servers:
+            server.version = 0
+        try:
+            return await program(made, clients)
+        finally:
+            await made.close()
+
+    return asyncio.run(whole())
+
+
+def ask(made, seed, prompt="p", **kwargs):
+    return asyncio.ensure_future(made.chat([{"role": "user", "content": prompt}], Sampling(seed=seed), **kwargs))
+
+
+async def turns(count=5):
+    for _ in range(count):
+        await asyncio.sleep(0.002)
+
+
+def test_a_server_is_asked_for_what_it_computes_and_a_little_more(monkeypatch):
+    async def program(made, clients):
+        (server,), (client,) = made.servers, clients
+        client.state = {"running": 40, "waiting": 60}
+        watching = asyncio.ensure_future(made.watch())
+        first = [ask(made, 2 * i, f"p{i}") for i in range(100)]
+        await asyncio.sleep(0.05)
+        assert len(client.asked) == 100 and server.limit == 40 + 16  # from now on
+        later = [ask(made, 2 * i, f"q{i}") for i in range(30)]
+        await turns()
+        assert len(client.asked) == 100
+        for i in range(60):
+            client.answer(i)
+        client.state = {"running": 40, "waiting": 10}
+        await turns()
+        assert len(client.asked) == 100 + 16 and server.busy == 56
+        client.state = {"running": 56, "waiting": 0}  # it has room for more
+        await asyncio.sleep(0.05)
+        assert len(client.asked) == 130
+        watching.cancel()
+        for task in first + later:
+            task.cancel()
+
+    run(program, monkeypatch)
+
+
+def test_evaluations_come_first_and_groups_go_together(monkeypatch):
+    async def program(made, clients):
+        made.servers[0].limit = 4
+        waiting = [ask(made, seed, "a") for seed in range(4)] + [ask(made, seed, "b") for seed in range(4)]
+        await turns()
+        waiting += [ask(made, 0, "c"), ask(made, 0, "d", is_urgent=True)]
+        await turns()
+        (client,) = clients
+        assert [one[2] for one in client.asked] == [4]
+        client.answer(0)
+        await turns()
+        assert [one[0][0]["content"] for one in client.asked] == ["a", "d"]
+        client.answer(1)
+        await turns()
+        assert [one[0][0]["content"] for one in client.asked] == ["a", "d", "b"]
+        for task in waiting:
+            task.cancel()
+
+    run(program, monkeypatch)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_what_a_lost_server_had_written_is_gone_on_from_or_begun_again(goes_on, monkeypatch):
+    async def program(made, clients):
+        watching = asyncio.ensure_future(made.watch())
+        tasks = [ask(made, seed) for seed in (5, 6)]
+        await asyncio.sleep(0.05)
+        first, second = sorted(clients, key=lambda client: -len(client.asked))
+        first.alive = False
+        first.gone.set()
+        await turns()
+        ((_, seed, count, name, so_far, _),) = second.asked
+        assert (seed, count) == (5, 2) and bool(name) == goes_on
+        if goes_on:
+            assert [(one.ids, one.logprobs, one.versions) for one in so_far] == [([7, 8], [-0.5, -0.6], [0, 1])] * 2
+        else:
+            assert not so_far
+        second.answer(0)
+        done = await asyncio.gather(*tasks)
+        assert [turn.completion.ids for turn in done] == [[7, 8, 9] if goes_on else [9]] * 2
+        watching.cancel()
+
+    run(program, monkeypatch, 2, goes_on)
+
+
+def test_a_server_that_falls_silent_is_lost_and_what_nobody_waits_for_is_given_up(monkeypatch, caplog):
+    async def program(made, clients):
+        watching = asyncio.ensure_future(made.watch())
+        one, two = ask(made, 0, "a"), ask(made, 0, "b")
+        await turns()
+        first, second = clients
+        one.cancel()
+        await turns()
+        assert made.servers[0].busy == 0 and made.servers[1].busy == 1
+        second.alive = False
+        await turns(10)
+        assert not made.servers[1].is_up and len(first.asked) == 2
+        second.alive = True
+        first.answer(1)
+        await two
+        await asyncio.sleep(0.3)
+        assert made.servers[1].is_up
+        watching.cancel()
+
+    with caplog.at_level(logging.INFO, logger="test"):
+        run(program, monkeypatch, 2)
+    assert "Lost the server at here (/health did not answer within 15 s)" in caplog.text and "is back" in caplog.text
