@@ -27,21 +27,25 @@ def summary_line(step: int, values: dict[str, float]) -> str:
     def of(*names: str) -> float:
         return sum(values.get(name, 0.0) for name in names)
 
-    causes = {key.removeprefix("tokens/dropped/"): n for key, n in values.items() if key.startswith("tokens/dropped/")}
-    dropped = ", ".join(f"{n:.0f} {cause.replace('_', ' ')}" for cause, n in causes.items() if n) or "none"
-    lost = {key.removeprefix("failures/"): n for key, n in values.items() if key.startswith("failures/") and n}
-    failed = f" | Failed: {', '.join(f'{n:.0f} {cause}' for cause, n in lost.items())}" if lost else ""
-    syncing = of("time/publish_weights", "time/update_weights", "time/save")
-    return (
-        f"Step {step} in all | Reward: {of('reward/mean'):.4f} ± {of('reward/std'):.4f}, groups solved by all "
-        f"{of('batch/solve_all'):.0%}, by none {of('batch/solve_none'):.0%} | "
-        f"Tokens: {of('tokens/trained'):.0f} trained, dropped: {dropped}{failed} | Staleness: {of('batch/off_policy_level/mean'):.1f}, at most "
-        f"{of('batch/off_policy_level/max'):.0f} | Mismatch KL: {of('mismatch_kl/mean'):.2e} | "
-        f"Masked: {of('is_masked/mean'):.2%} | Entropy: {of('entropy/mean'):.4f} | "
-        f"Grad. Norm: {of('optim/grad_norm'):.4f} | Seconds: {of('time/generate'):.2f} generating, "
-        f"{of('time/wait_for_weights', 'time/wait_for_batch'):.2f} waiting, {of('time/train'):.2f} training, "
-        f"{syncing:.2f} syncing"
-    )
+    def parts(prefix: str) -> str:
+        found = {key.removeprefix(prefix): n for key, n in values.items() if key.startswith(prefix) and n}
+        return ", ".join(f"{n:.0f} {cause.replace('_', ' ')}" for cause, n in found.items()) or "none"
+
+    sections = [
+        f"Step {step} in all",
+        f"Reward: {of('reward/mean'):.4f} ± {of('reward/std'):.4f}, groups solved by all {of('batch/solve_all'):.0%}, "
+        f"by none {of('batch/solve_none'):.0%}",
+        f"Tokens: {of('tokens/trained'):.0f} trained, dropped: {parts('tokens/dropped/')}",
+        f"Failed: {parts('failures/')}",
+        f"Staleness: {of('batch/off_policy_level/mean'):.1f}, at most {of('batch/off_policy_level/max'):.0f}",
+        f"Mismatch KL: {of('mismatch_kl/mean'):.2e}",
+        f"Masked: {of('is_masked/mean'):.2%}",
+        f"Entropy: {of('entropy/mean'):.4f}",
+        f"Grad. Norm: {of('optim/grad_norm'):.4f}",
+        f"Seconds: {of('time/generate'):.2f} generating, {of('time/wait_for_weights', 'time/wait_for_batch'):.2f} waiting, "
+        f"{of('time/train'):.2f} training, {of('time/publish_weights', 'time/update_weights'):.2f} syncing",
+    ]
+    return " | ".join(sections)
 
 
 def why_no_signal(step: int, values: dict[str, float]) -> str:
