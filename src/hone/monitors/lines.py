@@ -31,6 +31,7 @@ def summary_line(step: int, values: dict[str, float]) -> str:
         found = {key.removeprefix(prefix): n for key, n in values.items() if key.startswith(prefix) and n}
         return ", ".join(f"{n:.0f} {cause.replace('_', ' ')}" for cause, n in found.items()) or "none"
 
+    waiting = of("time/wait_for_weights", "time/wait_for_batch")
     sections = [
         f"Step {step} in all",
         f"Reward: {of('reward/mean'):.4f} ± {of('reward/std'):.4f}, groups solved by all {of('batch/solve_all'):.0%}, "
@@ -42,8 +43,8 @@ def summary_line(step: int, values: dict[str, float]) -> str:
         f"Masked: {of('is_masked/mean'):.2%}",
         f"Entropy: {of('entropy/mean'):.4f}",
         f"Grad. Norm: {of('optim/grad_norm'):.4f}",
-        f"Seconds: {of('time/generate'):.2f} generating, {of('time/wait_for_weights', 'time/wait_for_batch'):.2f} waiting, "
-        f"{of('time/train'):.2f} training, {of('time/publish_weights', 'time/update_weights'):.2f} syncing",
+        f"Seconds: {of('time/generate'):.2f} generating, {waiting:.2f} waiting, {of('time/train'):.2f} training, "
+        f"{of('time/publish_weights', 'time/update_weights'):.2f} syncing",
     ]
     return " | ".join(sections)
 
