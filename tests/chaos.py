@@ -1,11 +1,11 @@
 """Kills the parts of on-policy runs at random moments, and compares with a run that was left alone.
 
-    python tests/chaos.py [--kills 25] [--steps 200] [--seed 0] [--only PART]
+    python tests/chaos.py [--kills 25] [--steps 150] [--seed 0] [--only PART]
 
-A killed server is started again by `rl`; a killed orchestrator, trainer or launcher ends the run, which goes on with
-`--resume auto`. At the end every run must have its steps, every group of rollouts must have been trained on once, and
-the weights must be those of the run left alone, bit for bit. Ends with one line of JSON; exits with 1 where that is not
-so.
+A killed server is started again by `rl`, a killed worker of an environment by the orchestrator; a killed orchestrator,
+trainer or launcher ends the run, which goes on with `--resume auto`. At the end every run must have its steps, every
+group of rollouts must have been trained on once, and the weights must be those of the run left alone, bit for bit. Ends
+with one line of JSON; exits with 1 where that is not so. Without --only the launcher is left alone.
 """
 
 import argparse
@@ -26,8 +26,15 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 TINY = "examples/reverse_text_tiny"
-PARTS = ("inference", "orchestrator", "trainer", "launcher")
 GROUPS, ROLLOUTS = 4, 8
+ENVIRONMENT = {"id": "reverse-text", "args": {"texts": "generated", "max_chars": 10}, "workers": 1}
+PAUSE = {  # seconds until a part is killed, from the start or from the kill before: now in the start, now at work
+    "inference": (8.0, 20.0),  # five kills within a minute end a run
+    "orchestrator": (1.0, 14.0),
+    "trainer": (1.0, 14.0),
+    "worker": (0.5, 6.0),
+    "launcher": (1.0, 14.0),
+}
 
 
 def command(out: Path, model: Path, steps: int) -> list[str]:
@@ -36,7 +43,7 @@ def command(out: Path, model: Path, steps: int) -> list[str]:
         "--inference", "@", f"{TINY}/rl/infer.toml", "--model.name", model, "--output-dir", out, "--max-steps", steps,
         "--seq-len", 32, "--orchestrator.batch-size", GROUPS * ROLLOUTS,
         "--orchestrator.rollouts-per-example", ROLLOUTS, "--orchestrator.sampling.max-tokens", 16,
-        "--inference.server.port", 0, "--max-async-level", 0,
+        "--inference.server.port", 0, "--max-async-level", 0, "--orchestrator.env", json.dumps(ENVIRONMENT),
         "--ckpt.interval", 1, "--ckpt.keep", 2, "--trainer.clean", "false", "--resume", "auto",
         "--trainer.scheduler.type", "constant",
     ]  # fmt: skip
@@ -53,9 +60,14 @@ def pid_of(part: str, out: Path, launcher: int) -> int | None:
                 words = Path(f"/proc/{entry.name}/cmdline").read_text().split("\0")
             except OSError:
                 continue
-            if words[1:4] == ["-m", "hone", part] and str(out) in words[5]:
-                return int(entry.name)
+            if words[1:4] == ["-m", "hone", "orchestrator" if part == "worker" else part] and str(out) in words[5]:
+                return int(entry.name) if part != "worker" else child_of(int(entry.name))
     return None
+
+
+def child_of(pid: int) -> int | None:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0]) if children else None
 
 
 def is_over(out: Path, steps: int) -> bool:
@@ -63,26 +75,28 @@ def is_over(out: Path, steps: int) -> bool:
 
 
 def run(out: Path, model: Path, steps: int, part: str | None, kills: int, draw: random.Random) -> int:
-    """Runs to the end, killing a part so many times; returns how many kills there were."""
+    """Runs to the end, killing a part up to so many times; returns how many kills there were."""
     done, attempts = 0, 0
     while not is_over(out, steps):
         attempts += 1
-        if attempts > 2 * kills + 3:
+        if attempts > kills + 3 or (part in ("inference", "worker") and attempts > 1):
             raise SystemExit(f"{out} does not come to its end; see {out.with_suffix('.log')}")
         with out.with_suffix(".log").open("a") as log:
             process = subprocess.Popen(command(out, model, steps), cwd=ROOT, stdout=log, stderr=log)
-        moment = time.monotonic() + draw.uniform(4.0, 12.0)
+        moment = time.monotonic() + (draw.uniform(*PAUSE[part]) if part else 0.0)
         while process.poll() is None:
             time.sleep(0.02)
             if part and done < kills and time.monotonic() > moment:
                 pid = pid_of(part, out, process.pid)
-                if pid is not None:
+                if pid is not None and not is_over(out, steps):
                     os.kill(pid, signal.SIGKILL)
                     done += 1
-                moment = time.monotonic() + draw.uniform(8.0, 14.0)
+                    moment = time.monotonic() + draw.uniform(*PAUSE[part])
         deadline = time.monotonic() + 20
-        while any(pid_of(other, out, 0) for other in PARTS[:3]) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        while any(pid_of(other, out, 0) for other in ("inference", "orchestrator", "trainer")):
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{out}: something of an ended run lives on")
+            time.sleep(0.05)
     return done
 
 
@@ -98,10 +112,9 @@ def groups_trained(out: Path, steps: int) -> Counter[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=25, help="of each part")
-    parser.add_argument("--steps", type=int, default=200, help="of a run")
-    parser.add_argument("--kills-a-run", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=150, help="of a run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=PARTS)
+    parser.add_argument("--only", choices=PAUSE)
     options = parser.parse_args()
     work, draw, steps = Path(tempfile.mkdtemp(prefix="chaos_")), random.Random(options.seed), options.steps
     model, start = work / "model", time.perf_counter()
@@ -115,12 +128,12 @@ def main() -> None:
     run(work / "alone", model, steps, None, 0, draw)
     expected = load_file(work / "alone" / "weights" / f"step_{steps}" / "model.safetensors")
     found = Counter(kills=0, runs=0, samples_lost=0, samples_doubled=0, differing_weights=0)
-    for part in [options.only] if options.only else PARTS:
+    for part in [options.only] if options.only else list(PAUSE)[:4]:
         kills = 0
         while kills < options.kills:
             out = work / f"{part}_{kills}"
-            done = run(out, model, steps, part, min(options.kills_a_run, options.kills - kills), draw)
-            kills += max(done, 1)
+            done = run(out, model, steps, part, options.kills - kills, draw)
+            kills += done
             groups = groups_trained(out, steps)
             weights = load_file(out / "weights" / f"step_{steps}" / "model.safetensors")
             found["kills"] += done

@@ -90,7 +90,8 @@ def test_rl_run_directory_log_lines_and_metric_names(rl, tmp_path):
     summary_line = (
         r"INFO Step 4 in all \| Reward: \d+\.\d{4} ± \d+\.\d{4}, groups solved by all \d+%, by none \d+% \| "
         r"Tokens: \d+ trained, dropped: .* \| Failed: none \| Staleness: 0.0, at most 0 \| Mismatch KL: .* \| "
-        r"Masked: .* \| Entropy: .* \| Grad. Norm: .* \| Seconds: [\d.]+ generating, 0.00 waiting, [\d.]+ training, [\d.]+ syncing"
+        r"Masked: .* \| Entropy: .* \| Grad. Norm: .* \| "
+        r"Seconds: [\d.]+ generating, 0.00 waiting, [\d.]+ training, [\d.]+ syncing"
     )
     for line in (orchestrator_line, trainer_line, summary_line):
         assert re.search(line, console), console
