@@ -116,6 +116,29 @@ def test_a_trainer_of_several_processes_that_share_the_model(trained, tmp_path):
     assert (tmp_path / "two" / "weights" / "step_3" / "model.safetensors").exists() and gone(tmp_path, 0.5)
 
 
+def test_weights_that_travel_from_memory_to_memory_are_those_of_files(trained, tmp_path):
+    options = ("--max-async-level", 0, "--max-steps", 5)
+    for kind in ("filesystem", "nccl"):
+        processes(tmp_path / kind, trained, *options, "--weight-broadcast.type", kind)
+    one, two = metrics(tmp_path / "filesystem"), metrics(tmp_path / "nccl")
+    assert [row["reward/mean"] for row in one] == [row["reward/mean"] for row in two] and len(two) == 5
+    sizes = [path.stat().st_size for path in (tmp_path / "nccl" / "broadcasts").glob("*/*.safetensors")]
+    assert not sizes and all(row["weights/bytes"] > 1e5 for row in two)
+    paths = (tmp_path / kind / "weights" / "step_5" / "model.safetensors" for kind in ("filesystem", "nccl"))
+    mine, theirs = (load_file(path) for path in paths)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_server_started_again_gets_weights_from_memory(trained, tmp_path):
+    options = ("--max-async-level", 1, "--max-steps", 40, "--ckpt.interval", 1, "--weight-broadcast.type", "nccl")
+    run = Started(tmp_path / "run", trained, *options)
+    os.kill(run.pid_of("inference"), signal.SIGKILL)
+    assert run.process.wait(90) == 0, run.log.read_text()
+    log = run.log.read_text()
+    assert "inference was killed (SIGKILL); started again" in log and " is back, with version " in log
+    assert len(metrics(tmp_path / "run")) == 40
+
+
 def test_sampling_runs_a_step_ahead_and_says_so(trained, tmp_path):
     processes(tmp_path / "run", trained, "--max-steps", 5)
     rows = metrics(tmp_path / "run")

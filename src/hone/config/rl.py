@@ -14,6 +14,7 @@ from hone.config.lora import LoRAConfig, check_optimizer
 from hone.config.loss import LossConfig
 from hone.config.orchestrator import OrchestratorConfig
 from hone.config.sections import (
+    BroadcastConfig,
     ModelConfig,
     OnBadStep,
     OptimConfig,
@@ -79,6 +80,7 @@ class TrainerRunConfig(ResumableConfig, TrainerConfig):
     max_async_level: AsyncLevel = 1
     """Steps that sampling may be ahead of training: so many versions of the weights are kept for it."""
     weights: WeightsConfig = WeightsConfig()
+    weight_broadcast: BroadcastConfig = BroadcastConfig()
 
 
 class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
@@ -111,6 +113,7 @@ class RLConfig(ResumableConfig):
     trainer_gpu_ids: Annotated[list[int], BeforeValidator(as_list)] = Field(default=[1])
     """GPUs of the trainer, a process for each (without GPUs: as many processes)."""
     weights: WeightsConfig = WeightsConfig()
+    weight_broadcast: BroadcastConfig = BroadcastConfig()
     orchestrator: OrchestratorConfig
     trainer: TrainerConfig = TrainerConfig()
     inference: ServeConfig | None = ServeConfig()

@@ -75,6 +75,13 @@ class WeightsConfig(Config):
         return [*range(self.interval, max_steps, self.interval), max_steps] if self.interval else [max_steps]
 
 
+class BroadcastConfig(Config):
+    type: Literal["filesystem", "nccl"] = "filesystem"
+    """How servers get new weights: files in broadcasts/, or from the trainer's GPU to theirs (between CPUs by Gloo)."""
+    host: str = "127.0.0.1"
+    """nccl: the trainer's address. Servers on other machines need one that they reach."""
+
+
 class EnvConfig(Config):
     id: str
     """Environment id: `reverse-text` is the installed module reverse_text."""

@@ -3,7 +3,9 @@ machine alone.
 
     POST /pause?mode=keep|wait|abort     stop computing: keep what runs, finish it, or end it
     POST /update_weights                 {"weight_dir": DIR, "version": N, "model_name": NAME?, "base_dir": DIR?},
-                                         between two steps; with base_dir weight_dir is an adapter, merged into that
+                                         between two steps; with base_dir weight_dir is an adapter, merged into that;
+                                         with "source": HOST:PORT the weights come from the trainer there; 409 where
+                                         that has gone on to a later version
     POST /resume                         go on
     GET  /version                        version, checksum, dtype, model, completions so far, is_paused; ?each=true:
                                          the fingerprint of each weight too
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from pydantic import BaseModel, Field
 
@@ -31,6 +34,7 @@ from hone.models.lora import merge_adapter
 from hone.models.proof import checksum_of, fingerprints, score
 from hone.models.spec import parse_model_config, read_model_config
 from hone.text.tokenizer import Tokenizer
+from hone.transport.network import Receiver, Superseded
 
 log = logging.getLogger("hone.inference")
 
@@ -42,6 +46,7 @@ class Served:
 
     def __init__(self, service: EngineService, tokenizer: Tokenizer, name: str) -> None:
         self.service, self.name = service, name
+        self.receiver = Receiver()
         self.set_tokenizer(tokenizer)
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
@@ -51,18 +56,24 @@ class Served:
     def engine(self) -> Engine:
         return self.service.engine
 
-    def update(self, delivered: Path, version: int, name: str | None, base: Path | None) -> dict[str, Any]:
-        """Takes the weights of a directory, or of `base` with the adapter there merged into it, on the compute thread.
-        Raises ValueError for what is no such model."""
+    def update(
+        self, delivered: Path, version: int, name: str | None, base: Path | None, source: str | None
+    ) -> dict[str, Any]:
+        """Takes the weights of a directory, or of `base` with the adapter there merged into it, or from the trainer at
+        `source`, on the compute thread. Raises ValueError for what is no such model."""
         engine, directory = self.engine, base or delivered
         tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
         spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))
         if spec == engine.model.spec:
             model = engine.model
-            load_weights(model, directory)
+            if source is None:
+                load_weights(model, directory)
         else:
             weight = engine.model.embed.weight
-            model = load_model(directory, dtype=weight.dtype, device=weight.device)
+            model = load_model(directory, random_init=source is not None, dtype=weight.dtype, device=weight.device)
+        if source is not None:
+            dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[read_model_config(directory)["dtype"]]
+            self.receiver.receive(source, version, dtype, model)
         if base is not None:
             merge_adapter(model, delivered)
         if model is engine.model:
@@ -108,6 +119,7 @@ class Update(BaseModel):
     version: int = Field(ge=0)
     model_name: str | None = None
     base_dir: str | None = None
+    source: str | None = None
 
 
 class LoadAdapter(BaseModel):
@@ -145,6 +157,8 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
             return await service.run(change)
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
+        except Superseded as error:
+            raise HTTPException(409, str(error)) from None
 
     @app.post("/pause", dependencies=guard)
     async def pause(mode: Annotated[Literal["keep", "wait", "abort"], Query()] = "keep") -> dict[str, Any]:
@@ -159,7 +173,8 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
     @app.post("/update_weights", dependencies=guard)
     async def update_weights(body: Update) -> dict[str, Any]:
         base = Path(body.base_dir) if body.base_dir else None
-        return await changed(lambda: served.update(Path(body.weight_dir), body.version, body.model_name, base))
+        where = Path(body.weight_dir)
+        return await changed(lambda: served.update(where, body.version, body.model_name, base, body.source))
 
     @app.post("/v1/load_lora_adapter", dependencies=guard)
     async def load_lora_adapter(body: LoadAdapter) -> dict[str, Any]:

@@ -171,6 +171,14 @@ def save_model(model: Transformer, source: Path, directory: Path) -> None:
 
 def write_model(model: Transformer, source: Path, partial: Path, with_text: bool = True) -> Path:
     """The files of an HF directory, into a new one; `with_text` False leaves out tokenizer and template."""
+    write_description(source, partial, next(model.parameters()).dtype, with_text)
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in hf_tensors(model)}
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    return partial
+
+
+def write_description(source: Path, partial: Path, dtype: torch.dtype, with_text: bool) -> None:
+    """The same without weights."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for pattern in TEXT_FILES if with_text else []:
@@ -178,9 +186,6 @@ def write_model(model: Transformer, source: Path, partial: Path, with_text: bool
             if not file.name.endswith(".safetensors.index.json"):
                 shutil.copyfile(file, partial / file.name)
     config = read_model_config(source)
-    config["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+    config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tensors = {name: tensor.contiguous().cpu() for name, tensor in hf_tensors(model)}
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    return partial

@@ -20,6 +20,10 @@ from hone.transport.waiting import POLL, PulseOf, Wait
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, where none is configured
 
 
+class Superseded(Exception):
+    """The trainer has a later version already, and this one no more."""
+
+
 class Rows(Protocol):
     """Who wants the numbers of the step that made a version."""
 
@@ -65,6 +69,8 @@ class Weights:
                         values = values | await self._adopt(newest)
                     finally:
                         rows.trained(newest.version, values)
+                    if self.version < newest.version:
+                        continue  # superseded: the next is there, or about to be
                     adopted(self.version)
                     await self.evaluate(self.version)  # the next is taken after that: results are of one version
             await asyncio.sleep(POLL)
@@ -106,7 +112,10 @@ class Weights:
                 self.fleet.lost(server, str(error))
                 return 0.0
 
-        differences = await asyncio.gather(*(update(server) for server in self.fleet.up))
+        try:
+            differences = await asyncio.gather(*(update(server) for server in self.fleet.up))
+        except Superseded:
+            return {}
         self.version = delivery.version
         seconds = time.perf_counter() - start
         self.log.info(
@@ -126,23 +135,31 @@ class Weights:
         while True:
             delivery = self.current
             assert delivery is not None
-            await self._update(client, delivery)
+            try:
+                await self._update(client, delivery)
+            except Superseded:  # what comes next is given to it too
+                await asyncio.sleep(0.1)
+                continue
             if delivery is self.current:
                 return delivery.version
 
     async def _update(self, client: HttpClient, delivery: Delivery) -> float:
         """Has a server take a version and prove it: the largest difference of the canary's logprobs."""
         version, broadcasts = delivery.version, self.run.broadcasts.resolve()
-        body = {"weight_dir": str(broadcasts / f"step_{version}"), "version": version}
+        body: dict[str, Any] = {"weight_dir": str(broadcasts / f"step_{version}"), "version": version}
         body["model_name"] = self.config.model.name
         if delivery.is_adapter:
             body["base_dir"] = str(broadcasts / BASE)
+        if delivery.source:
+            body["source"] = delivery.source
         try:
             state = await client.control("update_weights", body)
             if state["is_paused"]:  # by whoever used the server before
                 await client.control("resume", {})
             scored = (await client.control("score", {"ids": delivery.canary.ids}))["logprobs"]
         except RuntimeError as error:  # an answer that refuses: nothing that this run can go on with
+            if " answered 409" in str(error):
+                raise Superseded from None
             raise ConnectionError(f"version {version} was not taken: {error}") from None
         if state["dtype"] == delivery.dtype and state["checksum"] != delivery.checksum:
             now = await client.control("version?each=true")

@@ -32,7 +32,7 @@ from hone.transport.files import PROGRESS, read_progress
 FREE_TO_CHANGE = {
     "output_dir", "clean", "resume", "wandb", "log_level", "log_interval", "max_steps", "max_seconds", "ckpt",
     "weights", "val", "deployment", "inference_gpu_ids", "trainer_gpu_ids", "batch_timeout", "on_bad_step",
-    "ranks_timeout", "activation_checkpointing", "sharding",
+    "ranks_timeout", "activation_checkpointing", "sharding", "weight_broadcast",
 }  # fmt: skip
 HEADER, TENSORS = "checkpoint.json", "trainer"
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves alone: so it shall

@@ -48,6 +48,7 @@ class Delivery:
     metrics: dict[str, float]
     fingerprints: dict[str, str] = field(default_factory=dict)
     is_adapter: bool = False
+    source: str = ""  # where the weights are to be had, if not here (network.py)
     bytes: int = 0
     seconds: float = 0.0  # that writing took
 

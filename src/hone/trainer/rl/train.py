@@ -19,7 +19,7 @@ import numpy as np
 
 from hone.config.help import to_toml
 from hone.config.rl import BenchConfig, TrainerRunConfig
-from hone.models.hf import write_model
+from hone.models.hf import write_description, write_model
 from hone.models.loading import Loaded, load
 from hone.models.proof import canary_ids, checksum_of, fingerprints, score
 from hone.monitors.lines import trainer_line
@@ -42,7 +42,8 @@ from hone.transport.files import (
     read_progress,
     remove_before,
 )
-from hone.transport.waiting import Pulse, Wait, Watch, wait_for
+from hone.transport.network import Sender
+from hone.transport.waiting import Pulse, PulseOf, Wait, Watch, wait_for
 
 
 def main(config: TrainerRunConfig) -> None:
@@ -74,12 +75,18 @@ def main(config: TrainerRunConfig) -> None:
     ranks.wait()  # the run has its id
     run.id = run.id_on_disk()
     export = Export(loaded.model, ranks, loaded.dtype)
-    publish = Publisher(loaded, export, run, config.max_async_level, log)
+    is_sent = config.weight_broadcast.type == "nccl" and export.lora is None and ranks.is_first
+    weight = loaded.model.embed.weight
+    sender = (
+        Sender(config.weight_broadcast.host, loaded.model.spec, weight.device, loaded.dtype, log) if is_sent else None
+    )
+    publish = Publisher(loaded, export, run, config.max_async_level, log, sender)
     checkpoints = Checkpoints(run, trainer.optimizer, config.ckpt, ranks)
     names = ["trainer", *(f"trainer rank {i}" for i in range(1, ranks.count))]
     peers = {name: run.pulse(name) for name in ("orchestrator", *names[1:])}
     watch = Watch(peers, log) if ranks.is_first else nullcontext()
-    with Pulse(run.pulse(names[ranks.rank])), watch:
+    with Pulse(run.pulse(names[ranks.rank])), watch, sender or nullcontext():
+        orchestrator = PulseOf(run.pulse("orchestrator"))
         publish(first - 1, metrics_of(sources, first - 1))
         for step in range(first, config.max_steps + 1):
             start = time.perf_counter()
@@ -96,6 +103,8 @@ def main(config: TrainerRunConfig) -> None:
                 console = {"console": is_last or step % config.log_interval == 0}
                 log.log(SUCCESS, trainer_line(step, values), extra=console)
                 (run.rollouts / f"step_{step}" / BATCH).unlink(missing_ok=True)  # the rollouts beside it stay
+        if sender is not None:
+            sender.finish(lambda: not orchestrator.is_silent())
         log.info("Weights of step %d in %s", config.max_steps, run.weights / f"step_{config.max_steps}")
     ranks.leave()
 
@@ -135,13 +144,20 @@ def receive(run: RunDirectory, step: int, timeout: float, log: logging.Logger) -
 class Publisher:
     """Publishes the weights as version N; the first time with the tokenizer, so that any server can take them.
 
-    Under LoRA what is frozen is published once, and each version is the adapter alone.
+    Under LoRA what is frozen is published once, and each version is the adapter alone. With a `sender` the weights
+    stay in memory, and what is published says where.
     """
 
     def __init__(
-        self, loaded: Loaded, export: Export, run: RunDirectory, max_async_level: int, log: logging.Logger
+        self,
+        loaded: Loaded,
+        export: Export,
+        run: RunDirectory,
+        max_async_level: int,
+        log: logging.Logger,
+        sender: Sender | None,
     ) -> None:
-        self.loaded, self.export, self.run, self.log = loaded, export, run, log
+        self.loaded, self.export, self.run, self.log, self.sender = loaded, export, run, log, sender
         self.keep = max_async_level + 2
         self.is_first_time = True
 
@@ -159,7 +175,11 @@ class Publisher:
             if base is not None:
                 write_model(base, self.loaded.directory, broadcasts / BASE)
         model = self.export()
-        if lora is None and model is not None:
+        sent = 0
+        if self.sender is not None and model is not None:
+            write_description(self.loaded.directory, place, self.loaded.dtype, self.is_first_time)
+            sent = self.sender.publish(model, version)
+        elif lora is None and model is not None:
             write_model(model, self.loaded.directory, place, self.is_first_time)
         elif lora is not None:
             self.export.save_adapter(None if model is None else place, self.loaded.directory.name)
@@ -169,8 +189,8 @@ class Publisher:
         of_each = fingerprints(model)
         delivery = Delivery(
             self.run.id, version, checksum_of(model, of_each), str(self.loaded.dtype).removeprefix("torch."), canary,
-            metrics, of_each, lora is not None, sum(file.stat().st_size for file in place.iterdir()),
-            time.perf_counter() - start,
+            metrics, of_each, lora is not None, self.sender.source if self.sender else "",
+            sent or sum(file.stat().st_size for file in place.iterdir()), time.perf_counter() - start,
         )  # fmt: skip
         publish_delivery(place, delivery)
         remove_before(broadcasts, version - self.keep)

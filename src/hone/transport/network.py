@@ -1,0 +1,152 @@
+"""Weights from the trainer's memory to the servers', over NCCL between GPUs and Gloo between CPUs. No file is written.
+
+    server ── "version V, please" ─► store of the trainer
+    trainer, Sender's thread ── snapshot of V, tensor by tensor ─► server      a pair of processes each, kept
+
+A server asks when it wants to: one that was started again is given the current weights like any other, while training
+goes on. The snapshot is replaced when nobody is being sent it.
+"""
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from hone.models.spec import ModelSpec
+from hone.models.transformer import Transformer
+
+distributed: Any = torch.distributed
+TIMEOUT = timedelta(seconds=120)  # of one transfer
+LOOK = 0.003  # seconds between looks for who asks
+
+
+class Superseded(Exception):
+    """The trainer has gone on: the version that was asked for is no more."""
+
+
+class Sender:
+    """The trainer's side. Use as a context manager; `publish` replaces what is sent."""
+
+    def __init__(
+        self, host: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, log: logging.Logger
+    ) -> None:
+        self.host, self.device, self.log = host, device, log
+        self._snapshot = Transformer(spec).to(device, dtype)
+        self._version = -1
+        self._lock = threading.Lock()
+        self._taken: dict[str, int] = {}  # the newest version that each server has
+        self._pairs: dict[str, Any] = {}
+        # The store would listen everywhere: it is given a socket that does not.
+        self._socket = socket.create_server((host, 0))
+        self.port: int = self._socket.getsockname()[1]
+        self._store = distributed.TCPStore(
+            host, self.port, is_master=True, wait_for_workers=False, timeout=TIMEOUT,
+            master_listen_fd=self._socket.detach(),
+        )  # fmt: skip
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="sender", daemon=True)
+
+    def __enter__(self) -> "Sender":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(5.0)
+
+    @property
+    def source(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @torch.no_grad()
+    def publish(self, model: Transformer, version: int) -> int:
+        """Makes this the version that is sent; returns its bytes."""
+        with self._lock:
+            for mine, theirs in zip(self._snapshot.parameters(), model.parameters(), strict=True):
+                mine.copy_(theirs)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # the other thread has a stream of its own
+            self._version = version
+        return sum(p.numel() * p.element_size() for p in self._snapshot.parameters())
+
+    def finish(self, is_waited_for: Callable[[], bool]) -> None:
+        """Waits until the servers that took versions before have the last one, while anybody wants it."""
+        deadline = time.monotonic() + TIMEOUT.total_seconds()
+        while any(version < self._version for version in self._taken.values()) and is_waited_for():
+            if time.monotonic() > deadline:
+                self.log.warning("Not every server has taken version %d", self._version)
+                return
+            time.sleep(LOOK)
+
+    def _serve(self) -> None:
+        number = 0
+        while not self._stop.wait(LOOK):
+            while self._store.check([f"ask/{number}"]):
+                asked = json.loads(self._store.get(f"ask/{number}"))
+                try:
+                    self._answer(number, asked["name"], asked["version"])
+                except Exception as error:  # it died, or the line did; it will ask again
+                    self.log.warning("Version %d did not reach server %s: %s", asked["version"], asked["name"], error)
+                    self._pairs.pop(asked["name"], None)
+                number += 1
+
+    def _answer(self, number: int, name: str, version: int) -> None:
+        with self._lock:
+            self._store.set(f"answer/{number}", str(self._version))
+            if version != self._version:
+                return
+            if name not in self._pairs:
+                self._pairs[name] = pair(self._store, name, 0, self.device)
+            for parameter in self._snapshot.parameters():
+                self._pairs[name].send([parameter.detach()], 1, 0).wait()
+            if self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            self._taken[name] = version
+
+
+class Receiver:
+    """A server's side: pairs with the trainers that it was sent weights by."""
+
+    def __init__(self) -> None:
+        self._name = f"{socket.gethostname()}-{time.monotonic_ns()}"
+        self._known: dict[tuple[str, str], tuple[Any, Any]] = {}
+
+    @torch.no_grad()
+    def receive(self, source: str, version: int, dtype: torch.dtype, model: Transformer) -> None:
+        """Fills a model with a version. Raises Superseded, and ValueError where the trainer cannot be reached."""
+        device = model.embed.weight.device
+        try:
+            store, group = self._known.get((source, device.type), (None, None))
+            if store is None:
+                host, _, port = source.rpartition(":")
+                store = distributed.TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)
+            number = store.add("asks", 1) - 1
+            store.set(f"ask/{number}", json.dumps({"name": self._name, "version": version}))
+            newest = int(store.get(f"answer/{number}"))
+            if newest != version:
+                raise Superseded(f"version {version} was asked for, the trainer has {newest}")
+            group = group or pair(store, self._name, 1, device)
+            for parameter in model.parameters():
+                arrived = torch.empty(parameter.shape, dtype=dtype, device=device)
+                group.recv([arrived], 0, 0).wait()
+                parameter.copy_(arrived)
+        except (RuntimeError, distributed.DistError) as error:
+            self._known.pop((source, device.type), None)
+            raise ValueError(f"weights could not be had from {source}: {str(error).splitlines()[0]}") from None
+        self._known = {(source, device.type): (store, group)}  # of the present run alone
+
+
+def pair(store: Any, name: str, rank: int, device: torch.device) -> Any:
+    """The trainer (0) and a server (1), to send to each other."""
+    named = distributed.PrefixStore(f"pair/{name}", store)
+    if device.type == "cuda":
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = TIMEOUT
+        return distributed.ProcessGroupNCCL(named, rank, 2, options)
+    return distributed.ProcessGroupGloo(named, rank, 2, TIMEOUT)
