@@ -148,7 +148,7 @@ def chat_response(
     response = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
-        "created": int(time.time()),
+        "created": int(time.time()),  # noqa: TID251
         "model": request.model,
         "choices": choices,
         "usage": {

@@ -22,7 +22,7 @@ from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 
 distributed: Any = torch.distributed
-TIMEOUT = timedelta(seconds=120)  # of one transfer
+TIMEOUT, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # of one transfer; until the trainer answers
 LOOK = 0.003  # seconds between looks for who asks
 
 
@@ -125,7 +125,8 @@ class Receiver:
             store, group = self._known.get((source, device.type), (None, None))
             if store is None:
                 host, _, port = source.rpartition(":")
-                store = distributed.TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)
+                store = distributed.TCPStore(host, int(port), is_master=False, timeout=CONNECT)
+                store.set_timeout(TIMEOUT)
             number = store.add("asks", 1) - 1
             store.set(f"ask/{number}", json.dumps({"name": self._name, "version": version}))
             newest = int(store.get(f"answer/{number}"))
