@@ -21,7 +21,7 @@ from hone.transport.files import (
     remove_before,
     write_batch,
 )
-from hone.transport.waiting import Pulse, PulseOf, Wait, wait_for
+from hone.transport.waiting import Pulse, PulseOf, Wait, Watch, wait_for
 
 LOG = logging.getLogger("test")
 
@@ -66,6 +66,30 @@ def test_a_pulse_is_believed_when_it_changes(tmp_path, monkeypatch):
         wait_for(Wait("a pulse", 5.0, LOG), lambda: seen.is_beating() or None)
         assert not seen.is_silent()
     wait_for(Wait("silence", 5.0, LOG), lambda: seen.is_silent() or None)
+
+
+def test_a_peer_that_falls_silent_is_named_and_one_that_ends_is_not(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(waiting, "BEAT", 0.05)
+    monkeypatch.setattr(waiting, "SILENCE", 0.3)
+    well, ill = (Pulse(tmp_path / name) for name in ("well", "ill"))
+    with (
+        caplog.at_level(logging.INFO, logger="test"),
+        Watch({"trainer rank 1": tmp_path / "ill", "orchestrator": tmp_path / "well", "nobody": tmp_path / "no"}, LOG),
+    ):
+        with well, ill:
+            time.sleep(0.3)
+            ill._stop.set()  # as one that was stopped
+            time.sleep(0.6)
+            ill._stop.clear()
+            again = Pulse(tmp_path / "ill")
+            with again:
+                time.sleep(0.3)
+        time.sleep(0.6)
+    words = [record.getMessage() for record in caplog.records]
+    assert words == [
+        "No sign of life from the trainer rank 1 for 0 s: has it died, or been stopped?",
+        "The trainer rank 1 is back",
+    ]
 
 
 def test_a_wait_ends_at_its_deadline_with_its_name():

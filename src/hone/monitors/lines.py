@@ -53,6 +53,8 @@ def why_no_signal(step: int, values: dict[str, float]) -> str:
     """One sentence on a step without anything to learn from: why, and what usually helps."""
     if values["batch/solve_all"] == 1:
         why, cure = "every rollout was solved", "harder examples, or fewer of them"
+    elif values.get("tokens/dropped/too_easy") or values.get("tokens/dropped/too_hard"):
+        why, cure = "every group was at a threshold", "other orchestrator.buffer thresholds, or other examples"
     elif values["is_truncated/mean"] > 0.5:
         why, cure = "most completions were cut off", "a larger orchestrator.sampling.max_tokens"
     elif values["batch/solve_none"] == 1:

@@ -4,6 +4,7 @@ writing: env.rollout(teacher) ─► completions to learn as they stand (loss sf
 score:   samples ─ POST /score ─► logprobs of their tokens under the teacher (loss opd)
 """
 
+import asyncio
 import itertools
 from typing import Any
 
@@ -30,9 +31,12 @@ class Teacher:
     async def score(self, samples: list[Sample]) -> None:
         """Gives samples the teacher's logprobs of their tokens, at the temperature that they were drawn with."""
         client = next(self._turns)
-        for sample in samples:
+
+        async def one(sample: Sample) -> None:
             body = {"ids": sample.ids, "temperature": sample.temperature}
             sample.teacher_logprobs = [0.0, *(await client.control("score", body))["logprobs"]]
+
+        await asyncio.gather(*map(one, samples))
 
     async def close(self) -> None:
         for client in self.clients:

@@ -102,6 +102,8 @@ class Watch:
                         self.log.info("The %s is back", who)
                     heard.add(who)
                     missed.discard(who)
+                elif not pulse.path.exists():  # it has ended, and says so
+                    heard.discard(who)
                 elif who in heard and who not in missed:
                     missed.add(who)
                     self.log.warning(
