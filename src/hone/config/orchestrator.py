@@ -167,6 +167,16 @@ class OrchestratorConfig(GroupConfig):
     def prompts_per_step(self) -> int:
         return self.batch_size // self.rollouts_per_example
 
+    @property
+    def ratios(self) -> dict[str, list[tuple[int, float]]] | None:
+        """Of the environments, at steps; None where all are mixed."""
+        found = {}
+        for env in self.env:
+            if env.ratio is None:
+                return None
+            found[env.known_as] = env.ratio if isinstance(env.ratio, list) else [(1, env.ratio)]
+        return found
+
     def of(self, name: str) -> GroupConfig:
         """How the groups of an environment are made: as it says itself, else as for all."""
         env = next(env for env in self.env if env.known_as == name)

@@ -21,8 +21,8 @@ import numpy as np
 from hone.config.orchestrator import OrchestratorConfig
 from hone.environments import Environment
 from hone.environments.environment import ModelClient
-from hone.monitors.statistics import summary
-from hone.orchestrator.group import DROPPED, Group, judge, tokens_of
+from hone.orchestrator.group import Group, judge
+from hone.orchestrator.metrics import metrics_of
 from hone.orchestrator.replay import Replay
 from hone.orchestrator.rollouts_file import read_group
 from hone.orchestrator.schedule import Schedule, Task
@@ -96,14 +96,8 @@ class Orchestrator:
                 self.replay.put_back(step, group, uses)
 
     def _schedule(self, progress: dict[str, Any] | None) -> Schedule:
-        ratios = {
-            env.known_as: env.ratio if isinstance(env.ratio, list) else [(1, env.ratio)] for env in self.config.env
-        }
-        has_ratios = all(env.ratio is not None for env in self.config.env)
-        return Schedule(
-            {name: len(examples) for name, examples in self.examples.items()}, self.seed,
-            self.config.prompts_per_step, ratios if has_ratios else None, self.config.buffer, progress,  # type: ignore[arg-type]
-        )  # fmt: skip
+        config, sizes = self.config, {name: len(examples) for name, examples in self.examples.items()}
+        return Schedule(sizes, self.seed, config.prompts_per_step, config.ratios, config.buffer, progress)
 
     def adopted(self, version: int) -> None:
         self.version = version
@@ -135,7 +129,16 @@ class Orchestrator:
         self.step = step + 1
         self._begin()
         samples = [sample for group in [*used, *again] for sample in group.samples]
-        metrics = self._metrics(groups, replaced, again, step, time.perf_counter() - start)
+        metrics = metrics_of(groups, replaced, again, step, list(self.environments)) | {
+            "batch/groups_stale": self.stale,
+            "batch/groups_under_way": len(self.under_way),
+            "batch/async_level": step - 1 - self.version,
+            "progress/epoch": self.schedule.epoch,
+            "time/generate": time.perf_counter() - start,
+        }
+        metrics |= {f"pool/{name}": share for name, share in self.schedule.pools().items()}
+        metrics["perf/generate_throughput"] = metrics["completion_len/total"] / metrics["time/generate"]
+        self.stale = 0
         return Collected(Batch(step, samples), [*groups, *replaced], metrics, self.progress())
 
     def progress(self) -> dict[str, Any]:
@@ -241,57 +244,3 @@ class Orchestrator:
                     return rollout
             failures[cause] += 1
         return Rollout(example, [], [], error=error)
-
-    def _metrics(
-        self, taken: list[Group], replaced: list[Group], again: list[Group], step: int, seconds: float
-    ) -> dict[str, float]:
-        groups = [*taken, *replaced]
-        rollouts = [r for g in groups for r in g.rollouts if not r.error]
-        rewards = np.array([r.reward for r in rollouts])
-        best = [g.rewards for g in groups]
-        used = [g for g in groups if not g.unused] + again
-        dropped = sum((g.dropped for g in groups), Counter[str]())
-        prompt = [sum(len(t.prompt_ids) for t in r.turns[-1:]) for r in rollouts]
-        completion = [tokens_of(r) for r in rollouts]
-        lags = [step - 1 - g.version for g in [*groups, *again]]
-        failures = sum((g.failures for g in groups), Counter[str]())
-        values: dict[str, float] = {
-            "progress/step": step,
-            "progress/samples": len(rollouts),
-            "progress/tokens": sum(prompt) + sum(completion),
-            "progress/failed": sum(len(g.rollouts) for g in groups) - len(rollouts),
-            **{f"failures/{cause}": failures[cause] for cause in ("raised", "timeout", "not_finite", "empty")},
-            **summary("reward", rewards),
-            "batch/solve_none": float(np.mean([max(b, default=0.0) <= 0.0 for b in best])),
-            "batch/solve_all": float(np.mean([min(b, default=0.0) >= 1.0 for b in best])),
-            "batch/without_signal": float(np.mean([bool(g.unused) for g in groups])),
-            "batch/effective_batch_size": sum(len(g.samples) for g in used),
-            "batch/groups_replaced": len(replaced),
-            "batch/groups_replayed": len(again),
-            "batch/groups_stale": self.stale,
-            "batch/groups_under_way": len(self.under_way),
-            "tokens/trained": sum(sum(s.mask) for g in used for s in g.samples),
-            **{f"tokens/dropped/{cause}": dropped[cause] for cause in DROPPED},
-            "batch/async_level": step - 1 - self.version,
-            "batch/off_policy_level/mean": float(np.mean(lags)) if lags else 0.0,
-            "batch/off_policy_level/max": max(lags, default=0),
-            **summary("prompt_len", prompt),
-            **summary("completion_len", completion),
-            **summary("seq_len", [a + b for a, b in zip(prompt, completion, strict=True)]),
-            "is_truncated/mean": float(np.mean([r.is_truncated for r in rollouts])),
-            "time/generate": seconds,
-            "perf/generate_throughput": sum(completion) / seconds,
-            "progress/epoch": self.schedule.epoch,
-        }
-        self.stale = 0
-        if any(self.schedule.means.values()):
-            values |= {f"pool/{name}": share for name, share in self.schedule.pools().items()}
-        for env in self.environments:
-            of_env = [r for g in groups if g.task.env == env for r in g.rollouts if not r.error]
-            if len(self.environments) > 1:
-                values[f"batch/{env}/groups"] = sum(g.task.env == env for g in groups)
-            if of_env:
-                values[f"reward/{env}"] = float(np.mean([r.reward for r in of_env]))
-            for name, count in Counter(name for r in of_env for name in r.metrics).items():
-                values[f"metrics/{env}/{name}"] = sum(r.metrics.get(name, 0.0) for r in of_env) / count
-        return values

@@ -90,9 +90,9 @@ class Schedule:
         return "hard" if buffer.hard_threshold is not None and mean <= buffer.hard_threshold else "normal"
 
     def pools(self) -> dict[str, float]:
-        """The share of each pool in the examples that are known."""
+        """The share of each pool in the examples that are known; empty where none is."""
         count = Counter(self.pool(env, example) for env, means in self.means.items() for example in means)
-        return {name: count[name] / max(count.total(), 1) for name in ("easy", "normal", "hard")}
+        return {name: count[name] / count.total() for name in ("easy", "normal", "hard")} if count else {}
 
     @property
     def epoch(self) -> float:

@@ -1,0 +1,55 @@
+"""The numbers of a step's groups. Pure."""
+
+from collections import Counter
+
+import numpy as np
+
+from hone.monitors.statistics import summary
+from hone.orchestrator.group import DROPPED, Group, tokens_of
+
+FAILURES = ("raised", "timeout", "not_finite", "empty")
+
+
+def metrics_of(
+    taken: list[Group], replaced: list[Group], again: list[Group], step: int, environments: list[str]
+) -> dict[str, float]:
+    """`taken`: groups of the step; `replaced`: those sampled for it and not used; `again`: those of earlier steps."""
+    groups = [*taken, *replaced]
+    rollouts = [r for g in groups for r in g.rollouts if not r.error]
+    used = [g for g in groups if not g.unused] + again
+    dropped, failures = (sum(counts, Counter[str]()) for counts in zip(*((g.dropped, g.failures) for g in groups)))
+    prompt = [sum(len(t.prompt_ids) for t in r.turns[-1:]) for r in rollouts]
+    completion = [tokens_of(r) for r in rollouts]
+    lags = [step - 1 - g.version for g in [*groups, *again]]
+    values: dict[str, float] = {
+        "progress/step": step,
+        "progress/samples": len(rollouts),
+        "progress/tokens": sum(prompt) + sum(completion),
+        "progress/failed": sum(len(g.rollouts) for g in groups) - len(rollouts),
+        **{f"failures/{cause}": failures[cause] for cause in FAILURES},
+        **summary("reward", np.array([r.reward for r in rollouts])),
+        "batch/solve_none": float(np.mean([max(g.rewards, default=0.0) <= 0.0 for g in groups])),
+        "batch/solve_all": float(np.mean([min(g.rewards, default=0.0) >= 1.0 for g in groups])),
+        "batch/without_signal": float(np.mean([bool(g.unused) for g in groups])),
+        "batch/effective_batch_size": sum(len(g.samples) for g in used),
+        "batch/groups_replaced": len(replaced),
+        "batch/groups_replayed": len(again),
+        "batch/off_policy_level/mean": float(np.mean(lags)),
+        "batch/off_policy_level/max": max(lags),
+        "tokens/trained": sum(sum(s.mask) for g in used for s in g.samples),
+        **{f"tokens/dropped/{cause}": dropped[cause] for cause in DROPPED},
+        **summary("prompt_len", prompt),
+        **summary("completion_len", completion),
+        "completion_len/total": sum(completion),
+        **summary("seq_len", [a + b for a, b in zip(prompt, completion, strict=True)]),
+        "is_truncated/mean": float(np.mean([r.is_truncated for r in rollouts])) if rollouts else 0.0,
+    }
+    for env in environments:
+        of_env = [r for g in groups if g.task.env == env for r in g.rollouts if not r.error]
+        if len(environments) > 1:
+            values[f"batch/{env}/groups"] = sum(g.task.env == env for g in groups)
+        if of_env:
+            values[f"reward/{env}"] = float(np.mean([r.reward for r in of_env]))
+        for name, count in Counter(name for r in of_env for name in r.metrics).items():
+            values[f"metrics/{env}/{name}"] = sum(r.metrics.get(name, 0.0) for r in of_env) / count
+    return values
