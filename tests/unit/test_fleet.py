@@ -82,25 +82,31 @@ async def turns(count=5):
         await asyncio.sleep(0.002)
 
 
+async def until(holds):
+    async with asyncio.timeout(10.0):
+        while not holds():
+            await asyncio.sleep(0.002)
+
+
 def test_a_server_is_asked_for_what_it_computes_and_a_little_more(monkeypatch):
     async def program(made, clients):
         (server,), (client,) = made.servers, clients
         client.state = {"running": 40, "waiting": 60}
         watching = asyncio.ensure_future(made.watch())
         first = [ask(made, 2 * i, f"p{i}") for i in range(100)]
-        await asyncio.sleep(0.05)
-        assert len(client.asked) == 100 and server.limit == 40 + 16  # from now on
+        await until(lambda: server.limit == 40 + 16)  # from now on
+        assert len(client.asked) == 100
         later = [ask(made, 2 * i, f"q{i}") for i in range(30)]
         await turns()
         assert len(client.asked) == 100
         for i in range(60):
             client.answer(i)
         client.state = {"running": 40, "waiting": 10}
+        await until(lambda: len(client.asked) == 100 + 16)
         await turns()
         assert len(client.asked) == 100 + 16 and server.busy == 56
         client.state = {"running": 56, "waiting": 0}  # it has room for more
-        await asyncio.sleep(0.05)
-        assert len(client.asked) == 130
+        await until(lambda: len(client.asked) == 130)
         watching.cancel()
         for task in first + later:
             task.cancel()
@@ -134,11 +140,14 @@ def test_what_a_lost_server_had_written_is_gone_on_from_or_begun_again(goes_on, 
     async def program(made, clients):
         watching = asyncio.ensure_future(made.watch())
         tasks = [ask(made, seed) for seed in (5, 6)]
-        await asyncio.sleep(0.05)
+        await until(lambda: any(client.asked for client in clients))
         first, second = sorted(clients, key=lambda client: -len(client.asked))
+        runs = [run for server in made.servers for run in server.runs.values()]
+        if goes_on:
+            await until(lambda: [len(one.ids) for one in runs[0].so_far] == [2, 2])
         first.alive = False
         first.gone.set()
-        await turns()
+        await until(lambda: second.asked)
         ((_, seed, count, name, so_far, _),) = second.asked
         assert (seed, count) == (5, 2) and bool(name) == goes_on
         if goes_on:
@@ -157,19 +166,17 @@ def test_a_server_that_falls_silent_is_lost_and_what_nobody_waits_for_is_given_u
     async def program(made, clients):
         watching = asyncio.ensure_future(made.watch())
         one, two = ask(made, 0, "a"), ask(made, 0, "b")
-        await turns()
         first, second = clients
+        await until(lambda: first.asked and second.asked)
         one.cancel()
-        await turns()
-        assert made.servers[0].busy == 0 and made.servers[1].busy == 1
+        await until(lambda: made.servers[0].busy == 0)
+        assert made.servers[1].busy == 1
         second.alive = False
-        await turns(10)
-        assert not made.servers[1].is_up and len(first.asked) == 2
+        await until(lambda: not made.servers[1].is_up and len(first.asked) == 2)
         second.alive = True
         first.answer(1)
         await two
-        await asyncio.sleep(0.3)
-        assert made.servers[1].is_up
+        await until(lambda: made.servers[1].is_up)
         watching.cancel()
 
     with caplog.at_level(logging.INFO, logger="test"):
