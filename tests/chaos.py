@@ -32,7 +32,7 @@ TINY = "examples/reverse_text_tiny"
 GROUPS, ROLLOUTS = 4, 8
 ENVIRONMENT = {"id": "reverse-text", "args": {"texts": "generated", "min_chars": 4, "max_chars": 10}, "workers": 1}
 PAUSE = {  # seconds until a part is killed, from the start or from the kill before: now in the start, now at work
-    "inference": (8.0, 20.0),  # five kills within a minute end a run
+    "inference": (3.0, 12.0),
     "orchestrator": (1.0, 14.0),
     "trainer": (1.0, 14.0),
     "worker": (0.5, 6.0),
@@ -95,7 +95,8 @@ def run(out: Path, model: Path, steps: int, level: int, part: str | None, kills:
                 if pid is not None and not is_over(out, steps):
                     os.kill(pid, signal.SIGKILL)
                     done += 1
-                    moment = time.monotonic() + draw.uniform(*PAUSE[part])
+                    rest = 10.0 if part == "inference" else 0.0  # five kills within a minute end a run
+                    moment = time.monotonic() + rest + draw.uniform(*PAUSE[part])
         deadline = time.monotonic() + 20
         while any(pid_of(other, out, 0) for other in ("inference", "orchestrator", "trainer")):
             if time.monotonic() > deadline:

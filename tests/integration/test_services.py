@@ -196,25 +196,38 @@ def test_versions_are_evaluated_alike_in_one_process_and_in_several(trained, tmp
     assert found[0].keys() == {0, 2, 3} and found[0] == pytest.approx(found[1])
 
 
-def test_a_server_that_is_killed_is_started_again_and_changes_nothing(trained, tmp_path):
-    options = ("--max-async-level", 0, "--ckpt.interval", 1, "--max-steps", 60)
-    processes(tmp_path / "whole", trained, *options)
-    run = Started(tmp_path / "run", trained, *options)
-    for _ in range(2):
-        killed, step = run.pid_of("inference"), len(metrics(tmp_path / "run"))
-        os.kill(killed, signal.SIGKILL)
-        while len(metrics(tmp_path / "run")) < step + 5:
-            assert run.process.poll() is None, run.log.read_text()
-            time.sleep(0.05)
-        assert run.pid_of("inference") != killed
-    assert run.process.wait(90) == 0, run.log.read_text()
-    log = run.log.read_text()
-    assert log.count("inference was killed (SIGKILL); started again") == 2
-    mine, theirs = (metrics(tmp_path / name) for name in ("run", "whole"))
-    assert [row["reward/mean"] for row in mine] == [row["reward/mean"] for row in theirs] and len(mine) == 60
-    paths = (tmp_path / name / "weights" / "step_60" / "model.safetensors" for name in ("run", "whole"))
-    one, two = (load_file(path) for path in paths)
-    assert all(torch.equal(one[name], two[name]) for name in one)
+def test_kills_at_random_moments_lose_nothing_and_change_nothing():
+    """The short form of `make chaos`: one kill of each part."""
+    done = command("python", "tests/chaos.py", "--kills", 1, "--steps", 60, timeout=280)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["kills"] == 4 and found["runs"] >= 4
+    assert found["samples_lost"] == found["samples_doubled"] == found["differing_weights"] == 0
+
+
+def test_several_environments_with_shares_and_algorithms_of_their_own(trained, tmp_path):
+    args = {"texts": "generated", "min_chars": 2}
+    envs = [
+        {"id": "reverse-text", "ratio": [[1, 1.0], [4, 3.0]], "args": {**args, "max_chars": 4}},
+        {
+            "id": "reverse-text", "name": "long", "ratio": 1.0, "args": {**args, "max_chars": 12}, "algorithm": "gspo",
+            "rollouts_per_example": 4, "max_tokens": 20,
+        },
+    ]  # fmt: skip
+    out = tmp_path / "run"
+    processes(
+        out, trained, "--max-steps", 4, "--orchestrator.env", json.dumps(envs), "--algorithm", "cispo",
+        "--orchestrator.buffer.easy-threshold", 0.9, "--orchestrator.buffer.replay", 1, "--max-async-level", 0,
+    )  # fmt: skip
+    rows = metrics(out)
+    assert [row["batch/long/groups"] for row in rows] == [2, 1, 2, 1]  # of 4 a step
+    assert all("reward/long" in row and "pool/easy" in row for row in rows)
+    config = (out / "configs" / "trainer.toml").read_text()
+    assert "[loss_of.long]" in config and config.count('type = "cispo"') == 1
+    rollouts = [json.loads(x) for x in (out / "rollouts" / "step_1" / "rollouts.jsonl").open()]
+    assert sorted({(r["env"], r["group"]) for r in rollouts}) == [
+        ("long", 1), ("long", 3), ("reverse-text", 0), ("reverse-text", 2),
+    ]  # fmt: skip
+    assert sum(r["env"] == "long" for r in rollouts) == 8 and len(rollouts) == 24
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
