@@ -5,6 +5,7 @@ Example ─ environment ─► Rollout (of Turns) ─ orchestrator ─► Sample
                          Completion ◄─ engine ◄─ GenerateRequest
 """
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,11 @@ class Sampling:
     def is_penalised(self) -> bool:
         penalties = (self.repetition_penalty != 1, self.presence_penalty != 0, self.frequency_penalty != 0)
         return any(penalties) or bool(self.logit_bias)
+
+
+def other_seed(seed: int, number: int) -> int:
+    """A seed for draws of their own: those of a later turn, or of what goes on after so many tokens."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=7).digest(), "little")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ class Client:
         self.asked, self.state, self.alive = [], {"running": 0, "waiting": 0}, True
         self.gone = asyncio.Event()
 
-    async def chat_group(self, messages, sampling, count, name="", so_far=None):
+    async def chat_group(self, messages, sampling, count, name="", so_far=None, before=None):
         answer = asyncio.get_running_loop().create_future()
         self.asked.append((messages, sampling.seed, count, name, so_far, answer))
         lost = asyncio.ensure_future(self.gone.wait())

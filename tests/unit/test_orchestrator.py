@@ -31,7 +31,7 @@ class Model:
     def __init__(self, seconds=lambda seed: 0.0):
         self.version, self.seconds, self.asked = -1, seconds, 0
 
-    async def chat(self, messages, sampling):
+    async def chat(self, messages, sampling, before=None):
         self.asked += 1
         await asyncio.sleep(self.seconds(sampling.seed))
         digit = random.Random(sampling.seed).randrange(10)
@@ -301,9 +301,9 @@ def test_what_blocks_the_event_loop_is_seen(caplog):
 
 def test_each_environment_has_its_share_its_group_size_and_its_sampling():
     class Seen(Model):
-        async def chat(self, messages, sampling):
+        async def chat(self, messages, sampling, before=None):
             drawn[sampling.temperature, sampling.max_tokens] += 1
-            return await super().chat(messages, sampling)
+            return await super().chat(messages, sampling, before)
 
     drawn = Counter()
     config = OrchestratorConfig.model_validate({

@@ -63,10 +63,11 @@ TOOL_LIST = [
 def save(tmp_path_factory):
     """A directory with a byte-level tokenizer and the given template."""
 
-    def write(template):
+    def write(template, merges=()):
         directory = tmp_path_factory.mktemp("tokenizer")
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        encoder = Encoder(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+        vocab = [*letters, *map("".join, merges)]
+        encoder = Encoder(models.BPE(vocab={c: i for i, c in enumerate(vocab)}, merges=list(merges)))
         encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         encoder.decoder = decoders.ByteLevel()
         encoder.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot|>"])
@@ -122,6 +123,30 @@ def test_a_template_that_rewrites_history_is_refused_for_training(save):
     tokenizer.conversation_ids(thinking)
     with pytest.raises(ValueError, match="renders message 1 differently"):
         tokenizer.conversation_ids([*thinking, *CONVERSATION[3:]])
+
+
+def test_tokens_of_earlier_turns_stay_as_they_were_sampled(save):
+    tokenizer = Tokenizer(save(CHATML, [("a", "b")]))
+    asked = [{"role": "user", "content": "ab?"}]
+    prompt = tokenizer.prompt_ids(asked)
+    a, b, both = (tokenizer.encode(text) for text in ("a", "b", "ab"))
+    assert len(both) == 1 and both[0] in prompt
+    end = tokenizer.encode("<|im_end|>")
+    messages = [*asked, {"role": "assistant", "content": "aab"}, {"role": "user", "content": "and ab?"}]
+    rest = tokenizer.encode("\n<|im_start|>user\nand ab?<|im_end|>\n<|im_start|>assistant\n")
+    for sampled in (a + a + b + end, a + both + end):
+        before = prompt + sampled
+        assert tokenizer.prompt_ids(messages, before=before) == before + rest
+    cut_off = prompt + a + a + b
+    assert tokenizer.prompt_ids(messages, before=cut_off) == cut_off + end + rest
+    fresh = tokenizer.prompt_ids(messages)
+    assert fresh == prompt + a + both + end + rest
+    for other in (prompt + b + end, [10**6]):  # of another text, of another model
+        assert tokenizer.prompt_ids(messages, before=other) == fresh
+    forgetful = Tokenizer(save(FORGETFUL))
+    thought = [*asked, {"role": "assistant", "content": "x</think>b"}, {"role": "user", "content": "c"}]
+    before = forgetful.prompt_ids(asked) + forgetful.encode("x</think>b</s>")
+    assert forgetful.prompt_ids(thought, before=before) == forgetful.prompt_ids(thought)
 
 
 def test_stop_ids_come_from_both_files(save):

@@ -78,9 +78,9 @@ class HttpClient:
             if self.model not in served:
                 raise ValueError(f"{self.base_url} does not serve {self.model!r}; it serves {', '.join(served)}")
 
-    async def chat(self, messages: list[Message], sampling: Sampling) -> Turn:
+    async def chat(self, messages: list[Message], sampling: Sampling, before: list[int] | None = None) -> Turn:
         """One completion. Raises RuntimeError with the words of a refusal, ConnectionError when the server is gone."""
-        return (await self.chat_group(messages, sampling, 1))[0]
+        return (await self.chat_group(messages, sampling, 1, before=before))[0]
 
     async def chat_group(
         self,
@@ -89,6 +89,7 @@ class HttpClient:
         count: int,
         name: str = "",
         so_far: list[Completion] | None = None,
+        before: list[int] | None = None,
     ) -> list[Turn]:
         """Several completions of one prompt, drawn with the seeds from `sampling.seed` on.
 
@@ -101,6 +102,7 @@ class HttpClient:
             **({"return_token_logprobs": True} if self.is_hone else {"logprobs": True}),
             "return_token_ids": True,
             **({"n": count} if count > 1 else {}),
+            **({"conversation_ids": before} if before else {}),
             **({"request_name": name} if name else {}),
             **({"so_far": [vars(one) for one in so_far]} if so_far else {}),
             **self.extra_body,

@@ -18,7 +18,7 @@ import math
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hone.inference.client import HttpClient, ServerLost
 from hone.records import Completion, Message, Sampling, Turn
@@ -29,6 +29,14 @@ LOOK, SILENCE = 2.0, 15.0  # seconds between looks at a server; without an answe
 RESERVE = 16  # rollouts, or an eighth of what runs, that wait at a server so that it never does
 
 
+class _Asked(NamedTuple):
+    messages: list[Message]
+    sampling: Sampling
+    before: list[int] | None
+    is_urgent: bool
+    future: asyncio.Future[Turn]
+
+
 @dataclass(order=True)
 class _Run:
     """Rollouts of one prompt with seeds in a row, asked for together."""
@@ -36,7 +44,8 @@ class _Run:
     place: tuple[int, int]  # in the queue: urgent or not, then in the order of arrival
     messages: list[Message] = field(compare=False)
     sampling: Sampling = field(compare=False)  # of the first
-    futures: list[asyncio.Future[Turn]] = field(compare=False)
+    before: list[int] | None = field(compare=False)  # ids of the conversation's earlier turns
+    futures: list[asyncio.Future[Turn]] = field(compare=False, default_factory=list)
     name: str = field(compare=False, default_factory=lambda: uuid.uuid4().hex[:12])
     so_far: list[Completion] = field(compare=False, default_factory=list)  # of each, as last heard
     begun: list[int] = field(compare=False, default_factory=list)  # tokens of it that the server was given
@@ -110,7 +119,7 @@ class Fleet:
         self.servers = [Server(client) for client in clients]
         self.revive, self.deadline, self.log, self.goes_on = revive, deadline, log, goes_on
         self.urgent = Urgent(self)
-        self._asked: dict[str, list[tuple[Sampling, list[Message], asyncio.Future[Turn], bool]]] = {}
+        self._asked: dict[str, list[_Asked]] = {}
         self._queue: list[_Run] = []
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -120,14 +129,16 @@ class Fleet:
     def up(self) -> list[Server]:
         return [server for server in self.servers if server.is_up]
 
-    async def chat(self, messages: list[Message], sampling: Sampling, is_urgent: bool = False) -> Turn:
+    async def chat(
+        self, messages: list[Message], sampling: Sampling, before: list[int] | None = None, is_urgent: bool = False
+    ) -> Turn:
         loop = asyncio.get_running_loop()
         if not self._asked:
             loop.call_soon(self._send)
-        future: asyncio.Future[Turn] = loop.create_future()
-        key = json.dumps([messages, is_urgent, asdict(replace(sampling, seed=0))])
-        self._asked.setdefault(key, []).append((sampling, messages, future, is_urgent))
-        return await future
+        asked = _Asked(messages, sampling, before, is_urgent, loop.create_future())
+        key = json.dumps([messages, before, is_urgent, asdict(replace(sampling, seed=0))])
+        self._asked.setdefault(key, []).append(asked)
+        return await asked.future
 
     def lost(self, server: Server, why: str) -> None:
         """Nothing is asked of it until it has come up again and proven that it has the current weights."""
@@ -157,14 +168,14 @@ class Fleet:
         """Makes runs of what was asked for in this turn of the event loop."""
         asked, self._asked = self._asked, {}
         for same in asked.values():
-            same.sort(key=lambda one: one[0].seed)
+            same.sort(key=lambda one: one.sampling.seed)
             last = None
-            for sampling, messages, future, is_urgent in same:
-                if last is None or sampling.seed != last + 1:
-                    run = _Run((not is_urgent, next(self._numbers)), messages, sampling, [])
+            for one in same:
+                if last is None or one.sampling.seed != last + 1:
+                    run = _Run((not one.is_urgent, next(self._numbers)), one.messages, one.sampling, one.before)
                     heapq.heappush(self._queue, run)
-                run.futures.append(future)
-                last = sampling.seed
+                run.futures.append(one.future)
+                last = one.sampling.seed
         self._dispatch()
 
     def _dispatch(self) -> None:
@@ -192,7 +203,7 @@ class Fleet:
         asking = asyncio.ensure_future(
             server.unless_lost(
                 server.client.chat_group(
-                    run.messages, run.sampling, count, run.name if self.goes_on else "", run.so_far
+                    run.messages, run.sampling, count, run.name if self.goes_on else "", run.so_far, run.before
                 )
             )
         )
@@ -285,5 +296,5 @@ class Urgent:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
 
-    async def chat(self, messages: list[Message], sampling: Sampling) -> Turn:
-        return await self.fleet.chat(messages, sampling, is_urgent=True)
+    async def chat(self, messages: list[Message], sampling: Sampling, before: list[int] | None = None) -> Turn:
+        return await self.fleet.chat(messages, sampling, before, is_urgent=True)

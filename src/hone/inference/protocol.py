@@ -78,6 +78,7 @@ class ChatRequest(BaseModel):
     return_token_logprobs: bool | None = None  # plain numbers, beside or instead of the entries of `logprobs`
     return_tokens_as_token_ids: bool | None = None
     request_name: str | None = None  # by which POST /progress knows it
+    conversation_ids: list[int] | None = None  # of the turns so far: kept, if the messages go on from their text
     so_far: list[Written] | None = None  # of each of the n: what was written elsewhere, to go on from
     skip_special_tokens: bool | None = None
     tools: list[dict[str, Any]] | None = None

@@ -9,7 +9,6 @@ Every refusal is a 4xx with a message in the OpenAI error form.
 """
 
 import asyncio
-import hashlib
 import hmac
 import logging
 import os
@@ -33,7 +32,7 @@ from hone.engine.engine import Engine
 from hone.inference.control import Served, add_control
 from hone.inference.protocol import ChatRequest, Written, chat_response, error_body
 from hone.inference.service import EngineService
-from hone.records import Completion, GenerateRequest
+from hone.records import Completion, GenerateRequest, other_seed
 from hone.text.stops import StopStrings
 
 log = logging.getLogger("hone.inference")
@@ -81,7 +80,8 @@ def build_app(served: Served, api_key: str | None = None) -> FastAPI:
         tokenizer = served.tokenizer
         try:
             messages = [message.as_message() for message in body.messages]
-            prompt_ids = tokenizer.prompt_ids(messages, tools=body.tools, **(body.chat_template_kwargs or {}))
+            template_args = body.chat_template_kwargs or {}
+            prompt_ids = tokenizer.prompt_ids(messages, body.tools, body.conversation_ids, **template_args)
             requests = _requests(body, prompt_ids, served)
             completions = await unless_gone(connection, *(service.generate(request) for request in requests))
             if body.so_far:
@@ -140,7 +140,7 @@ def _requests(body: ChatRequest, prompt_ids: list[int], served: Served) -> list[
     def request(i: int) -> GenerateRequest:
         before, draws = body.so_far[i].ids if body.so_far else [], seed + i
         if before:  # draws of its own: those of its first tokens are used up
-            draws = int.from_bytes(hashlib.blake2b(f"{draws} {len(before)}".encode(), digest_size=7).digest(), "little")
+            draws = other_seed(draws, len(before))
         return GenerateRequest(
             prompt_ids + before,
             body.sampling(max(1, (wanted or max_model_len) - len(before)), draws, vocab_size),

@@ -200,7 +200,7 @@ class LocalClient:
         self.service, self.tokenizer = service, tokenizer
         self.stop_ids = frozenset(tokenizer.stop_ids)
 
-    async def chat(self, messages: list[Message], sampling: Sampling) -> Turn:
-        prompt_ids = self.tokenizer.prompt_ids(messages)
+    async def chat(self, messages: list[Message], sampling: Sampling, before: list[int] | None = None) -> Turn:
+        prompt_ids = self.tokenizer.prompt_ids(messages, before=before)
         completion = await self.service.generate(GenerateRequest(prompt_ids, sampling, self.stop_ids))
         return Turn(prompt_ids, completion, self.tokenizer.decode(completion.ids))

@@ -20,7 +20,7 @@ import numpy as np
 
 from hone.config.orchestrator import OrchestratorConfig
 from hone.environments import Environment
-from hone.environments.environment import ModelClient
+from hone.orchestrator.conversation import Conversation, TokenClient
 from hone.orchestrator.group import Group, judge
 from hone.orchestrator.metrics import metrics_of
 from hone.orchestrator.replay import Replay
@@ -57,7 +57,7 @@ class Orchestrator:
         self,
         config: OrchestratorConfig,
         environments: dict[str, Environment],
-        client: ModelClient,
+        client: TokenClient,
         seed: int,
         max_async_level: int = 0,
         teacher: Teacher | None = None,
@@ -218,14 +218,14 @@ class Orchestrator:
         """One rollout. Where it goes wrong it is tried again; then its `error` says how, and the step does without."""
         settings, example = self.settings[task.env], self.examples[task.env][task.example]
         sampling = Sampling(settings.sampling.temperature, settings.sampling.max_tokens, seed)
-        client = self.client
+        client: TokenClient = self.client
         if settings.sampler == "teacher" and self.teacher is not None:
             client = self.teacher.writing(self.version)
         timeout, error = self.config.rollout_timeout, ""
         for _ in range(1 + self.config.rollout_retries):
             try:
                 async with asyncio.timeout(timeout):
-                    rollout = await self.environments[task.env].rollout(client, example, sampling)
+                    rollout = await self.environments[task.env].rollout(Conversation(client), example, sampling)
             except TimeoutError:
                 cause, error = "timeout", f"no end within orchestrator.rollout-timeout {timeout} s"
             except asyncio.CancelledError:

@@ -47,7 +47,7 @@ class Writer:
     def __init__(self, client: HttpClient, version: int) -> None:
         self.client, self.version = client, version
 
-    async def chat(self, messages: list[Message], sampling: Sampling) -> Turn:
-        turn = await self.client.chat(messages, sampling)
+    async def chat(self, messages: list[Message], sampling: Sampling, before: list[int] | None = None) -> Turn:
+        turn = await self.client.chat(messages, sampling, before)
         turn.completion.versions = [self.version] * len(turn.completion.ids)
         return turn

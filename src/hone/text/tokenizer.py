@@ -70,14 +70,28 @@ class Tokenizer:
         return self.decode([token_id], skip_special_tokens=False)
 
     def prompt_ids(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **template_args: Any
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None = None,
+        before: list[int] | None = None,
+        **template_args: Any,
     ) -> list[int]:
-        """The ids of a conversation up to where the assistant is to speak; recent ones are kept, a group asks often."""
+        """The ids of a conversation up to where the assistant is to speak; recent ones are kept, a group asks often.
+
+        `before`: the ids of its earlier turns as they were. They stay, and what the template adds to their text comes
+        after, unless it has rewritten that (some drop earlier thinking).
+        """
         key = json.dumps([messages, tools, template_args], sort_keys=True)
-        ids = self._chat_cache.get(key)
+        ids = self._chat_cache.get(key) if not before else None
         if ids is None:
             template = self.require_template()
-            ids = self.encode(template.render(messages, add_generation_prompt=True, tools=tools, **template_args))
+            text = template.render(messages, add_generation_prompt=True, tools=tools, **template_args)
+            if before:
+                known = [i for i in before if 0 <= i < self.vocab_size]
+                said = self.decode(known, skip_special_tokens=False)
+                if len(known) == len(before) and text.startswith(said):
+                    return before + self.encode(text[len(said) :])
+            ids = self.encode(text)
             self._chat_cache[key] = ids
             if len(self._chat_cache) > 1024:
                 self._chat_cache.popitem(last=False)

@@ -49,6 +49,8 @@ class Sender:
             host, self.port, is_master=True, wait_for_workers=False, timeout=TIMEOUT,
             master_listen_fd=self._socket.detach(),
         )  # fmt: skip
+        if host not in ("127.0.0.1", "::1", "localhost"):
+            log.warning("Sending weights from %s: whoever reaches this address can have them", self.source)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="sender", daemon=True)
 
