@@ -1,4 +1,4 @@
-"""Every algorithm on the tiny recipe: the reward before, and after so many steps of RL. Three seeds.
+"""Every algorithm on the tiny recipe: the greedy reward on held-out texts before, and after so many steps. Three seeds.
 
     python benchmarks/algorithms_cpu.py [--steps 80] [--seeds 3] [--only NAME]
 
@@ -23,13 +23,17 @@ from hone.config.algorithms import ALGORITHMS
 ENVIRONMENT = {"id": "reverse-text", "args": {"texts": "generated", "min_chars": 4, "max_chars": 10}}
 
 
-def reinforced(model: Path, out: Path, steps: int, seed: int, *options: object) -> list[float]:
-    """The mean reward of each step."""
+def reinforced(model: Path, out: Path, steps: int, seed: int, *options: object) -> tuple[float, float]:
+    """The reward before and after."""
     run(
-        "rl", "@", f"{TINY}/rl.toml", "--model.name", model, "--output-dir", out, "--max-steps", steps,
-        "--orchestrator.env", json.dumps(ENVIRONMENT), "--trainer.scheduler.type", "constant", "--seed", seed, *options,
+        "rl", "@", f"{TINY}/rl.toml", "--model.name", model, "--output-dir", out, "--max-steps", steps, "--seed", seed,
+        "--orchestrator.env", json.dumps(ENVIRONMENT), "--trainer.scheduler.type", "constant",
+        "--orchestrator.eval.env", json.dumps(ENVIRONMENT), "--orchestrator.eval.interval", steps,
+        "--orchestrator.eval.num-examples", 256, "--orchestrator.eval.max-tokens", 20, *options,
     )  # fmt: skip
-    return [json.loads(line)["reward/mean"] for line in (out / "metrics.jsonl").open()]
+    rows = map(json.loads, (out / "metrics.jsonl").open())
+    before, after = (row["eval/reverse-text/reward"] for row in rows if "eval/reverse-text/reward" in row)
+    return before, after
 
 
 class Teacher:
@@ -67,8 +71,7 @@ def main() -> None:
         wanted = [options.only] if options.only else list(ALGORITHMS)
         teacher = None
         if {"opd", "sft"} & set(wanted):
-            rewards = reinforced(model, home / "teaching", 120, 99)
-            found["teacher"] = [round(sum(rewards[-5:]) / 5, 3)]
+            found["teacher"] = [round(reinforced(model, home / "teaching", 120, 99)[1], 3)]
             teacher = Teacher(home / "teaching" / "weights" / "step_120", home)
         try:
             for name in wanted:
@@ -76,8 +79,7 @@ def main() -> None:
                 found[name] = []
                 for seed in range(options.seeds):
                     words = ["--algorithm", name, *more]
-                    rewards = reinforced(model, home / f"{name}_{seed}", options.steps, seed, *words)
-                    before, after = rewards[0], sum(rewards[-5:]) / 5
+                    before, after = reinforced(model, home / f"{name}_{seed}", options.steps, seed, *words)
                     found[name].append(round(after, 3))
                     has_failed |= after - before < 0.1 * (1 - before)
                     print(f"{name}, seed {seed}: {before:.3f} -> {after:.3f}", flush=True)
