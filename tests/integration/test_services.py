@@ -357,7 +357,13 @@ def test_control_routes(server, trained):
     answer = httpx.post(f"{root}/update_weights", json={"weight_dir": "/nowhere", "version": 1})
     assert answer.status_code == 400 and "is not a model directory" in answer.text
     assert httpx.post(f"{root}/score", json={"ids": [1, 10**6]}).status_code == 400
-    assert len(httpx.post(f"{root}/score", json={"ids": [1, 2, 3]}).json()["logprobs"]) == 2
+    one, two = (httpx.post(f"{root}/score", json={"ids": ids}).json()["logprobs"] for ids in ([1, 2, 3], [4, 5]))
+    assert len(one) == 2
+    both = httpx.post(f"{root}/score", json={"ids": [[1, 2, 3], [4, 5]]}).json()["logprobs"]
+    assert both == [pytest.approx(one, abs=1e-5), pytest.approx(two, abs=1e-5)]
+    cold = httpx.post(f"{root}/score", json={"ids": [4, 5], "temperature": 0.5}).json()["logprobs"]
+    assert cold != pytest.approx(two, abs=1e-3)
+    assert httpx.post(f"{root}/score", json={"ids": []}).status_code == 400
 
 
 def test_control_routes_ask_for_the_key(trained, tmp_path):

@@ -10,7 +10,8 @@ machine alone.
     GET  /version                        version, checksum, dtype, model, completions so far, is_paused; ?each=true:
                                          the fingerprint of each weight too
     POST /progress                       {"known": {NAME: N}}: running, waiting, and of named requests the tokens since
-    POST /score                          {"ids": […], "temperature": 1.0}: logprobs of every token after the first
+    POST /score                          {"ids": […] or several, "temperature": 1.0}: logprobs of every token after the
+                                         first
     POST /v1/load_lora_adapter           {"lora_name": NAME, "lora_path": DIR}, in peft's format; again to replace it
     POST /v1/unload_lora_adapter         {"lora_name": NAME}
 
@@ -31,7 +32,7 @@ from hone.engine.engine import Engine
 from hone.inference.service import EngineService
 from hone.models.hf import load_model, load_weights
 from hone.models.lora import merge_adapter
-from hone.models.proof import checksum_of, fingerprints, score
+from hone.models.proof import checksum_of, fingerprints, scores
 from hone.models.spec import parse_model_config, read_model_config
 from hone.text.tokenizer import Tokenizer
 from hone.transport.network import Receiver, Superseded
@@ -135,8 +136,11 @@ class Known(BaseModel):
     known: dict[str, int] = Field(default_factory=dict)
 
 
+Sequence = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2)]
+
+
 class Ids(BaseModel):
-    ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=2)
+    ids: Sequence | list[Sequence] = Field(min_length=1)
     temperature: float = Field(default=1.0, gt=0)
 
 
@@ -201,9 +205,10 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
         return await service.run(look)
 
     @app.post("/score", dependencies=guard)
-    async def scores(body: Ids) -> dict[str, Any]:
-        vocab_size = served.engine.model.spec.vocab_size
-        longest = served.engine.model.spec.max_position_embeddings
-        if max(body.ids) >= vocab_size or len(body.ids) > longest:
-            raise HTTPException(400, f"ids: at most {longest}, each below {vocab_size}")
-        return {"logprobs": await service.run(lambda: score(served.engine.model, body.ids, body.temperature))}
+    async def scored(body: Ids) -> dict[str, Any]:
+        spec, is_one = served.engine.model.spec, isinstance(body.ids[0], int)
+        sequences: list[list[int]] = [body.ids] if is_one else body.ids  # type: ignore[list-item,assignment]
+        if any(max(ids) >= spec.vocab_size or len(ids) > spec.max_position_embeddings for ids in sequences):
+            raise HTTPException(400, f"ids: at most {spec.max_position_embeddings}, each below {spec.vocab_size}")
+        found = await service.run(lambda: scores(served.engine.model, sequences, body.temperature))
+        return {"logprobs": found[0] if is_one else found}

@@ -81,7 +81,7 @@ async def train(
     client = LocalClient(service, loaded.tokenizer)
     wanted = config.orchestrator.teacher
     limit = {"max_total_tokens": service.engine.max_model_len}
-    teacher = Teacher(wanted, config.orchestrator.rollout_timeout, limit) if wanted else None
+    teacher = Teacher(wanted, config.orchestrator.rollout_timeout, limit, orchestrator_log) if wanted else None
     orchestrator = Orchestrator(config.orchestrator, environments, client, config.seed, teacher=teacher)
     orchestrator.go_on(first, progress, run.rollouts)
     if teacher is not None:

@@ -1,6 +1,7 @@
 """Proof that weights arrived: a checksum of every bit, and logprobs of a fixed sequence on both sides."""
 
 import hashlib
+import itertools
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from hone.models.hf import hf_tensors
 from hone.models.transformer import Transformer
 
 CANARY_LENGTH = 33
+ROWS, FP32 = 4096, torch.float32  # tokens whose logits are there at a time
 WORDS = 2**18  # of a tensor, at a time
 ODD, MIX = -7046029254386353131, 6364136223846793005  # 64-bit multipliers of well-spread bits
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -53,13 +55,21 @@ def canary_ids(vocab_size: int) -> list[int]:
     return [(7919 * (i + 1)) % vocab_size for i in range(CANARY_LENGTH)]
 
 
+def score(model: Transformer, ids: list[int]) -> list[float]:
+    """Logprobs, at temperature 1, of every token after the first."""
+    return scores(model, [ids], 1.0)[0]
+
+
 @torch.no_grad()
-def score(model: Transformer, ids: list[int], temperature: float = 1.0) -> list[float]:
-    """Logprobs at a temperature of every token after the first."""
-    device = model.embed.weight.device
-    packed = PackedAttention([len(ids) - 1], device)
-    tokens = torch.tensor(ids, device=device)
-    logits = model.logits(model(tokens[:-1], packed.positions(), packed))
-    logprobs, _ = target_logprobs(logits, tokens[1:], torch.full((len(ids) - 1,), temperature, device=device))
-    values: list[float] = logprobs.tolist()
-    return values
+def scores(model: Transformer, sequences: list[list[int]], temperature: float) -> list[list[float]]:
+    """The same of several sequences, at a temperature."""
+    device, lengths = model.embed.weight.device, [len(ids) - 1 for ids in sequences]
+    packed = PackedAttention(lengths, device)
+    tokens = torch.tensor([i for ids in sequences for i in ids[:-1]], device=device)
+    targets = torch.tensor([i for ids in sequences for i in ids[1:]], device=device)
+    found: list[float] = []
+    for hidden, target in zip(*(x.split(ROWS) for x in (model(tokens, packed.positions(), packed), targets))):
+        logprobs, _ = target_logprobs(model.logits(hidden), target, torch.full_like(target, temperature, dtype=FP32))
+        found += logprobs.tolist()
+    ends = list(itertools.accumulate(lengths))
+    return [found[end - n : end] for end, n in zip(ends, lengths, strict=True)]

@@ -210,7 +210,7 @@ class Orchestrator:
         rollouts = await asyncio.gather(*(self._rollout(task, seed, failures) for seed in seeds))
         group = Group(task, list(rollouts), failures)
         judge(group, settings, self.config.buffer)
-        if self.teacher is not None and settings.teacher_logprobs:
+        if self.teacher is not None and settings.teacher_logprobs and group.samples:
             await self.teacher.score(group.samples)
         return group
 

@@ -51,7 +51,7 @@ async def orchestrate(
     clients = connect(config.client, config.model.name, extra_body=limit, timeout=config.rollout_timeout)
     weights = Weights(run, config, log)
     fleet = weights.fleet = Fleet(clients, weights.revive, config.client.ready_timeout, log, config.max_async_level > 0)
-    teacher = Teacher(config.teacher, config.rollout_timeout, limit) if config.teacher else None
+    teacher = Teacher(config.teacher, config.rollout_timeout, limit, log) if config.teacher else None
     orchestrator = Orchestrator(config, environments, fleet, config.seed, config.max_async_level, teacher)
     if teacher is not None:
         await teacher.check()

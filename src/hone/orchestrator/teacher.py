@@ -4,19 +4,20 @@ writing: env.rollout(teacher) ─► completions to learn as they stand (loss sf
 score:   samples ─ POST /score ─► logprobs of their tokens under the teacher (loss opd)
 """
 
-import asyncio
 import itertools
+import logging
 from typing import Any
 
 from hone.config.orchestrator import TeacherConfig
 from hone.inference.client import HttpClient, connect
+from hone.inference.fleet import Fleet
 from hone.records import Message, Sample, Sampling, Turn
 
 
 class Teacher:
-    def __init__(self, config: TeacherConfig, timeout: float, extra_body: dict[str, Any]) -> None:
-        self.config = config
+    def __init__(self, config: TeacherConfig, timeout: float, extra_body: dict[str, Any], log: logging.Logger) -> None:
         self.clients = connect(config, config.model, timeout=timeout, extra_body=extra_body)
+        self.fleet = Fleet(self.clients, _as_it_is, config.ready_timeout, log)
         self._turns = itertools.cycle(self.clients)
 
     async def check(self) -> None:
@@ -26,28 +27,29 @@ class Teacher:
 
     def writing(self, version: int) -> "Writer":
         """The teacher as an environment sees a model; what it writes counts as of this version."""
-        return Writer(next(self._turns), version)
+        return Writer(self.fleet, version)
 
     async def score(self, samples: list[Sample]) -> None:
-        """Gives samples the teacher's logprobs of their tokens, at the temperature that they were drawn with."""
-        client = next(self._turns)
-
-        async def one(sample: Sample) -> None:
-            body = {"ids": sample.ids, "temperature": sample.temperature}
-            sample.teacher_logprobs = [0.0, *(await client.control("score", body))["logprobs"]]
-
-        await asyncio.gather(*map(one, samples))
+        """Gives the samples of a group the teacher's logprobs of their tokens, at the temperature of their draws."""
+        body = {"ids": [sample.ids for sample in samples], "temperature": samples[0].temperature}
+        answer = await next(self._turns).control("score", body)
+        for sample, logprobs in zip(samples, answer["logprobs"], strict=True):
+            sample.teacher_logprobs = [0.0, *logprobs]
 
     async def close(self) -> None:
-        for client in self.clients:
-            await client.__aexit__()
+        await self.fleet.close()
 
 
 class Writer:
-    def __init__(self, client: HttpClient, version: int) -> None:
-        self.client, self.version = client, version
+    def __init__(self, fleet: Fleet, version: int) -> None:
+        self.fleet, self.version = fleet, version
 
     async def chat(self, messages: list[Message], sampling: Sampling, before: list[int] | None = None) -> Turn:
-        turn = await self.client.chat(messages, sampling, before)
+        turn = await self.fleet.chat(messages, sampling, before)
         turn.completion.versions = [self.version] * len(turn.completion.ids)
         return turn
+
+
+async def _as_it_is(client: HttpClient) -> int:
+    """A server of the teacher that was started again has its weights."""
+    return 0
