@@ -6,6 +6,7 @@ broadcasts/step_V ─ look ─► adopt: update every server ─► checksum and
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -108,13 +109,14 @@ class Weights:
                 difference = await server.unless_lost(self._update(server.client, delivery))
                 server.version = delivery.version
                 return difference
+            except Superseded:
+                return math.inf
             except ServerLost as error:
                 self.fleet.lost(server, str(error))
                 return 0.0
 
-        try:
-            differences = await asyncio.gather(*(update(server) for server in self.fleet.up))
-        except Superseded:
+        differences = await asyncio.gather(*(update(server) for server in self.fleet.up))
+        if math.inf in differences:
             return {}
         self.version = delivery.version
         seconds = time.perf_counter() - start
