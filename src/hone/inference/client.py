@@ -93,7 +93,8 @@ class HttpClient:
     ) -> list[Turn]:
         """Several completions of one prompt, drawn with the seeds from `sampling.seed` on.
 
-        A Hone server says under `name` how far they are, and goes on from what is written `so_far`.
+        A Hone server says under `name` how far they are, and goes on from what is written `so_far`. A request with a
+        name is made once: what its name stands for must not change.
         """
         body = {
             "model": self.model,
@@ -107,7 +108,7 @@ class HttpClient:
             **({"so_far": [vars(one) for one in so_far]} if so_far else {}),
             **self.extra_body,
         }
-        answer = await self._post(f"{self.base_url}/chat/completions", body)
+        answer = await self._post(f"{self.base_url}/chat/completions", body, retries=0 if name else self.retries)
         prompt_ids = answer.get("prompt_token_ids") or []
         return [_turn(prompt_ids, choice) for choice in answer["choices"]]
 
@@ -115,7 +116,7 @@ class HttpClient:
         """Calls a control route of a Hone server: GET without a body, POST with one."""
         url = f"{self.base_url.removesuffix('/v1')}/{route}"
         if body is not None:
-            return await self._post(url, body, timeout)
+            return await self._post(url, body, timeout, self.retries)
         try:
             answer = await self.pools[0].get(url, timeout=timeout)
         except httpx.HTTPError as error:
@@ -133,22 +134,24 @@ class HttpClient:
             return False
         return answer.status_code == 200
 
-    async def _post(self, url: str, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+    async def _post(
+        self, url: str, body: dict[str, Any], timeout: float | None = None, retries: int = 0
+    ) -> dict[str, Any]:
         timeout = timeout or self.timeout
-        for attempt in range(self.retries + 1):
+        for attempt in range(retries + 1):
             try:
                 answer = await next(self.turn).post(url, json=body, timeout=timeout)
             except httpx.TimeoutException:
                 raise ServerLost(f"{url} did not answer within {timeout} s") from None
             except httpx.HTTPError as error:
-                if attempt == self.retries:
+                if attempt == retries:
                     raise ServerLost(f"{url}: {_words(error)}") from None
             else:
                 if answer.status_code == 200:
                     result: dict[str, Any] = answer.json()
                     return result
                 is_final = answer.status_code < 500 and answer.status_code != 429
-                if is_final or attempt == self.retries:
+                if is_final or attempt == retries:
                     raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:500]}")
             await asyncio.sleep(0.5 * 2**attempt)
         raise AssertionError("unreachable")

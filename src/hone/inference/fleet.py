@@ -46,7 +46,8 @@ class _Run:
     sampling: Sampling = field(compare=False)  # of the first
     before: list[int] | None = field(compare=False)  # ids of the conversation's earlier turns
     futures: list[asyncio.Future[Turn]] = field(compare=False, default_factory=list)
-    name: str = field(compare=False, default_factory=lambda: uuid.uuid4().hex[:12])
+    name: str = field(compare=False, default="")  # of the request that is under way
+    version: int = field(compare=False, default=-1)  # that the server had when it was asked
     so_far: list[Completion] = field(compare=False, default_factory=list)  # of each, as last heard
     begun: list[int] = field(compare=False, default_factory=list)  # tokens of it that the server was given
 
@@ -95,7 +96,8 @@ class Server:
             self.limit = 2 * self.limit
         for name, new in state["partials"].items():
             run, _, i = name.partition("/")
-            if run in self.runs:
+            # Of a server that was started again behind our back they are of other weights.
+            if run in self.runs and min(new["versions"], default=self.version) >= self.runs[run].version:
                 known = self.runs[run].so_far[int(i)]
                 known.ids += new["ids"]
                 known.logprobs += new["logprobs"]
@@ -197,7 +199,8 @@ class Fleet:
         return task
 
     async def _ask(self, server: Server, run: _Run) -> None:
-        count, version = len(run.futures), server.version
+        count = len(run.futures)
+        run.name, run.version = uuid.uuid4().hex[:12], server.version
         server.runs[run.name] = run
         run.begun = [len(one.ids) for one in run.so_far] or [0] * count
         asking = asyncio.ensure_future(
@@ -218,8 +221,8 @@ class Fleet:
         try:
             turns = await asking
             new = [v for turn, n in zip(turns, run.begun, strict=True) for v in turn.completion.versions[n:]]
-            if min(new, default=version) < version:  # restarted between two requests: not the weights that it was given
-                raise ServerLost(f"it serves version {min(new)}, it had taken {version}")
+            if min(new, default=run.version) < run.version:  # restarted between two requests, without its weights
+                raise ServerLost(f"it serves version {min(new)}, it had taken {run.version}")
         except ServerLost as error:
             self.lost(server, str(error))
             if not self.goes_on:
