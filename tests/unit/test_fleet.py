@@ -162,6 +162,22 @@ def test_what_a_lost_server_had_written_is_gone_on_from_or_begun_again(goes_on, 
     run(program, monkeypatch, 2, goes_on)
 
 
+def test_a_connection_that_breaks_is_no_lost_server(monkeypatch, caplog):
+    async def program(made, clients):
+        (client,) = clients
+        task = ask(made, 5)
+        await until(lambda: client.asked)
+        client.gone.set()
+        client.gone = asyncio.Event()
+        await until(lambda: len(client.asked) == 2)
+        assert made.servers[0].is_up and client.asked[0][3] != client.asked[1][3]  # under another name
+        client.answer(1)
+        assert (await task).completion.ids == [9]
+
+    run(program, monkeypatch, goes_on=True)
+    assert not caplog.records
+
+
 def test_a_server_that_falls_silent_is_lost_and_what_nobody_waits_for_is_given_up(monkeypatch, caplog):
     async def program(made, clients):
         watching = asyncio.ensure_future(made.watch())

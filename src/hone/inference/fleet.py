@@ -218,13 +218,17 @@ class Fleet:
 
         for future in run.futures:
             future.add_done_callback(given_up)
+        is_wrong = False
         try:
             turns = await asking
             new = [v for turn, n in zip(turns, run.begun, strict=True) for v in turn.completion.versions[n:]]
-            if min(new, default=run.version) < run.version:  # restarted between two requests, without its weights
+            is_wrong = min(new, default=run.version) < run.version
+            if is_wrong:  # restarted between two requests, without its weights
                 raise ServerLost(f"it serves version {min(new)}, it had taken {run.version}")
         except ServerLost as error:
-            self.lost(server, str(error))
+            # A request with a name was tried once: it may have been the connection alone.
+            if is_wrong or not (self.goes_on and server.is_up and await server.client.is_up()):
+                self.lost(server, str(error))
             if not self.goes_on:
                 run.so_far = []
             heapq.heappush(self._queue, run)
