@@ -7,7 +7,8 @@ trainer or launcher ends the run, which goes on with `--resume auto`. At the end
 group of rollouts must have been trained on once, and the weights must be those of the run left alone, bit for bit. Ends
 with one line of JSON; exits with 1 where that is not so. Without --only the launcher is left alone.
 
-With --ahead sampling runs a step ahead of training: weights then depend on timing, and are not compared.
+With --together the parts are killed by turns, in the same runs: the short form. With --ahead sampling runs a step ahead
+of training: weights then depend on timing, and are not compared.
 """
 
 import argparse
@@ -77,26 +78,27 @@ def is_over(out: Path, steps: int) -> bool:
     return (out / "weights" / f"step_{steps}").exists()
 
 
-def run(out: Path, model: Path, steps: int, level: int, part: str | None, kills: int, draw: random.Random) -> int:
-    """Runs to the end, killing a part up to so many times; returns how many kills there were."""
+def run(out: Path, model: Path, steps: int, level: int, parts: list[str], draw: random.Random) -> int:
+    """Runs to the end, killing these parts one after the other; returns how many kills there were."""
     done, attempts = 0, 0
     while not is_over(out, steps):
         attempts += 1
-        if attempts > kills + 3 or (part in ("inference", "worker") and attempts > 1):
+        if attempts > len(parts) + 3 or (attempts > 1 and {"inference", "worker"} >= set(parts)):
             print(*out.with_suffix(".log").read_text().splitlines()[-20:], sep="\n")
             raise SystemExit(f"{out} does not come to its end; see {out.with_suffix('.log')}")
         with out.with_suffix(".log").open("a") as log:
             process = subprocess.Popen(command(out, model, steps, level), cwd=ROOT, stdout=log, stderr=log)
-        moment = time.monotonic() + (draw.uniform(*PAUSE[part]) if part else 0.0)
+        moment = time.monotonic() + (draw.uniform(*PAUSE[parts[done]]) if done < len(parts) else 0.0)
         while process.poll() is None:
             time.sleep(0.02)
-            if part and done < kills and time.monotonic() > moment:
+            if done < len(parts) and time.monotonic() > moment:
+                part = parts[done]
                 pid = pid_of(part, out, process.pid)
                 if pid is not None and not is_over(out, steps):
                     os.kill(pid, signal.SIGKILL)
                     done += 1
-                    rest = 10.0 if part == "inference" else 0.0  # five kills within a minute end a run
-                    moment = time.monotonic() + rest + draw.uniform(*PAUSE[part])
+                    rest = 10.0 if {"inference"} >= set(parts) else 0.0  # five kills within a minute end a run
+                    moment = time.monotonic() + rest + draw.uniform(*PAUSE[parts[min(done, len(parts) - 1)]])
         deadline = time.monotonic() + 20
         while any(pid_of(other, out, 0) for other in ("inference", "orchestrator", "trainer")):
             if time.monotonic() > deadline:
@@ -120,6 +122,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="of a run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ahead", action="store_true")
+    parser.add_argument("--together", action="store_true")
     parser.add_argument("--only", choices=PAUSE)
     options = parser.parse_args()
     work, draw, steps = Path(tempfile.mkdtemp(prefix="chaos_")), random.Random(options.seed), options.steps
@@ -132,14 +135,16 @@ def main() -> None:
         subprocess.run(list(map(str, words)), cwd=ROOT, check=True, capture_output=True)
     (work / "sft" / "weights" / "step_60").rename(model)
     level = int(options.ahead)
-    run(work / "alone", model, steps, level, None, 0, draw)
+    run(work / "alone", model, steps, level, [], draw)
     expected = load_file(work / "alone" / "weights" / f"step_{steps}" / "model.safetensors")
     found = Counter(kills=0, runs=0, samples_lost=0, samples_doubled=0, differing_weights=0)
-    for part in [options.only] if options.only else list(PAUSE)[:4]:
-        kills = 0
-        while kills < options.kills:
-            out = work / f"{part}_{kills}"
-            done = run(out, model, steps, level, part, options.kills - kills, draw)
+    wanted = [options.only] if options.only else list(PAUSE)[:4]
+    lists = [[part] * options.kills for part in wanted]
+    for parts in [[part for turn in zip(*lists, strict=True) for part in turn]] if options.together else lists:
+        name, kills = parts[0] if len(set(parts)) == 1 else "all", 0
+        while kills < len(parts):
+            out = work / f"{name}_{kills}"
+            done = run(out, model, steps, level, parts[kills:], draw)
             kills += done
             groups = groups_trained(out, steps)
             weights = load_file(out / "weights" / f"step_{steps}" / "model.safetensors")
@@ -151,7 +156,7 @@ def main() -> None:
             found["samples_doubled"] += ROLLOUTS * sum(times - 1 for times in groups.values())
             if not options.ahead:
                 found["differing_weights"] += sum(not torch.equal(weights[name], expected[name]) for name in expected)
-            print(f"{part}: {done} kills in a run of {steps} steps; so far {dict(found)}", flush=True)
+            print(f"{name}: {done} kills in a run of {steps} steps; so far {dict(found)}", flush=True)
     print(json.dumps({**found, "seconds": round(time.perf_counter() - start)}))
     has_failed = any(found[name] for name in ("samples_lost", "samples_doubled", "differing_weights"))
     if not has_failed:

@@ -1,6 +1,7 @@
 """Every algorithm learns on the tiny recipe, from its name alone. Three seeds: benchmarks/algorithms_cpu.py."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -37,9 +38,20 @@ def teacher(trained, tmp_path_factory):
     server.stop()
 
 
-@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"grpo", "opd", "sft"}))
-def test_an_algorithm_learns_from_rewards(algorithm, trained, tmp_path):
-    before, after = reward(tmp_path / "run", trained, algorithm)
+FROM_REWARDS = sorted(set(ALGORITHMS) - {"grpo", "opd", "sft"})
+
+
+@pytest.fixture(scope="module")
+def rewards(trained, tmp_path_factory):
+    """Of each algorithm; two at a time, since most of it is starting."""
+    root = tmp_path_factory.mktemp("algorithms")
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(FROM_REWARDS, pool.map(lambda name: reward(root / name, trained, name), FROM_REWARDS)))
+
+
+@pytest.mark.parametrize("algorithm", FROM_REWARDS)
+def test_an_algorithm_learns_from_rewards(algorithm, rewards):
+    before, after = rewards[algorithm]
     assert has_learnt(before, after), (before, after)
 
 

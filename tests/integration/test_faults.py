@@ -78,11 +78,11 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_ends_the_run_with_its_state_intact(trained, small_disk, tmp_path):
-    words = ("--max-async-level", 0, "--ckpt.interval", 1, "--max-steps", 30, "--trainer.clean", "false")
+    words = ("--max-async-level", 0, "--ckpt.interval", 1, "--max-steps", 12, "--trainer.clean", "false")
     words += ("--trainer.scheduler.type", "constant", "--resume", "auto")
     processes(tmp_path / "whole", trained, *words)
     out = small_disk / "run"
-    full = threading.Thread(target=fill, args=(small_disk, out / "rollouts" / "step_5"))
+    full = threading.Thread(target=fill, args=(small_disk, out / "rollouts" / "step_3"))
     full.start()
     done = processes(out, trained, *words, ok=False)
     full.join()
@@ -91,7 +91,7 @@ def test_a_full_disk_ends_the_run_with_its_state_intact(trained, small_disk, tmp
     (small_disk / "filler").unlink()
     processes(out, trained, *words)
     assert [row["reward/mean"] for row in metrics(out)] == [row["reward/mean"] for row in metrics(tmp_path / "whole")]
-    mine, other = (load_file(x / "weights" / "step_30" / "model.safetensors") for x in (out, tmp_path / "whole"))
+    mine, other = (load_file(x / "weights" / "step_12" / "model.safetensors") for x in (out, tmp_path / "whole"))
     assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 

@@ -130,13 +130,13 @@ def test_weights_that_travel_from_memory_to_memory_are_those_of_files(trained, t
 
 
 def test_a_server_started_again_gets_weights_from_memory(trained, tmp_path):
-    options = ("--max-async-level", 1, "--max-steps", 40, "--ckpt.interval", 1, "--weight-broadcast.type", "nccl")
+    options = ("--max-async-level", 1, "--max-steps", 20, "--ckpt.interval", 1, "--weight-broadcast.type", "nccl")
     run = Started(tmp_path / "run", trained, *options)
     os.kill(run.pid_of("inference"), signal.SIGKILL)
     assert run.process.wait(90) == 0, run.log.read_text()
     log = run.log.read_text()
     assert "inference was killed (SIGKILL); started again" in log and " is back, with version " in log
-    assert len(metrics(tmp_path / "run")) == 40
+    assert len(metrics(tmp_path / "run")) == 20
 
 
 def test_sampling_runs_a_step_ahead_and_says_so(trained, tmp_path):
@@ -153,9 +153,8 @@ def test_sampling_runs_a_step_ahead_and_says_so(trained, tmp_path):
 
 def test_a_resumed_run_goes_on_from_its_checkpoint(trained, tmp_path):
     options = ("--max-async-level", 0, "--ckpt.interval", 2, "--trainer.clean", "false")
-    processes(tmp_path / "whole", trained, "--max-steps", 4, *options)
     schedule = ("--trainer.scheduler.type", "constant")
-    processes(tmp_path / "whole", trained, "--clean", "--max-steps", 4, *options[:4], *schedule)
+    processes(tmp_path / "whole", trained, "--max-steps", 4, *options, *schedule)
     processes(tmp_path / "parts", trained, "--max-steps", 2, *options, *schedule)
     processes(tmp_path / "parts", trained, "--max-steps", 4, *options, *schedule, "--resume")
     mine, theirs = ([row["reward/mean"] for row in metrics(tmp_path / name)] for name in ("whole", "parts"))
@@ -198,9 +197,9 @@ def test_versions_are_evaluated_alike_in_one_process_and_in_several(trained, tmp
 
 def test_kills_at_random_moments_lose_nothing_and_change_nothing():
     """The short form of `make chaos`: one kill of each part."""
-    done = command("python", "tests/chaos.py", "--kills", 1, "--steps", 60, timeout=280)
+    done = command("python", "tests/chaos.py", "--kills", 1, "--steps", 100, "--together", timeout=280)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["kills"] == 4 and found["runs"] >= 4
+    assert found["kills"] == 4
     assert found["samples_lost"] == found["samples_doubled"] == found["differing_weights"] == 0
 
 
