@@ -1,8 +1,10 @@
 """Real processes: the commands of this environment, a model trained by one of them, a served model."""
 
+import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -50,6 +52,14 @@ def rl(trained, tmp_path):
         )  # fmt: skip
 
     return run
+
+
+@pytest.fixture
+def port_8000():
+    """The port that is taken where none is given, for one test at a time of those that run side by side."""
+    with (Path(tempfile.gettempdir()) / "hone_tests_port_8000").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class Server:

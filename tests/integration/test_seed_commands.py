@@ -12,6 +12,7 @@ from hone.models.hf import load_model, save_model
 
 from .conftest import BIN, ROOT, TINY, command
 
+pytestmark = pytest.mark.usefixtures("port_8000")
 FEW = ("--max-steps", 2, "--orchestrator.batch-size", 32)
 URL = "http://localhost:8000/v1"
 

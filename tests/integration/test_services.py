@@ -285,7 +285,7 @@ def test_a_restarted_orchestrator_goes_on_and_a_taken_over_run_ends(trained, tmp
         server.stop()
 
 
-def test_a_component_that_fails_is_the_cause(trained, tmp_path):
+def test_a_component_that_fails_is_the_cause(trained, tmp_path, port_8000):
     done = processes(tmp_path / "run", trained, "--orchestrator.env", '{"id": "no-such"}', ok=False)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("rl: error: orchestrator ended with exit code 1: orchestrator: error: environment")
