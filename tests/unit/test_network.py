@@ -63,21 +63,23 @@ class Server:
 def sent_and_received(device_of_trainer, device_of_server):
     one, two = made(1, device_of_trainer), made(2, device_of_trainer)
     spec, device = ModelSpec(*SPEC), torch.device(device_of_trainer)
-    with Sender("127.0.0.1", spec, device, torch.float32, LOG) as sender:
-        servers = [Server(sender.source, device_of_server), Server(sender.source, device_of_server, "bfloat16")]
-        try:
-            assert sender.publish(one, 5) == sum(4 * p.numel() for p in one.parameters())
-            assert servers[0].take(5) == checksum(one)
-            assert servers[1].take(5) == checksum(made(1).bfloat16())
-            assert servers[0].take(7) == "version 7 was asked for, the trainer has 5"
-            servers[1].end()
-            servers[1] = Server(sender.source, device_of_server)  # started again
-            sender.publish(two, 6)
-            assert [server.take(6) for server in servers] == [checksum(two)] * 2
-            sender.finish(lambda: False)
-        finally:
-            for server in servers:
-                server.end()
+    sender = Sender("127.0.0.1", spec, device, torch.float32, LOG)
+    sender.start()
+    servers = [Server(sender.source, device_of_server), Server(sender.source, device_of_server, "bfloat16")]
+    try:
+        assert sender.publish(one, 5) == sum(4 * p.numel() for p in one.parameters())
+        assert servers[0].take(5) == checksum(one)
+        assert servers[1].take(5) == checksum(made(1).bfloat16())
+        assert servers[0].take(7) == "version 7 was asked for, the trainer has 5"
+        servers[1].end()
+        servers[1] = Server(sender.source, device_of_server)  # started again
+        sender.publish(two, 6)
+        assert [server.take(6) for server in servers] == [checksum(two)] * 2
+        sender.finish(lambda: False)
+    finally:
+        sender.stop()
+        for server in servers:
+            server.end()
 
 
 def test_servers_get_what_the_trainer_has():
@@ -86,9 +88,7 @@ def test_servers_get_what_the_trainer_has():
 
 def test_a_trainer_that_is_gone_is_said_so(monkeypatch):
     monkeypatch.setattr(network, "CONNECT", timedelta(seconds=1))
-    with Sender("127.0.0.1", ModelSpec(*SPEC), torch.device("cpu"), torch.float32, LOG) as sender:
-        source = sender.source
-    host, port = source.split(":")
+    host, port = Sender("127.0.0.1", ModelSpec(*SPEC), torch.device("cpu"), torch.float32, LOG).source.split(":")
     assert (host, port.isdigit()) == ("127.0.0.1", True)
     with pytest.raises(ValueError, match="weights could not be had from 127.0.0.1:1: "):
         Receiver().receive("127.0.0.1:1", 0, torch.float32, made(0))

@@ -31,7 +31,7 @@ class Superseded(Exception):
 
 
 class Sender:
-    """The trainer's side. Use as a context manager; `publish` replaces what is sent."""
+    """The trainer's side, from `start` to `stop`; `publish` replaces what is sent."""
 
     def __init__(
         self, host: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, log: logging.Logger
@@ -51,15 +51,14 @@ class Sender:
         )  # fmt: skip
         if host not in ("127.0.0.1", "::1", "localhost"):
             log.warning("Sending weights from %s: whoever reaches this address can have them", self.source)
-        self._stop = threading.Event()
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="sender", daemon=True)
 
-    def __enter__(self) -> "Sender":
+    def start(self) -> None:
         self._thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
+    def stop(self) -> None:
+        self._is_over.set()
         self._thread.join(5.0)
 
     @property
@@ -88,7 +87,7 @@ class Sender:
 
     def _serve(self) -> None:
         number = 0
-        while not self._stop.wait(LOOK):
+        while not self._is_over.wait(LOOK):
             while self._store.check([f"ask/{number}"]):
                 asked = json.loads(self._store.get(f"ask/{number}"))
                 try:

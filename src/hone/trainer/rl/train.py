@@ -11,7 +11,6 @@ import logging
 import math
 import sys
 import time
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -75,18 +74,12 @@ def main(config: TrainerRunConfig) -> None:
     ranks.wait()  # the run has its id
     run.id = run.id_on_disk()
     export = Export(loaded.model, ranks, loaded.dtype)
-    is_sent = config.weight_broadcast.type == "nccl" and export.lora is None and ranks.is_first
-    weight = loaded.model.embed.weight
-    sender = (
-        Sender(config.weight_broadcast.host, loaded.model.spec, weight.device, loaded.dtype, log) if is_sent else None
-    )
-    publish = Publisher(loaded, export, run, config.max_async_level, log, sender)
+    publish = Publisher(loaded, export, run, config, log)
     checkpoints = Checkpoints(run, trainer.optimizer, config.ckpt, ranks)
     names = ["trainer", *(f"trainer rank {i}" for i in range(1, ranks.count))]
     peers = {name: run.pulse(name) for name in ("orchestrator", *names[1:])}
-    watch = Watch(peers, log) if ranks.is_first else nullcontext()
-    with Pulse(run.pulse(names[ranks.rank])), watch, sender or nullcontext():
-        orchestrator = PulseOf(run.pulse("orchestrator"))
+    watch = Watch(peers if ranks.is_first else {}, log)
+    with Pulse(run.pulse(names[ranks.rank])), watch, publish:
         publish(first - 1, metrics_of(sources, first - 1))
         for step in range(first, config.max_steps + 1):
             start = time.perf_counter()
@@ -103,8 +96,7 @@ def main(config: TrainerRunConfig) -> None:
                 console = {"console": is_last or step % config.log_interval == 0}
                 log.log(SUCCESS, trainer_line(step, values), extra=console)
                 (run.rollouts / f"step_{step}" / BATCH).unlink(missing_ok=True)  # the rollouts beside it stay
-        if sender is not None:
-            sender.finish(lambda: not orchestrator.is_silent())
+        publish.finish()
         log.info("Weights of step %d in %s", config.max_steps, run.weights / f"step_{config.max_steps}")
     ranks.leave()
 
@@ -144,8 +136,8 @@ def receive(run: RunDirectory, step: int, timeout: float, log: logging.Logger) -
 class Publisher:
     """Publishes the weights as version N; the first time with the tokenizer, so that any server can take them.
 
-    Under LoRA what is frozen is published once, and each version is the adapter alone. With a `sender` the weights
-    stay in memory, and what is published says where.
+    Under LoRA what is frozen is published once, and each version is the adapter alone. With weight_broadcast nccl the
+    weights stay in memory, and what is published says where.
     """
 
     def __init__(
@@ -153,13 +145,31 @@ class Publisher:
         loaded: Loaded,
         export: Export,
         run: RunDirectory,
-        max_async_level: int,
+        config: TrainerRunConfig,
         log: logging.Logger,
-        sender: Sender | None,
     ) -> None:
-        self.loaded, self.export, self.run, self.log, self.sender = loaded, export, run, log, sender
-        self.keep = max_async_level + 2
+        self.loaded, self.export, self.run, self.log = loaded, export, run, log
+        self.keep = config.max_async_level + 2
         self.is_first_time = True
+        self.orchestrator = PulseOf(run.pulse("orchestrator"))
+        self.sender = None
+        if config.weight_broadcast.type == "nccl" and export.lora is None and export.ranks.is_first:
+            device, host = loaded.model.embed.weight.device, config.weight_broadcast.host
+            self.sender = Sender(host, loaded.model.spec, device, loaded.dtype, log)
+
+    def __enter__(self) -> "Publisher":
+        if self.sender is not None:
+            self.sender.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.sender is not None:
+            self.sender.stop()
+
+    def finish(self) -> None:
+        """Waits for those who still have to fetch the last version."""
+        if self.sender is not None:
+            self.sender.finish(lambda: not self.orchestrator.is_silent())
 
     def __call__(self, version: int, metrics: dict[str, float]) -> None:
         """All ranks publish together; the first one writes."""
