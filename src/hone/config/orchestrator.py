@@ -11,6 +11,8 @@ from hone.config.sections import ClientConfig, EnvConfig, EvalConfig, Positive, 
 GroupSize = Annotated[int, Field(ge=2)]
 Advantage = Literal["mean", "std", "rloo", "length_corrected", "max_rl"]
 Sampler = Literal["policy", "teacher"]
+Truncated = Literal["keep", "mask", "zero", "drop"]
+Failed = Literal["drop", "zero"]
 
 
 class GroupConfig(Config):
@@ -24,10 +26,10 @@ class GroupConfig(Config):
     the group's tokens (length_corrected); over the mean (max_rl)."""
     overlong_share: Share = 0.0
     """Over the last share of max_tokens a reward falls in a line by up to 1 (soft overlong punishment, DAPO)."""
-    truncated: Literal["keep", "mask", "zero", "drop"] = "keep"
+    truncated: Truncated = "keep"
     """Completions that ran into max_tokens: like any other; without loss, but in their group's mean (mask); with
     reward 0 (zero); as if they were not there (drop)."""
-    failed: Literal["drop", "zero"] = "drop"
+    failed: Failed = "drop"
     """Rollouts that failed in all their attempts: as if they were not there, or with reward 0 in their group's mean."""
     drop_zero_signal: bool = True
     """Leave out groups whose rollouts all have the same reward: their advantages are 0."""
@@ -57,9 +59,9 @@ class TrainEnvConfig(EnvConfig):
     """As for all."""
     overlong_share: Share | None = None
     """As for all."""
-    truncated: Literal["keep", "mask", "zero", "drop"] | None = None
+    truncated: Truncated | None = None
     """As for all."""
-    failed: Literal["drop", "zero"] | None = None
+    failed: Failed | None = None
     """As for all."""
     drop_zero_signal: bool | None = None
     """As for all."""

@@ -35,7 +35,8 @@ from hone.models.lora import merge_adapter
 from hone.models.proof import checksum_of, fingerprints, scores
 from hone.models.spec import parse_model_config, read_model_config
 from hone.text.tokenizer import Tokenizer
-from hone.transport.network import Receiver, Superseded
+from hone.transport.files import Superseded
+from hone.transport.network import Receiver
 
 log = logging.getLogger("hone.inference")
 

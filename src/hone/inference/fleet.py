@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from hone.inference.client import HttpClient, ServerLost
 from hone.records import Completion, Message, Sampling, Turn
-from hone.transport.waiting import Wait
+from hone.transport.waiting import SILENCE, Wait
 
 T = TypeVar("T")
-LOOK, SILENCE = 2.0, 15.0  # seconds between looks at a server; without an answer, until it is lost
+LOOK = 2.0  # seconds between looks at a server
 RESERVE = 16  # rollouts, or an eighth of what runs, that wait at a server so that it never does
 
 
@@ -192,11 +192,10 @@ class Fleet:
                 server.busy += len(run.futures)
                 self._start(self._ask(server, run))
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _ask(self, server: Server, run: _Run) -> None:
         count = len(run.futures)
@@ -261,13 +260,11 @@ class Fleet:
     async def _hear(self, server: Server) -> None:
         known = {
             f"{run.name}/{i}": len(one.ids) - begun
-            for run in server.runs.values()
+            for run in (server.runs.values() if self.goes_on else ())
             for i, (one, begun) in enumerate(zip(run.so_far, run.begun, strict=True))
         }
         try:
-            server.learn(
-                await server.unless_lost(server.client.control("progress", {"known": known if self.goes_on else {}}))
-            )
+            server.learn(await server.unless_lost(server.client.control("progress", {"known": known})))
         except ServerLost as error:
             self.lost(server, str(error))
         except RuntimeError:  # another kind of server, which has no such route

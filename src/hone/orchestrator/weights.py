@@ -15,14 +15,10 @@ from hone.config.rl import OrchestratorRunConfig
 from hone.inference.client import HttpClient, ServerLost
 from hone.inference.fleet import Fleet, Server
 from hone.run_directory import RunDirectory
-from hone.transport.files import BASE, Delivery, published, read_delivery
+from hone.transport.files import BASE, Delivery, Superseded, published, read_delivery
 from hone.transport.waiting import POLL, PulseOf, Wait
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, where none is configured
-
-
-class Superseded(Exception):
-    """The trainer has a later version already, and this one no more."""
 
 
 class Rows(Protocol):

@@ -25,6 +25,10 @@ BATCH, PROGRESS = "batch.safetensors", "progress.json"
 DELIVERY, STABLE, BASE = "delivery.json", "STABLE", "base"
 
 
+class Superseded(Exception):
+    """The trainer has gone on: the version that was asked for is no more."""
+
+
 @dataclass(frozen=True)
 class Canary:
     """A fixed sequence and the logprobs of its tokens after the first: what proves that two models are the same."""

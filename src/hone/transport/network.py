@@ -20,14 +20,11 @@ import torch
 
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
+from hone.transport.files import Superseded
 
 distributed: Any = torch.distributed
 TIMEOUT, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # of one transfer; until the trainer answers
 LOOK = 0.003  # seconds between looks for who asks
-
-
-class Superseded(Exception):
-    """The trainer has gone on: the version that was asked for is no more."""
 
 
 class Sender:

@@ -14,25 +14,37 @@ BEAT, SILENCE, REMIND, POLL = 0.5, 15.0, 30.0, 0.004  # seconds
 DEATH = 120.0  # seconds of silence after which nobody is expected back: a machine that slept has woken by then
 
 
-class Pulse:
-    """Shows others that this process lives, by changing a file twice a second."""
+class Beside:
+    """A thread of its own from `with` to its end: `_run`, which returns once `_stop` is set."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self) -> None:
         self._stop = threading.Event()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=type(self).__name__.lower(), daemon=True)
 
-    def __enter__(self) -> "Pulse":
+    def __enter__(self) -> None:
         self._thread.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(5.0)
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+
+class Pulse(Beside):
+    """Shows others that this process lives, by changing a file twice a second."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
         self.path.unlink(missing_ok=True)
 
-    def _beat(self) -> None:
+    def _run(self) -> None:
         count = 0
         while True:
             count += 1
@@ -77,23 +89,14 @@ class PulseOf:
             return None
 
 
-class Watch:
+class Watch(Beside):
     """Says which peers fall silent and which come back, from a thread of its own. Who never was heard is not missed."""
 
     def __init__(self, peers: dict[str, Path], log: logging.Logger) -> None:
+        super().__init__()
         self.peers, self.log = {who: PulseOf(path) for who, path in peers.items()}, log
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
 
-    def __enter__(self) -> "Watch":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(5.0)
-
-    def _look(self) -> None:
+    def _run(self) -> None:
         heard, missed = set[str](), set[str]()
         while not self._stop.wait(BEAT):
             for who, pulse in self.peers.items():
