@@ -2,11 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from hone.config.algorithms import ALGORITHMS, Algorithm
 from hone.config.base import Config
-from hone.config.sections import ClientConfig, EnvConfig, EvalConfig, Positive, SamplingConfig, Share, as_list
+from hone.config.sections import ClientConfig, EnvConfig, EvalConfig, Positive, SamplingConfig, Share, as_list, distinct
 
 GroupSize = Annotated[int, Field(ge=2)]
 Advantage = Literal["mean", "std", "rloo", "length_corrected", "max_rl"]
@@ -115,7 +115,7 @@ class TeacherConfig(ClientConfig):
 
 
 class OrchestratorConfig(GroupConfig):
-    env: Annotated[list[TrainEnvConfig], BeforeValidator(as_list), Field(min_length=1)]
+    env: Annotated[list[TrainEnvConfig], BeforeValidator(as_list), Field(min_length=1), AfterValidator(distinct)]
     """Environments."""
     batch_size: Positive = 128
     """Rollouts in a step: prompts_per_step x rollouts_per_example. An environment with groups of another size gives
@@ -150,17 +150,13 @@ class OrchestratorConfig(GroupConfig):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "OrchestratorConfig":
-        names = [env.known_as for env in self.env]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"env: {twice} is given twice; give one of them another name")
         with_ratio = [env for env in self.env if env.ratio is not None]
         if with_ratio and len(with_ratio) < len(self.env):
             raise ValueError("env.ratio: give it to all environments or to none")
         low, high = self.buffer.hard_threshold, self.buffer.easy_threshold
         if low is not None and high is not None and low >= high:
             raise ValueError(f"buffer.hard_threshold {low} is not below buffer.easy_threshold {high}")
-        settings = [self.of(name) for name in names]
+        settings = [self.of(env.known_as) for env in self.env]
         if self.teacher is None and any(one.sampler == "teacher" or one.teacher_logprobs for one in settings):
             raise ValueError("distillation needs a teacher: --orchestrator.teacher.model NAME, and its base-url")
         return self

@@ -1,7 +1,7 @@
 """Sections that several commands share. Imports no torch."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -104,8 +104,20 @@ class SamplingConfig(Config):
     """Longest completion."""
 
 
+E = TypeVar("E", bound=EnvConfig)
+
+
+def distinct(envs: list[E]) -> list[E]:
+    """Refuses two of one name."""
+    names = [env.known_as for env in envs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice} is given twice; give one of them another name")
+    return envs
+
+
 class EvalConfig(Config):
-    env: Annotated[list[EnvConfig], BeforeValidator(as_list), Field(min_length=1)]
+    env: Annotated[list[EnvConfig], BeforeValidator(as_list), Field(min_length=1), AfterValidator(distinct)]
     """Environments to evaluate on, each on its held-out examples."""
     interval: Positive = 100
     """Evaluate every so many steps, and at the last."""

@@ -49,12 +49,11 @@ def installed_environments() -> list[str]:
 
 
 def load_environments(wanted: Iterable[EnvConfig]) -> dict[str, Environment]:
-    """The environments of a run by the names that they are known by. Raises ValueError for one that is given twice."""
+    """The environments of a run by the names that they are known by."""
     environments: dict[str, Environment] = {}
     for env in wanted:
-        name = env.known_as
-        if name in environments:
-            raise ValueError(f"env: {name} is given twice; give one of them another name")
         environment = load_environment(env.id, **env.args)
-        environments[name] = Isolated(environment, env.id, env.args, env.workers) if env.workers else environment
+        environments[env.known_as] = (
+            Isolated(environment, env.id, env.args, env.workers) if env.workers else environment
+        )
     return environments
