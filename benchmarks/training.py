@@ -1,12 +1,14 @@
 """The same training work for ours and peers: one process a trainer, one line of JSON at its end.
 
     python training.py rl ours TOKENS           micro-batches of so many
+    python training.py groups ours PROMPT COMPLETION SIZE [repeated]
     python training.py sft ours COUNT [lora] [recompute]      so many micro-batches a step
     python training.py rl hf|hf_compiled
     python training.py sft trl ATTENTION STRATEGY      needs trl and liger-kernel; both as they name them
 
 Qwen3-0.6B's shape, random weights, random tokens, bf16 with AdamW. `rl`: a step on 128 sequences with 256 targets each.
-`sft`: a step on documents of 512 to 2,048 tokens, 65,536 in all. Every token is a target.
+`sft`: a step on documents of 512 to 2,048 tokens, 65,536 in all. Every token is a target. `groups`: 128 sequences in
+groups of SIZE with a prompt in common, which is computed once, or with `repeated` once a sequence.
 """
 
 import json
@@ -70,7 +72,7 @@ def matrix_rate() -> float:
     return 2 * 8192**3 / statistics.median(seconds)
 
 
-def measure(step, lengths_of, targets_of, laps=None) -> dict:
+def measure(step, tokens_of, flops_of, laps=None) -> dict:
     """Times steps 1 … 13, whose first ones warm up; then three more with the device waited for at each lap."""
     import torch
 
@@ -80,11 +82,10 @@ def measure(step, lengths_of, targets_of, laps=None) -> dict:
         step(i)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-        work.append((lengths_of(i), targets_of(i)))
+        work.append((tokens_of(i), flops_of(i), times[-1]))
         start = time.perf_counter()
-    tokens = [sum(lengths) for lengths, _ in work[WARM_UP:]]
-    rates = [n / t for n, t in zip(tokens, times[WARM_UP:], strict=True)]
-    used = [flops(*w) / t for w, t in zip(work[WARM_UP:], times[WARM_UP:], strict=True)]
+    rates = [tokens / seconds for tokens, _, seconds in work[WARM_UP:]]
+    used = [needed / seconds for _, needed, seconds in work[WARM_UP:]]
     result = {
         "tokens_per_second": statistics.median(rates), "first_step": times[0],
         "step": statistics.median(times[WARM_UP:]),
@@ -115,19 +116,41 @@ def our_model(shape: dict = QWEN3_06B):
 
 
 def our_rl(micro_batch_tokens: int) -> dict:
+    return our_steps(sequences, TARGETS, micro_batch_tokens, flops([TARGETS] * SEQUENCES, SEQUENCES * TARGETS))
+
+
+def our_groups(prompt: int, completion: int, size: int, is_repeated: bool) -> dict:
+    def groups(step: int) -> list[list[int]]:
+        draw = random.Random(step)
+        some = lambda n: draw.choices(range(1000, 150_000), k=n)  # noqa: E731
+        return [shared + some(completion) for _ in range(SEQUENCES // size) for shared in [some(prompt)] * size]
+
+    whole = flops([prompt + completion - 1] * SEQUENCES, completion * SEQUENCES)
+    again = flops([prompt] * (SEQUENCES - SEQUENCES // size), 0)
+    return our_steps(groups, completion, 32_896, whole - (0 if is_repeated else again), shares_prompts=not is_repeated)
+
+
+def our_steps(
+    sequences_of, targets: int, micro_batch_tokens: int, flops: float, shares_prompts: bool | None = None
+) -> dict:
+    """Steps on sequences that end with so many targets each; `flops` that one needs."""
     from hone.config.rl import TrainerConfig
     from hone.records import Batch, Sample
     from hone.trainer.rl.trainer import RLTrainer
 
     trainer = RLTrainer(our_model(), TrainerConfig(micro_batch_tokens=micro_batch_tokens), 1000)
+    if shares_prompts is not None:
+        trainer.shares_prompts = shares_prompts
     batches = {}
     for i in range(1, WARM_UP + STEPS + 4):
-        mask, draw = [False] + [True] * TARGETS, random.Random(i)
-        rows = [Sample(x, mask, [-12.0] * (TARGETS + 1), draw.gauss(0, 1), 1.0) for x in sequences(i)]
+        draw = random.Random(i)
+        rows = [
+            Sample(x, [False] * (len(x) - targets) + [True] * targets, [-12.0] * len(x), draw.gauss(0, 1), 1.0)
+            for x in sequences_of(i)
+        ]
         batches[i] = Batch(i, rows)
-    return measure(
-        lambda i: trainer.step(batches[i]), lambda i: [TARGETS] * SEQUENCES, lambda i: SEQUENCES * TARGETS, trainer.laps
-    )
+    tokens = sum(len(sample.ids) - 1 for sample in batches[1].samples)  # of each step: those that predict something
+    return measure(lambda i: trainer.step(batches[i]), lambda i: tokens, lambda i: flops, trainer.laps)
 
 
 def our_sft(micro_batches: int, **options) -> dict:
@@ -159,10 +182,8 @@ def our_sft(micro_batches: int, **options) -> dict:
         return [whole[k::micro_batches] for k in range(micro_batches)]
 
     steps = {i: rows(i) for i in range(1, WARM_UP + STEPS + 4)}
-    lengths = {i: [len(x) for x in documents(i)] for i in steps}
-    return measure(
-        lambda i: trainer.step(i, 1000, iter([steps[i]])), lambda i: lengths[i], lambda i: sum(lengths[i]), trainer.laps
-    )
+    work = {i: flops([len(x) for x in documents(i)], TOKENS) for i in steps}
+    return measure(lambda i: trainer.step(i, 1000, iter([steps[i]])), lambda i: TOKENS, work.__getitem__, trainer.laps)
 
 
 def hf_rl(compiled: bool) -> dict:
@@ -190,7 +211,8 @@ def hf_rl(compiled: bool) -> dict:
         optimizer.step()
         optimizer.zero_grad()
 
-    return measure(step, lambda i: [TARGETS] * SEQUENCES, lambda i: SEQUENCES * TARGETS)
+    tokens = SEQUENCES * TARGETS
+    return measure(step, lambda i: tokens, lambda i: flops([TARGETS] * SEQUENCES, tokens))
 
 
 def trl_sft(attention: str, strategy: str) -> dict:
@@ -252,7 +274,9 @@ def trl_sft(attention: str, strategy: str) -> dict:
 
 def main(work: str, trainer: str, *options: str) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
-    if trainer == "ours":
+    if work == "groups":
+        result = our_groups(*map(int, options[:3]), "repeated" in options)
+    elif trainer == "ours":
         more = {"lora": {"rank": 16}} if "lora" in options else {}
         more |= {"activation_checkpointing": True} if "recompute" in options else {}
         result = our_rl(int(options[0])) if work == "rl" else our_sft(int(options[0]), **more)

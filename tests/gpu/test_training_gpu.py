@@ -1,5 +1,7 @@
 """Kernels with gradients against their plain twins in fp64, on a GPU."""
 
+import copy
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from hone.models.shared_prompt import SharedPromptAttention
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
+from hone.trainer.packing import pack, pack_shared
 from hone.trainer.rl.trainer import RLTrainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -107,6 +110,47 @@ def test_a_step_gives_the_same_bits_twice(prompts):
         (out * out).sum().backward()
         found.append((out, x.grad))
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_groups_share_their_prompts_with_the_gradients_of_whole_sequences():
+    """Of the exact ones as far away as theirs, the same bits each time, and as a reference without gradients too."""
+    spec = ModelSpec(512, 256, 512, 2, 8, 2, 64, 1e-6, 10000.0, True, 512, 0.06, False)
+    draw = torch.Generator().manual_seed(0)
+    exact = Transformer(spec)
+    exact.init_weights(draw)
+    exact = exact.bfloat16().double()
+    ids, masks = [], []
+    for prompt, completions in ((130, [40, 1, 90]), (70, [64, 129])):
+        shared = torch.randint(0, 512, (prompt,), generator=draw).tolist()
+        for n in completions:
+            ids.append(shared + torch.randint(0, 512, (n,), generator=draw).tolist())
+            masks.append([False] * prompt + [True] * n)
+
+    def gradients(model, pack_samples):
+        device = model.embed.weight.device
+        packed = pack_samples(ids, masks, device)
+        temperature = torch.ones(len(packed.targets_N), device=device)
+        model.zero_grad()
+        logprobs, _ = packed.target_logprobs(model, temperature)
+        (logprobs * torch.linspace(-1, 1, len(logprobs), device=device)).sum().backward()
+        with torch.no_grad():
+            again, _ = packed.target_logprobs(model, temperature)
+        return again, [p.grad.clone() for p in model.parameters()]
+
+    model = copy.deepcopy(exact).to("cuda", torch.bfloat16)
+    expected, exact_gradients = gradients(exact, pack)
+
+    def distances(pack_samples):
+        logprobs, found = gradients(model, pack_samples)
+        assert (logprobs.cpu() - expected).abs().max() < 0.1
+        pairs = zip(found, exact_gradients, strict=True)
+        return found, [float((one.cpu().double() - other).norm() / other.norm()) for one, other in pairs]
+
+    found, shared = distances(pack_shared)
+    assert all(torch.equal(one, two) for one, two in zip(found, distances(pack_shared)[0], strict=True))
+    _, whole = distances(pack)
+    assert max(shared) < 1.5 * max(whole) < 0.1
+    assert RLTrainer(model, TrainerConfig(), 1).shares_prompts
 
 
 def test_the_engine_reads_the_adapter_that_is_trained():

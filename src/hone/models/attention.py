@@ -58,9 +58,9 @@ class Heads:
         return norm_rope(qkv_TNE, self.q_scale_E, self.k_scale_E, *turn, self.eps, self.H)
 
 
-def is_trained_on_gpu(qkv_TNE: Tensor, heads: Heads) -> bool:
-    has_positions = heads.rotation.positions_T is not None
-    return has_positions and gpu.trains(qkv_TNE) and gpu.trains_heads(qkv_TNE.shape[2])
+def has_training_kernel(qkv_TNE: Tensor, heads: Heads) -> bool:
+    """Whether `train_on_gpu` takes this, which may be asked for gradients."""
+    return heads.rotation.positions_T is not None and gpu.trains_model(qkv_TNE, qkv_TNE.shape[2])
 
 
 def train_on_gpu(qkv_TNE: Tensor, heads: Heads, sequences: Sequences, tiles: tuple[Tensor, Tensor]) -> Tensor:
@@ -85,7 +85,7 @@ class PackedAttention:
         return torch.from_numpy(np.concatenate([np.arange(n) for n in self.lengths])).to(self.device)
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
-        if is_trained_on_gpu(qkv_TNE, heads):
+        if torch.is_grad_enabled() and has_training_kernel(qkv_TNE, heads):
             return train_on_gpu(qkv_TNE, heads, self.sequences, self.tiles)
         return self.attend(*heads(qkv_TNE))
 

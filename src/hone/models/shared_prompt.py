@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hone.kernels.flat_attention import Sequences, flat_attention, takes
 from hone.kernels.rows import put_rows, take_rows
-from hone.models.attention import Heads, PackedAttention, is_trained_on_gpu, train_on_gpu
+from hone.models.attention import Heads, PackedAttention, has_training_kernel, train_on_gpu
 
 
 class SharedPromptAttention:
@@ -45,7 +45,7 @@ class SharedPromptAttention:
         return torch.from_numpy(np.concatenate(parts)).to(self.device)
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
-        if is_trained_on_gpu(qkv_TNE, heads):
+        if has_training_kernel(qkv_TNE, heads):
             return train_on_gpu(qkv_TNE, heads, self.sequences, self.tiles)
         q_THE, k_TKE, v_TKE = heads(qkv_TNE)
         if takes(q_THE):

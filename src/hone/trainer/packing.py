@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hone.kernels.head import Loss, head_logprobs, head_loss
 from hone.models.attention import PackedAttention
 from hone.models.shared_prompt import SharedPromptAttention
+from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 
 Ids = Sequence[int]
@@ -41,7 +43,16 @@ class Packed:
     def target_hidden(self, model: Transformer) -> Tensor:
         """Hidden states that predict the targets, N x D; no other position leaves the last block."""
         hidden_KD = model(self.tokens_T, self.attention.positions(), self.attention, self.keep_K)
-        return hidden_KD if self.row_N is None else hidden_KD.index_select(0, self.row_N)
+        if self.row_N is None:
+            return hidden_KD
+        return F.embedding(self.row_N, hidden_KD)  # its gradient adds up in one order, index_select's on a GPU does not
+
+    def flops(self, spec: ModelSpec) -> float:
+        """That the model needs for it, forward: all tokens, those that each attends to, the head for targets."""
+        _, lengths, _, before = self.attention.sequences.rows.T
+        tokens = len(self.tokens_T)
+        context = float((lengths * (before + lengths / 2)).sum()) / tokens
+        return tokens * spec.flops_per_token(context, len(self.targets_N) / tokens)
 
     def target_logprobs(
         self, model: Transformer, temperature_N: Tensor, entropy_gradient: bool = False

@@ -69,6 +69,11 @@ def trains_heads(head_size: int) -> bool:
     return takes_heads(head_size) and head_size <= 128
 
 
+def trains_model(weight: Tensor, head_size: int) -> bool:
+    """Whether all that a step of training such a model does has kernels."""
+    return IS_AVAILABLE and weight.is_cuda and weight.dtype in HALF and trains_heads(head_size)
+
+
 def takes_head(hidden_TD: Tensor) -> bool:
     """Whether tokens can be drawn from these hidden states without their logits in memory."""
     return takes(hidden_TD) and hidden_TD.shape[1] % 64 == 0

@@ -48,6 +48,17 @@ def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.devi
 
 
 @triton.jit
+def attend(logits, v_NE, top, size, sum_ME):
+    """One more tile of keys in a running softmax: its highest logits, the sum of its exponentials, the mixed values."""
+    higher = tl.maximum(top, tl.max(logits, axis=1))
+    p = tl.exp2(logits - higher[:, None])
+    kept = tl.exp2(top - higher)
+    size = size * kept + tl.sum(p, axis=1)
+    sum_ME = tl.dot(p.to(v_NE.dtype), v_NE, sum_ME * kept[:, None])
+    return higher, size, sum_ME
+
+
+@triton.jit
 def forward_kernel(
     q, k, v, out, logsum, tiles, scale, T, q_row, k_row, v_row,
     H: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PREFIX: tl.constexpr,
@@ -72,35 +83,20 @@ def forward_kernel(
             inside = (at + n < before)[:, None]
             k_NE = tl.load(keys + (away + at) * k_row, inside, other=0.0)
             logits = tl.where((at + n < before)[None, :], tl.dot(q_ME, tl.trans(k_NE)) * scale, -1e30)
-            higher = tl.maximum(top, tl.max(logits, axis=1))
-            p = tl.exp2(logits - higher[:, None])
-            kept = tl.exp2(top - higher)
-            size = size * kept + tl.sum(p, axis=1)
             v_NE = tl.load(values + (away + at) * v_row, inside, other=0.0)
-            sum_ME = tl.dot(p.to(v_NE.dtype), v_NE, sum_ME * kept[:, None])
-            top = higher
+            top, size, sum_ME = attend(logits, v_NE, top, size, sum_ME)
     for at in range(0, index * M, N):  # keys that all queries of the tile see
         k_NE = tl.load(keys + at * k_row)
         logits = tl.dot(q_ME, tl.trans(k_NE)) * scale
-        higher = tl.maximum(top, tl.max(logits, axis=1))
-        p = tl.exp2(logits - higher[:, None])
-        kept = tl.exp2(top - higher)
-        size = size * kept + tl.sum(p, axis=1)
         v_NE = tl.load(values + at * v_row)
-        sum_ME = tl.dot(p.to(v_NE.dtype), v_NE, sum_ME * kept[:, None])
-        top = higher
+        top, size, sum_ME = attend(logits, v_NE, top, size, sum_ME)
     for at in range(index * M, tl.minimum(index * M + M, length), N):
         inside = (at + n < length)[:, None]
         k_NE = tl.load(keys + at * k_row, inside, other=0.0)
         logits = tl.dot(q_ME, tl.trans(k_NE)) * scale
         logits = tl.where(m[:, None] >= at + n[None, :], logits, -1e30)
-        higher = tl.maximum(top, tl.max(logits, axis=1))
-        p = tl.exp2(logits - higher[:, None])
-        kept = tl.exp2(top - higher)
-        size = size * kept + tl.sum(p, axis=1)
         v_NE = tl.load(values + at * v_row, inside, other=0.0)
-        sum_ME = tl.dot(p.to(v_NE.dtype), v_NE, sum_ME * kept[:, None])
-        top = higher
+        top, size, sum_ME = attend(logits, v_NE, top, size, sum_ME)
     result = (sum_ME / size[:, None]).to(out.dtype.element_ty)
     tl.store(out + ((first + m)[:, None] * H + h) * E + e, result, (m < length)[:, None])
     tl.store(logsum + h.to(tl.int64) * T + first + m, top + tl.log2(size), m < length)

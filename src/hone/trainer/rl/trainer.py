@@ -15,6 +15,7 @@ import torch
 
 from hone.config.loss import LossConfig
 from hone.config.rl import TrainerConfig
+from hone.kernels.gpu import trains_model
 from hone.models.lora import add_lora, seed_dropout, without_lora
 from hone.models.transformer import Transformer
 from hone.monitors.statistics import summary
@@ -43,6 +44,8 @@ class RLTrainer:
         self.model, self.config, self.max_steps, self.bad_steps = model, config, max_steps, bad_steps
         self.ranks, self.seed = ranks, seed
         self.device = model.embed.weight.device
+        # Not on a GPU without its kernels: the masked rectangle of torch costs more than it spares.
+        self.shares_prompts = self.device.type == "cpu" or trains_model(model.embed.weight, model.spec.head_dim)
         self.laps = Laps(self.device, is_on=False)
         self.losses = [config.loss, *config.loss_of.values()]
         for loss in self.losses:
@@ -58,8 +61,6 @@ class RLTrainer:
             shard(part, ranks, config.sharding)
         self.optimizer = Optimizer(model, config.optim, ranks)
         model.recomputes = config.activation_checkpointing
-        # On a GPU sequences are whole: the masked rectangle, where kernels are off, costs more than it spares.
-        self.shares_prompts = self.device.type == "cpu"
 
     def step(self, batch: Batch) -> dict[str, float]:
         """One optimiser step. The loss is normalised by the loss tokens of the whole batch, however it is split.
@@ -77,12 +78,11 @@ class RLTrainer:
             share = sum(map(bool, own)) / max(1, sum(map(bool, loss_lengths))) if len(kinds) > 1 else 1.0
             for i, weight in zip(members, own, strict=True):
                 weights[i] = share * weight
-        lengths = [len(sample.ids) for sample in samples]
         names = ["entropy", "mismatch_kl", "is_masked", "importance_ratio"]
         parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         if any(kind.kl_beta for kind in self.losses):
             parts["reference_kl"] = []
-        loss = torch.zeros((), device=self.device)
+        loss, flops = torch.zeros((), device=self.device), 0.0
         split = [
             (kind, [members[i] for i in part])
             for kind, members in kinds
@@ -91,7 +91,8 @@ class RLTrainer:
         if self.optimizer.is_sharded:  # all ranks go through the model equally often
             split += [(self.config.loss, [])] * (self.ranks.most(len(split), self.device) - len(split))
         for kind, members in split:
-            loss += self._backward(kind, [samples[i] for i in members], [weights[i] for i in members], parts)
+            part, work = self._backward(kind, [samples[i] for i in members], [weights[i] for i in members], parts)
+            loss, flops = loss + part, flops + work
             if len(split) > 1:
                 self.optimizer.accumulate()
         grad_norm = self.optimizer.step(lr) if any(loss_lengths) else 0.0
@@ -105,7 +106,7 @@ class RLTrainer:
                 self.config.on_bad_step, self.ranks,
             )  # fmt: skip
         seconds = time.perf_counter() - start
-        tokens = sum(lengths)
+        tokens = sum(len(sample.ids) for sample in samples)
         values = {
             "loss/mean": float(self.ranks.sum(loss)),
             "optim/lr": lr,
@@ -117,12 +118,8 @@ class RLTrainer:
         }
         for name, tensors in parts.items():
             values |= summary(name, self.ranks.gather(torch.cat([*tensors, torch.empty(0, device=self.device)])))
-        if tokens:
-            context = sum(n * n for n in lengths) / (2 * tokens)
-            used = mfu(
-                3 * self.model.spec.flops_per_token(context, sum(loss_lengths) / tokens) * tokens / seconds, self.device
-            )
-            values |= {} if used is None else {"perf/mfu": used}
+        used = mfu(3 * flops / seconds, self.device)
+        values |= {} if used is None else {"perf/mfu": used}
         return values
 
     def _loss_of(self, sample: Sample) -> LossConfig:
@@ -156,8 +153,10 @@ class RLTrainer:
 
     def _backward(
         self, config: LossConfig, samples: list[Sample], weights: list[float], parts: dict[str, list[torch.Tensor]]
-    ) -> torch.Tensor:
-        """Adds a micro-batch to the gradients and its per-token numbers to `parts`; returns its share of the loss.
+    ) -> tuple[torch.Tensor, float]:
+        """Adds a micro-batch to the gradients and its per-token numbers to `parts`.
+
+        Returns its share of the loss, and the FLOPs that its way forward needs.
 
         Without samples it takes part in what the ranks do together, and adds nothing.
         """
@@ -201,7 +200,7 @@ class RLTrainer:
         self.laps("forward")
         total.backward()
         self.laps("backward")
-        return total.detach()
+        return total.detach(), packed.flops(self.model.spec)
 
     def _backward_alone(self, samples: list[Sample], weights: list[float], i: int) -> None:
         self._backward(self._loss_of(samples[i]), [samples[i]], [weights[i]], defaultdict(list))

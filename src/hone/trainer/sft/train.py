@@ -209,12 +209,13 @@ class Trainer:
         targets = sum(sum(mask[1:]) for row in rows for _, mask in row)
         mine = self.ranks.share(rows, [sum(len(ids) for ids, _ in row) for row in rows])
         tokens = sum(len(ids) for row in rows for ids, _ in row)
-        loss = torch.zeros((), device=self.device)
+        loss, flops = torch.zeros((), device=self.device), 0.0
         parts = [mine[i : i + size] for i in range(0, len(mine), size)]
         if self.optimizer.is_sharded:  # all ranks go through the model equally often
             parts += [[]] * (self.ranks.most(len(parts), self.device) - len(parts))
         for part in parts:
             micro = self._pack(part or NOTHING)
+            flops += 3 * micro.flops(self.model.spec)
             self.laps("data")
             total = cross_entropy_sum(micro, self.model) / (targets if part else math.inf)
             self.laps("forward")
@@ -234,8 +235,7 @@ class Trainer:
             where = (self.optimizer, self.run.bad_steps, self.config.on_bad_step)
             handle(step, grad_norm, len(flat), alone, describe, *where, self.ranks)
         seconds = time.perf_counter() - start
-        context = sum(len(ids) ** 2 for row in rows for ids, _ in row) / (2 * tokens)
-        used = mfu(3 * self.model.spec.flops_per_token(context, targets / tokens) * tokens / seconds, self.device)
+        used = mfu(flops / seconds, self.device)
         return {
             "loss/mean": float(self.ranks.sum(loss)),
             "optim/lr": lr,
