@@ -70,8 +70,10 @@ def sequences_of(prompts):
 
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize(("H", "K", "E"), [(4, 2, 64), (6, 1, 128)])
-@pytest.mark.parametrize("prompts", [None, ([7, 70, 130], [[3, 66], [1, 30, 5], [64]])])
-def test_heads_attention(has_norm, H, K, E, prompts):
+@pytest.mark.parametrize("prompts", [None, ([7, 70, 130], [[3, 66], [1, 30, 5], []])])
+@pytest.mark.parametrize("least", [512, 64])
+def test_heads_attention(monkeypatch, has_norm, H, K, E, prompts, least):
+    monkeypatch.setattr("hone.kernels.gpu.attention.LEAST", least)
     sequences, positions, tiles = sequences_of(prompts)
     angles = torch.outer(torch.arange(256.0), 1 / 100 ** (torch.arange(0, E, 2) / E))
     cos, sin = angles.cos(), angles.sin()
@@ -98,11 +100,11 @@ def test_low_rank_parts():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("prompts", [None, ([70], [[3, 66]])])
+@pytest.mark.parametrize("prompts", [None, ([70], [[3, 66]]), ([70], [[300, 700]])])
 def test_a_step_gives_the_same_bits_twice(prompts):
     sequences, positions, tiles = sequences_of(prompts)
     qkv = torch.randn(len(positions), 8, 64, device="cuda", dtype=torch.bfloat16)
-    table = tuple(torch.randn(300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    table = tuple(torch.randn(1000, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     found = []
     for _ in range(2):
         x = qkv.clone().requires_grad_()

@@ -235,19 +235,24 @@ def sequences_of(lengths, prompts):
 
 
 @pytest.mark.parametrize(("H", "K", "has_norm"), [(3, 1, True), (4, 2, False)])
-@pytest.mark.parametrize("prompts", [None, ([7, 70, 130], [[3, 66], [1, 30, 5], [64]])])
-def test_heads_attention_and_its_gradients(H, K, has_norm, prompts):
-    """Sequences of less than a tile, of one and a bit, of whole ones; prompts that completions share."""
+@pytest.mark.parametrize("prompts", [None, ([7, 70, 130], [[3, 66], [1, 30, 5], []])])
+@pytest.mark.parametrize("least", [512, 64])
+def test_heads_attention_and_its_gradients(monkeypatch, H, K, has_norm, prompts, least):
+    """Sequences of less than a tile, of one and a bit, of whole ones; prompts that completions share; keys that several
+    programs go over."""
     from hone.kernels.block import heads_attention, heads_attention_reference
     from hone.kernels.gpu.attention import TILE, tiles
 
+    monkeypatch.setattr("hone.kernels.gpu.attention.LEAST", least)
     sequences, positions = sequences_of([3, TILE + 5, 1, 2 * TILE], prompts)
     positions, E = torch.from_numpy(positions), 16
     angles = torch.outer(torch.arange(200.0), 1 / 100 ** (torch.arange(0, E, 2) / E))
     cos, sin = angles.cos(), angles.sin()
     table = (torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
     scales = [torch.rand(E) + 0.5 if has_norm else None for _ in range(2)]
-    rest = (table, positions, sequences, tiles(sequences.rows, sequences.groups, torch.device("cpu")), 1e-6, H)
+    of_keys = tiles(sequences.rows, sequences.groups, torch.device("cpu"))
+    assert (of_keys.parts > 0) == (least < 512)
+    rest = (table, positions, sequences, of_keys, 1e-6, H)
     gradients_like_twin(
         lambda x, q, k: heads_attention(x, q, k, *rest),
         lambda x, q, k: heads_attention_reference(x, q, k, *rest),

@@ -119,7 +119,7 @@ def test_packing_keeps_the_positions_that_predict_a_target():
 
 
 def test_split_by_tokens_fills_micro_batches_up_to_the_budget():
-    assert split_by_tokens([5, 3, 9, 3], 8) == [[2], [0, 1], [3]]  # 9 > 8 stands alone
+    assert split_by_tokens([5, 3, 9, 3], 8) == [[2], [0], [1, 3]]  # 9 > 8 stands alone; three either way, so even ones
     assert split_by_tokens([6, 5, 3, 2, 4], 10) == [[0, 4], [1, 2, 3]]  # 6 + 4 and 5 + 3 + 2: nothing is left over
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 2000, 3000).tolist()
@@ -133,6 +133,7 @@ def test_split_by_prompt_counts_a_shared_prompt_once_and_keeps_groups_together()
     a, b = (1, 2, 3), (4,)
     assert split_by_prompt([a, b, a, a], [5, 4, 5, 5], 9) == [[0, 2, 3], [1]]  # 5 + 2 + 2, then 4
     assert split_by_prompt([a, a], [5, 5], 6) == [[0], [1]]
+    assert split_by_prompt([a] * 6, [10] * 6, 31) == [[0, 1, 2], [3, 4, 5]]  # 24 each, not 31 and 17
 
 
 @pytest.mark.parametrize("completions", [(4, 1, 7), (1, 1), (2,)])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from hone.trainer.packing import share_by_prompt
 from hone.trainer.ranks import Ranks
 
 
@@ -15,6 +16,18 @@ def test_shares_cover_all_and_are_balanced(count):
     assert all(share == sorted(share) for share in shares)
     loads = [sum(costs[i] for i in share) for share in shares]
     assert max(loads) < 1.02 * min(loads)
+
+
+def test_groups_stay_together_where_ranks_have_as_much_to_do_so():
+    a, b = (1,), (2,)
+
+    def shares(prompts, lengths, count):
+        return [share_by_prompt(Ranks(rank, count), prompts, lengths) for rank in range(count)]
+
+    assert shares([a, b] * 4, [10] * 8, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert sorted(map(len, shares([a] * 16, [10] * 16, 4))) == [4, 4, 4, 4]  # a rank without would wait for the others
+    assert shares([a, a, b], [3, 4, 5], 1) == [[0, 1, 2]]
+    assert shares([], [], 3) == [[], [], []]
 
 
 def test_more_ranks_than_items_leaves_some_without():

@@ -9,7 +9,7 @@ Written in `kernels/gpu/training.py` and `attention.py`; twins in plain torch ar
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from hone.kernels.linear import linear_reference
 from hone.kernels.norm import add_norm_reference
 from hone.kernels.norm_rope import norm_rope_reference, rotate
 from hone.kernels.swiglu import swiglu_reference
+
+if TYPE_CHECKING:
+    from hone.kernels.gpu.attention import Tiles
 
 
 def norm_linear(
@@ -69,15 +72,14 @@ def low_rank_linear_reference(
 
 def heads_attention(
     qkv_TNE: Tensor, q_scale_E: Tensor | None, k_scale_E: Tensor | None, table: tuple[Tensor, Tensor],
-    positions_T: Tensor, sequences: Sequences, tiles: tuple[Tensor, Tensor], eps: float, H: int,
+    positions_T: Tensor, sequences: Sequences, tiles: "Tiles", eps: float, H: int,
 ) -> Tensor:  # fmt: skip
     """Causal attention of a fused projection, N = H + 2K heads, over sequences, which may have a prefix.
 
     Queries and keys are normalised where there are scales, and rotated by cos and sin, P x E, of their positions.
     `tiles` are those of the sequences (`kernels/gpu/attention.py`).
     """
-    has_prefixes = len(sequences.groups) <= len(sequences.rows)
-    inputs = (qkv_TNE, q_scale_E, k_scale_E, *table, positions_T, *tiles, has_prefixes, eps, H)
+    inputs = (qkv_TNE, q_scale_E, k_scale_E, *table, positions_T, tiles, eps, H)
     out: Tensor = _HeadsAttention.apply(*inputs)  # type: ignore[no-untyped-call]
     return out.flatten(1)
 
@@ -192,24 +194,23 @@ class _HeadsAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, q_scale: Any, k_scale: Any, cos: Tensor, sin: Tensor, positions: Tensor,
-        of_queries: Tensor, of_keys: Tensor, has_prefixes: bool, eps: float, H: int,
+        tiles: "Tiles", eps: float, H: int,
     ) -> Any:  # fmt: skip
         from hone.kernels.gpu import attention, training
 
         q, k = training.rotate_heads(qkv, q_scale, k_scale, cos, sin, positions, eps, H)
-        out, logsum = attention.forward(q, k, qkv[:, H + k.shape[1] :], of_queries, has_prefixes)
-        ctx.save_for_backward(qkv, q_scale, k_scale, cos, sin, positions, of_queries, of_keys, out, logsum)
-        ctx.has_prefixes, ctx.eps, ctx.H = has_prefixes, eps, H
+        out, logsum = attention.forward(q, k, qkv[:, H + k.shape[1] :], tiles)
+        ctx.save_for_backward(qkv, q_scale, k_scale, cos, sin, positions, out, logsum)
+        ctx.tiles, ctx.eps, ctx.H = tiles, eps, H
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         from hone.kernels.gpu import attention, training
 
-        qkv, q_scale, k_scale, cos, sin, positions, of_queries, of_keys, out, logsum = ctx.saved_tensors
+        qkv, q_scale, k_scale, cos, sin, positions, out, logsum = ctx.saved_tensors
         q, k = training.rotate_heads(qkv, q_scale, k_scale, cos, sin, positions, ctx.eps, ctx.H)
         v = qkv[:, ctx.H + k.shape[1] :]
-        tiles = (of_queries, of_keys, ctx.has_prefixes)
-        dq, dk, dv = attention.backward(q, k, v, out, logsum, grad.contiguous(), *tiles)
+        dq, dk, dv = attention.backward(q, k, v, out, logsum, grad.contiguous(), ctx.tiles)
         found = training.rotate_heads_backward(qkv, q_scale, k_scale, cos, sin, positions, dq, dk, dv, ctx.eps)
-        return *found, None, None, None, None, None, None, None, None
+        return *found, None, None, None, None, None, None

@@ -10,6 +10,7 @@ and never touches the linear layers.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from hone.kernels.block import heads_attention
 from hone.kernels.flat_attention import Sequences, flat_attention, takes
 from hone.kernels.norm_rope import norm_rope
 from hone.kernels.rows import put_rows, take_rows
+
+if TYPE_CHECKING:
+    from hone.kernels.gpu.attention import Tiles
 
 
 class Rotation:
@@ -63,7 +67,7 @@ def has_training_kernel(qkv_TNE: Tensor, heads: Heads) -> bool:
     return heads.rotation.positions_T is not None and gpu.trains_model(qkv_TNE, qkv_TNE.shape[2])
 
 
-def train_on_gpu(qkv_TNE: Tensor, heads: Heads, sequences: Sequences, tiles: tuple[Tensor, Tensor]) -> Tensor:
+def train_on_gpu(qkv_TNE: Tensor, heads: Heads, sequences: Sequences, tiles: "Tiles") -> Tensor:
     """Heads and attention in one, with gradients that keep little."""
     rotation = heads.rotation
     assert rotation.positions_T is not None
@@ -115,7 +119,7 @@ class PackedAttention:
         return Sequences(rows, np.arange(len(rows) + 1))
 
     @cached_property
-    def tiles(self) -> tuple[Tensor, Tensor]:
+    def tiles(self) -> "Tiles":
         from hone.kernels.gpu import attention
 
         return attention.tiles(self.sequences.rows, self.sequences.groups, self.device)

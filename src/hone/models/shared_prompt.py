@@ -10,6 +10,7 @@ group's prompt.
 """
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,9 +22,15 @@ from hone.kernels.flat_attention import Sequences, flat_attention, takes
 from hone.kernels.rows import put_rows, take_rows
 from hone.models.attention import Heads, PackedAttention, has_training_kernel, train_on_gpu
 
+if TYPE_CHECKING:
+    from hone.kernels.gpu.attention import Tiles
+
 
 class SharedPromptAttention:
-    """G prompts with their completions; `completions[g]` has the lengths of those of prompt g, each 0 or more."""
+    """G prompts with their completions; `completions[g]` has the lengths of those of prompt g, each 0 or more.
+
+    A prompt may have none: it is a sequence alone.
+    """
 
     def __init__(self, prompts: list[int], completions: list[list[int]], device: torch.device | str = "cpu") -> None:
         self.prompts, self.completions = prompts, completions
@@ -53,7 +60,7 @@ class SharedPromptAttention:
         return self.rectangle.attend(q_THE, k_TKE, v_TKE)
 
     @cached_property
-    def tiles(self) -> tuple[Tensor, Tensor]:
+    def tiles(self) -> "Tiles":
         from hone.kernels.gpu import attention
 
         return attention.tiles(self.sequences.rows, self.sequences.groups, self.device)

@@ -9,9 +9,11 @@ Samples of a group share their prompt; `pack_shared` lays it down once:
 """
 
 import bisect
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from hone.models.attention import PackedAttention
 from hone.models.shared_prompt import SharedPromptAttention
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
+from hone.trainer.ranks import Ranks
 
 Ids = Sequence[int]
 Mask = Sequence[bool]
@@ -87,7 +90,7 @@ def flatten(rows: Sequence[Sequence[Any]], dtype: type) -> np.ndarray:
 
 def prompt_of(ids: Ids, mask: Mask) -> tuple[int, ...]:
     """What comes before the first target."""
-    return tuple(ids[: list(mask).index(True)])
+    return tuple(ids[: mask.index(True)])
 
 
 def pack_shared(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu") -> Packed:
@@ -95,70 +98,112 @@ def pack_shared(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device 
 
     Needs a target in every sequence, not as its first token. Same logits and gradients, in fewer tokens.
     """
-    prompts: list[tuple[int, ...]] = []
-    completions: list[list[int]] = []  # input tokens of each sample beyond the prompt
-    tokens: list[int] = []
-    rows, targets, sequences = [], [], []
-    end_of_prompt = 0
-    for i, (sequence, mask) in enumerate(zip(ids, masks, strict=True)):
-        prompt = prompt_of(sequence, mask)
-        if not prompts or prompts[-1] != prompt:
-            prompts.append(prompt)
+    lengths = np.array([len(sequence) for sequence in ids])
+    starts = np.cumsum(lengths) - lengths
+    shared, leader = np.zeros_like(lengths), np.arange(len(lengths))  # tokens that another has laid down, and who
+    prompts: list[int] = []
+    completions: list[list[int]] = []  # input tokens beyond the prompt
+    for prompt, run in groupby(range(len(ids)), key=lambda i: prompt_of(ids[i], masks[i])):
+        first, *others = run
+        if others:
+            shared[others], leader[others] = len(prompt), first
+            prompts.append(len(prompt))
+            completions.append([len(ids[i]) - 1 - len(prompt) for i in (first, *others)])
+        else:
+            prompts.append(len(ids[first]) - 1)
             completions.append([])
-            tokens.extend(prompt)
-            end_of_prompt = len(tokens) - 1
-        own = np.arange(len(tokens), len(tokens) + len(sequence) - len(prompt) - 1)
-        predicting = np.concatenate([[end_of_prompt], own])
-        wanted = np.asarray(mask[len(prompt) :], dtype=bool)
-        rows.append(predicting[wanted])
-        targets.append(np.asarray(sequence[len(prompt) :], dtype=np.int64)[wanted])
-        sequences.append(np.full(int(wanted.sum()), i))
-        completions[-1].append(len(own))
-        tokens.extend(sequence[len(prompt) : -1])
-    if max(max(group) for group in completions) == 0:
-        return pack(ids, masks, device)  # one-token completions: nothing beyond the prompts
-    keep, row = np.unique(np.concatenate(rows), return_inverse=True)
-    attention = SharedPromptAttention([len(prompt) for prompt in prompts], completions, device)
-    flat = (np.asarray(tokens, dtype=np.int64), keep, row, np.concatenate(targets), np.concatenate(sequences))
-    tokens_T, keep_K, row_N, targets_N, sequence_N = _tensors(device, *flat)
+    if max(map(max, filter(None, completions)), default=0) == 0:
+        return pack(ids, masks, device)  # nothing is shared, or nothing but prompts goes in
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    at = np.arange(len(sequence)) - starts[sequence]
+    is_input = (at >= shared[sequence]) & (at < lengths[sequence] - 1)
+    flat = flatten(ids, np.int64)
+    target = np.flatnonzero(flatten(masks, bool) & (at > 0))
+    before, of = target - 1, sequence[target]
+    row_of_input = np.cumsum(is_input) - 1
+    rows = row_of_input[np.where(at[before] < shared[of], starts[leader[of]] + at[before], before)]
+    is_kept = np.zeros(is_input.sum(), dtype=bool)
+    is_kept[rows] = True
+    attention = SharedPromptAttention(prompts, completions, device)
+    tokens_T, keep_K, row_N, targets_N, sequence_N = _tensors(
+        device, flat[is_input], np.flatnonzero(is_kept), (np.cumsum(is_kept) - 1)[rows], flat[target], of
+    )
     return Packed(attention, tokens_T, keep_K, row_N, targets_N, sequence_N)
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of the sequences in micro-batches of at most `budget` tokens (a longer one stands alone).
+    """Indices of the sequences in micro-batches of at most `budget` tokens (a longer one stands alone), of like size.
 
     Best fit decreasing: the longest first, each into the fullest micro-batch that has room for it. At most 11/9 of the
-    fewest that are possible, plus one; in O(n log n).
+    fewest that are possible, plus one.
     """
-    groups: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # of each micro-batch, sorted
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect.bisect_left(room, (lengths[i], -1))
-        if at == len(room):
-            groups.append([])
-            left, group = budget, len(groups) - 1
-        else:
-            left, group = room.pop(at)
-        groups[group].append(i)
-        bisect.insort(room, (left - lengths[i], group))
-    return groups
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+
+    def split(budget: int) -> list[list[int]]:
+        groups: list[list[int]] = []
+        room: list[tuple[int, int]] = []  # of each micro-batch, sorted
+        for i in longest_first:
+            at = bisect.bisect_left(room, (lengths[i], -1))
+            if at == len(room):
+                groups.append([])
+                left, group = budget, len(groups) - 1
+            else:
+                left, group = room.pop(at)
+            groups[group].append(i)
+            bisect.insort(room, (left - lengths[i], group))
+        return groups
+
+    return _evenly(split, budget)
 
 
 def split_by_prompt(prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Like `split_by_tokens`, with sequences of the same prompt side by side and a shared prompt counted once."""
     first: dict[tuple[int, ...], int] = {}
+    group = [first.setdefault(prompt, i) for i, prompt in enumerate(prompts)]
+    side_by_side = sorted(range(len(lengths)), key=group.__getitem__)
+
+    def split(budget: int) -> list[list[int]]:
+        parts: list[list[int]] = []
+        used, last = budget + 1, -1
+        for i in side_by_side:
+            cost = lengths[i] - (len(prompts[i]) if group[i] == last else 0)
+            if used + cost > budget:
+                parts.append([])
+                used, cost = 0, lengths[i]
+            parts[-1].append(i)
+            used, last = used + cost, group[i]
+        return parts
+
+    return _evenly(split, budget)
+
+
+def share_by_prompt(ranks: Ranks, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> list[int]:
+    """Indices of this rank's sequences. Those of a prompt stay together where that gives no rank more to do."""
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for i, prompt in enumerate(prompts):
-        first.setdefault(prompt, i)
-    groups: list[list[int]] = []
-    used, last = budget + 1, None
-    for i in sorted(range(len(lengths)), key=lambda i: first[prompts[i]]):
-        cost = lengths[i] - (len(prompts[i]) if prompts[i] == last else 0)
-        if used + cost > budget:
-            groups.append([])
-            used, cost = 0, lengths[i]
-        groups[-1].append(i)
-        used, last = used + cost, prompts[i]
-    return groups
+        groups[prompt].append(i)
+    best, least, pieces = list(range(len(lengths))), math.inf, 1
+    while ranks.count > 1 and pieces < 2 * max(map(len, groups.values()), default=0):
+        parts = [group[k::pieces] for group in groups.values() for k in range(min(pieces, len(group)))]
+        costs = [sum(lengths[i] - len(prompts[i]) for i in part) + len(prompts[part[0]]) for part in parts]
+        mine, most = ranks.deal(costs)
+        if most < least:
+            best, least = sorted(i for k in mine for i in parts[k]), most
+        pieces *= 2
+    return best
+
+
+def _evenly(split: Callable[[int], list[list[int]]], budget: int) -> list[list[int]]:
+    """As many micro-batches as the budget asks for, by the smallest one that gives no more: none is nearly empty."""
+    parts, least, most = split(budget), 1, budget
+    while least < most:
+        middle = (least + most) // 2
+        found = split(middle)
+        if len(found) <= len(parts):
+            parts, most = found, middle
+        else:
+            least = middle + 1
+    return parts
 
 
 def _tensors(device: torch.device | str, *arrays: np.ndarray) -> tuple[Tensor, ...]:

@@ -67,14 +67,18 @@ class Ranks:
 
     def share(self, items: Sequence[T], costs: Sequence[float]) -> list[T]:
         """This rank's part of the items, in their order: the costliest first, each to the rank that has least to do."""
+        return [items[i] for i in self.deal(costs)[0]]
+
+    def deal(self, costs: Sequence[float]) -> tuple[list[int], float]:
+        """Which of the items that cost so much are this rank's, and what the one with most to do has."""
         loads = [0.0] * self.count
         mine = []
-        for i in sorted(range(len(items)), key=lambda i: -costs[i]):
+        for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
             rank = loads.index(min(loads))
             loads[rank] += costs[i]
             if rank == self.rank:
                 mine.append(i)
-        return [items[i] for i in sorted(mine)]
+        return sorted(mine), max(loads)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over all ranks, on each."""

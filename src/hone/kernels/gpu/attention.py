@@ -4,11 +4,14 @@
     backward     a tile of keys    ─ over the queries after it, of all heads that share it ─► dk, dv
                  a tile of queries ─ over the keys before it ─► dq
 
-Every number is the sum of one program, in one order: the same step gives the same bits. A tile belongs to one sequence,
-those with most to do come first. Sequences may go on after a prefix that lies before them and that others share
-(`tiles`): their queries see its keys too, and its keys are seen by the queries of all of them.
+Every number is summed in one order: the same step gives the same bits. A tile belongs to one sequence; those with most
+to do come first. Sequences may go on after a prefix that lies before them and that others share (`tiles`): their
+queries see its keys too, and its keys are seen by the queries of all of them. Where these are so many that one program
+would go on when all others are done, several have a part of them each, and their sums are added up after.
 Shapes: T tokens, H query heads, K key/value heads, E head size.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,16 +21,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 TILE = 64
-FIELDS = tl.constexpr(5)  # of a tile: start and length of its sequence, its index, and two that the kinds have
+FIELDS = tl.constexpr(6)  # of a tile
 LOG2_E = 1.4426950408889634
+SHARES, LEAST = 64, 512  # a program has no more than a 64th of the queries that all tiles of keys see, or 512
 
 
-def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Tiles:
+    """Rows of int32, whose sequence, from `start` on, may be a group: its queries see the keys of its prefix."""
+
+    of_queries: Tensor  # start, length of the sequence, index of the tile, start and length of the prefix, 0
+    of_keys: Tensor  # start, index of the tile, keys of the sequence, from and to which query, part or -1 for all of it
+    of_sums: Tensor  # start, index of the tile, keys of the sequence, first part, behind its last part, 0
+    parts: int
+    has_prefixes: bool
+
+
+def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.device) -> Tiles:
     """Tiles of sequences, rows of start, length, start and length of the prefix, in groups (`groups` has where each
     starts, and the end): the first of a group is the prefix of its others, which follow it.
-
-    A tile of queries has its prefix's start and length. One of keys has how many of its sequence are keys, and 0: the
-    queries of a whole group see those of its prefix, whose sequence is the group here.
     """
     starts, lengths, prefixes, prefix_lengths = rows.T
     ends = starts + lengths
@@ -36,15 +48,31 @@ def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.devi
     counts = -(-lengths // TILE)
     sequence = np.repeat(np.arange(len(rows)), counts)
     index = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
-    of = [starts[sequence], lengths[sequence], index]
-    of_queries = np.stack([*of, prefixes[sequence], prefix_lengths[sequence]], axis=1)
-    of[1] = (seen_until - starts)[sequence]
-    of_keys = np.stack([*of, lengths[sequence], np.zeros_like(index)], axis=1)
-    work = (index * TILE + prefix_lengths[sequence], of[1] - index * TILE)
-    found = []
-    for table, size in zip((of_queries, of_keys), work, strict=True):
-        found.append(torch.from_numpy(table[np.argsort(-size, kind="stable")].astype(np.int32)).to(device))
-    return found[0], found[1]
+    start, length, nothing = starts[sequence], lengths[sequence], np.zeros_like(index)
+    of_queries = np.stack([start, length, index, prefixes[sequence], prefix_lengths[sequence], nothing], axis=1)
+
+    first, end = index * TILE, (seen_until - starts)[sequence]
+    most = max(LEAST, -(-int((end - first).sum()) // (SHARES * TILE)) * TILE)
+    pieces = -(-(end - first) // most)
+    tile = np.repeat(np.arange(len(index)), pieces)
+    first = first[tile] + (np.arange(len(tile)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
+    end = np.minimum(end[tile], first + most)
+    is_part = pieces[tile] > 1
+    part = np.where(is_part, np.cumsum(is_part) - 1, -1)
+    of_keys = np.stack([start[tile], index[tile], length[tile], first, end, part], axis=1)
+    split = np.flatnonzero(pieces > 1)
+    behind = np.cumsum(pieces[split])
+    of_sums = np.stack(
+        [start[split], index[split], length[split], behind - pieces[split], behind, nothing[split]], axis=1
+    )
+
+    def on_device(table: NDArray[np.int64], work: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(table[np.argsort(-work, kind="stable")].astype(np.int32)).to(device)
+
+    return Tiles(
+        on_device(of_queries, index * TILE + prefix_lengths[sequence]), on_device(of_keys, end - first),
+        on_device(of_sums, behind), int(is_part.sum()), len(groups) <= len(rows),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -115,16 +143,16 @@ def inner_kernel(out, grad, inner, T, H: tl.constexpr, E: tl.constexpr, N: tl.co
 
 @triton.jit
 def keys_backward_kernel(
-    q, k, v, grad, logsum, inner, dk, dv, tiles, scale, root, T, q_row, k_row, v_row,
+    q, k, v, grad, logsum, inner, dk, dv, parts, tiles, scale, root, T, q_row, k_row, v_row,
     H: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Tile of N keys of key/value head h: dk and dv, over the queries from its own on, M at a time."""
+    """Tile of N keys of key/value head h: dk and dv, over the queries of the tile, M at a time."""
     h = tl.program_id(1)
     tile = tiles + tl.program_id(0) * FIELDS
-    start, length, index = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    start, index, start_at, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 3), tl.load(tile + 4)
     e = tl.arange(0, E)[None, :]
     m, n = tl.arange(0, M), index * N + tl.arange(0, N)
-    first, is_key = start.to(tl.int64), (n < tl.load(tile + 3))[:, None]
+    first, is_key = start.to(tl.int64), (n < tl.load(tile + 2))[:, None]
     k_NE = tl.load(k + (first + n)[:, None] * k_row + h * E + e, is_key, other=0.0)
     v_NE = tl.load(v + (first + n)[:, None] * v_row + h * E + e, is_key, other=0.0)
     dk_NE, dv_NE = tl.zeros([N, E], dtype=tl.float32), tl.zeros([N, E], dtype=tl.float32)
@@ -132,8 +160,8 @@ def keys_backward_kernel(
         queries = q + (first + m)[:, None] * q_row + head * E + e
         grads = grad + ((first + m)[:, None] * H + head) * E + e
         scalars = head * T.to(tl.int64) + first + m
-        for at in range(index * N, length, M):  # queries past the end are 0, and so is what they give
-            inside = at + m < length
+        for at in range(start_at, end, M):  # queries past the end are 0, and so is what they give
+            inside = at + m < end
             q_ME = tl.load(queries + at * q_row, inside[:, None], other=0.0)
             lse = tl.load(logsum + scalars + at, inside, other=0.0)
             logits_NM = tl.dot(k_NE, tl.trans(q_ME)) * scale
@@ -143,7 +171,30 @@ def keys_backward_kernel(
             of = tl.load(inner + scalars + at, inside, other=0.0)
             ds_NM = p_NM * (tl.dot(v_NE, tl.trans(g_ME)) - of[None, :])
             dk_NE = tl.dot(ds_NM.to(q_ME.dtype), q_ME, dk_NE)
-    row = ((first + n)[:, None] * (H // GROUP) + h) * E + e
+    part = tl.load(tile + 5)
+    if part < 0:
+        row = ((first + n)[:, None] * (H // GROUP) + h) * E + e
+        tl.store(dk + row, (dk_NE * root).to(dk.dtype.element_ty), is_key)
+        tl.store(dv + row, dv_NE.to(dv.dtype.element_ty), is_key)
+    else:
+        cell = parts + (part * (H // GROUP) + h).to(tl.int64) * 2 * N * E + tl.arange(0, N)[:, None] * E + e
+        tl.store(cell, dk_NE)
+        tl.store(cell + N * E, dv_NE)
+
+
+@triton.jit
+def sum_parts_kernel(parts, dk, dv, tiles, root, K: tl.constexpr, E: tl.constexpr, N: tl.constexpr):
+    """dk and dv of a tile of N keys of head h, of the parts that several programs have made."""
+    h = tl.program_id(1)
+    tile = tiles + tl.program_id(0) * FIELDS
+    e, n = tl.arange(0, E)[None, :], tl.arange(0, N)[:, None]
+    dk_NE, dv_NE = tl.zeros([N, E], dtype=tl.float32), tl.zeros([N, E], dtype=tl.float32)
+    for part in range(tl.load(tile + 3), tl.load(tile + 4)):
+        cell = parts + (part * K + h).to(tl.int64) * 2 * N * E + n * E + e
+        dk_NE += tl.load(cell)
+        dv_NE += tl.load(cell + N * E)
+    n += tl.load(tile + 1) * N
+    row, is_key = ((tl.load(tile).to(tl.int64) + n) * K + h) * E + e, n < tl.load(tile + 2)
     tl.store(dk + row, (dk_NE * root).to(dk.dtype.element_ty), is_key)
     tl.store(dv + row, dv_NE.to(dv.dtype.element_ty), is_key)
 
@@ -189,20 +240,19 @@ def queries_backward_kernel(
     tl.store(dq + ((first + m)[:, None] * H + h) * E + e, (dq_ME * root).to(dq.dtype.element_ty), inside_m[:, None])
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, of_queries: Tensor, has_prefixes: bool) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
     """Mixed values T x H x E, and the log sums H x T, of q T x H x E, k and v T x K x E (tokens may be strided)."""
     T, H, E = q.shape
     out, logsum = q.new_empty(T, H, E), q.new_empty(H, T, dtype=torch.float32)
-    forward_kernel[(len(of_queries), H)](
-        q, k, v, out, logsum, of_queries, LOG2_E / E**0.5, T, q.stride(0), k.stride(0), v.stride(0),
-        H=H, GROUP=H // k.shape[1], E=E, M=TILE, N=32, PREFIX=has_prefixes, num_warps=4, num_stages=3,
+    forward_kernel[(len(tiles.of_queries), H)](
+        q, k, v, out, logsum, tiles.of_queries, LOG2_E / E**0.5, T, q.stride(0), k.stride(0), v.stride(0),
+        H=H, GROUP=H // k.shape[1], E=E, M=TILE, N=32, PREFIX=tiles.has_prefixes, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out, logsum
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsum: Tensor, grad: Tensor, of_queries: Tensor, of_keys: Tensor,
-    has_prefixes: bool,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsum: Tensor, grad: Tensor, tiles: Tiles
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v, of that of `out` (contiguous)."""
     T, H, E = q.shape
@@ -213,11 +263,15 @@ def backward(
     root = 1 / E**0.5
     rest = (LOG2_E * root, root, T, q.stride(0), k.stride(0), v.stride(0))
     sizes = {"H": H, "GROUP": H // K, "E": E}
-    keys_backward_kernel[(len(of_keys), K)](
-        q, k, v, grad, logsum, inner, dk, dv, of_keys, *rest, **sizes, M=32, N=TILE, num_warps=4, num_stages=2
-    )
-    queries_backward_kernel[(len(of_queries), H)](
-        q, k, v, grad, logsum, inner, dq, of_queries, *rest, **sizes, M=TILE, N=64, PREFIX=has_prefixes,
+    parts = q.new_empty(tiles.parts, K, 2, TILE, E, dtype=torch.float32)
+    keys_backward_kernel[(len(tiles.of_keys), K)](
+        q, k, v, grad, logsum, inner, dk, dv, parts, tiles.of_keys, *rest, **sizes, M=32, N=TILE,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    if tiles.parts:
+        sum_parts_kernel[(len(tiles.of_sums), K)](parts, dk, dv, tiles.of_sums, root, K=K, E=E, N=TILE, num_warps=4)
+    queries_backward_kernel[(len(tiles.of_queries), H)](
+        q, k, v, grad, logsum, inner, dq, tiles.of_queries, *rest, **sizes, M=TILE, N=64, PREFIX=tiles.has_prefixes,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     return dq, dk, dv

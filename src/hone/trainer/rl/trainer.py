@@ -23,7 +23,15 @@ from hone.records import Batch, Sample
 from hone.trainer.bad_steps import handle
 from hone.trainer.loss import loss_function, policy_loss, token_weights
 from hone.trainer.optim import Optimizer, learning_rate
-from hone.trainer.packing import flatten, pack, pack_shared, prompt_of, split_by_prompt, split_by_tokens
+from hone.trainer.packing import (
+    flatten,
+    pack,
+    pack_shared,
+    prompt_of,
+    share_by_prompt,
+    split_by_prompt,
+    split_by_tokens,
+)
 from hone.trainer.performance import Laps, mfu, peak_memory_gib
 from hone.trainer.ranks import Ranks
 from hone.trainer.sharding import shard
@@ -143,11 +151,7 @@ class RLTrainer:
             mine = self.ranks.share(range(len(samples)), lengths)
             return [[mine[i] for i in part] for part in split_by_tokens([lengths[i] for i in mine], budget)]
         prompts = [prompt_of(sample.ids, sample.mask) for sample in samples]
-        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for i, prompt in enumerate(prompts):
-            groups[prompt].append(i)
-        shares = self.ranks.share(list(groups.values()), [sum(lengths[i] for i in g) for g in groups.values()])
-        mine = sorted(i for group in shares for i in group)
+        mine = share_by_prompt(self.ranks, prompts, lengths)
         parts = split_by_prompt([prompts[i] for i in mine], [lengths[i] for i in mine], budget)
         return [[mine[i] for i in part] for part in parts]
 
