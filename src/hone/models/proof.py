@@ -13,7 +13,7 @@ from hone.models.transformer import Transformer
 
 CANARY_LENGTH = 33
 ROWS, FP32 = 4096, torch.float32  # tokens whose logits are there at a time
-WORDS = 2**18  # of a tensor, at a time
+WORDS, STRETCHES = 2**18, 64  # of a tensor, in a stretch; stretches at a time on a GPU
 ODD, MIX = -7046029254386353131, 6364136223846793005  # 64-bit multipliers of well-spread bits
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -23,18 +23,27 @@ def fingerprints(model: Transformer) -> dict[str, str]:
     every device."""
     device = model.embed.weight.device
     factors = (torch.arange(WORDS, device=device) * ODD) | 1
-    tensors = dict(hf_tensors(model))
-    sums = torch.stack([_sum(tensor, factors) for tensor in tensors.values()]).tolist()
-    return {name: f"{value & (2**64 - 1):016x}" for name, value in zip(tensors, sums, strict=True)}
+    sums = {name: _sums(tensor, factors) for name, tensor in hf_tensors(model)}
+    values = iter(torch.cat(list(sums.values())).tolist())  # the device is waited for once
+    found = {}
+    for name, parts in sums.items():
+        total = 0
+        for _ in range(len(parts)):
+            total = (total * MIX + next(values)) % 2**64
+        found[name] = f"{total:016x}"
+    return found
 
 
-def _sum(tensor: Tensor, factors: Tensor) -> Tensor:
-    """The words of a tensor, each times an odd number of its place's own; integers wrap, so order does not matter."""
+def _sums(tensor: Tensor, factors: Tensor) -> Tensor:
+    """The words of each stretch of a tensor, each times an odd number of its place's own; integers wrap, so order does
+    not matter."""
     words = tensor.contiguous().view(INTEGERS[tensor.element_size()]).flatten()
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in words.split(WORDS):
-        total = total * MIX + (part * factors[: len(part)]).sum()
-    return total
+    whole = len(words) // WORDS * WORDS
+    many = WORDS * (STRETCHES if tensor.is_cuda else 1)  # a CPU keeps one in its cache
+    parts = [(part.view(-1, WORDS) * factors).sum(1) for part in words[:whole].split(many)] if whole else []
+    if whole < len(words):
+        parts.append((words[whole:] * factors[: len(words) - whole]).sum()[None])
+    return torch.cat(parts)
 
 
 def checksum(model: Transformer) -> str:

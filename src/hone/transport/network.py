@@ -1,7 +1,7 @@
 """Weights from the trainer's memory to the servers', over NCCL between GPUs and Gloo between CPUs. No file is written.
 
     server ── "version V, please" ─► store of the trainer
-    trainer, Sender's thread ── snapshot of V, tensor by tensor ─► server      a pair of processes each, kept
+    trainer, Sender's thread ── snapshot of V, many tensors at once ─► server      a pair of processes each, kept
 
 A server asks when it wants to: one that was started again is given the current weights like any other, while training
 goes on. The snapshot is replaced when nobody is being sent it.
@@ -12,9 +12,9 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,6 +25,7 @@ from hone.transport.files import Superseded
 distributed: Any = torch.distributed
 TIMEOUT, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # of one transfer; until the trainer answers
 LOOK = 0.003  # seconds between looks for who asks
+PORTION = 2**28  # bytes that arrive beside the weights where these have another dtype
 
 
 class Sender:
@@ -33,7 +34,7 @@ class Sender:
     def __init__(
         self, host: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, log: logging.Logger
     ) -> None:
-        self.host, self.device, self.log = host, device, log
+        self.host, self.device, self.log, self._dtype = host, device, log, dtype
         self._snapshot = Transformer(spec).to(device, dtype)
         self._version = -1
         self._lock = threading.Lock()
@@ -57,6 +58,8 @@ class Sender:
     def stop(self) -> None:
         self._is_over.set()
         self._thread.join(5.0)
+        for group in self._pairs.values():
+            group.abort()  # without the other side, which may be gone
 
     @property
     def source(self) -> str:
@@ -101,8 +104,8 @@ class Sender:
                 return
             if name not in self._pairs:
                 self._pairs[name] = pair(self._store, name, 0, self.device)
-            for parameter in self._snapshot.parameters():
-                self._pairs[name].send([parameter.detach()], 1, 0).wait()
+            for part in portions(self._snapshot, self._dtype):
+                move(self._pairs[name], "send", [parameter.detach() for parameter in part])
             if self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
             self._taken[name] = version
@@ -131,14 +134,43 @@ class Receiver:
             if newest != version:
                 raise Superseded(f"version {version} was asked for, the trainer has {newest}")
             group = group or pair(store, self._name, 1, device)
-            for parameter in model.parameters():
-                arrived = torch.empty(parameter.shape, dtype=dtype, device=device)
-                group.recv([arrived], 0, 0).wait()
-                parameter.copy_(arrived)
+            for part in portions(model, dtype):
+                arrived = [p.detach() if p.dtype == dtype else torch.empty_like(p, dtype=dtype) for p in part]
+                move(group, "recv", arrived)
+                for parameter, value in zip(part, arrived, strict=True):
+                    if parameter.dtype != dtype:
+                        parameter.copy_(value)
         except (RuntimeError, distributed.DistError) as error:
             self._known.pop((source, device.type), None)
             raise ValueError(f"weights could not be had from {source}: {str(error).splitlines()[0]}") from None
         self._known = {(source, device.type): (store, group)}  # of the present run alone
+
+
+def portions(model: Transformer, dtype: torch.dtype) -> Iterator[list[torch.nn.Parameter]]:
+    """The weights in the order and the portions that both sides know, of up to PORTION bytes in this dtype."""
+    part: list[torch.nn.Parameter] = []
+    size = 0
+    for parameter in model.parameters():
+        part.append(parameter)
+        size += parameter.numel() * dtype.itemsize
+        if size >= PORTION:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def move(group: Any, what: Literal["send", "recv"], tensors: list[torch.Tensor]) -> None:
+    """To, or from, the other of a pair: at once over NCCL."""
+    one, other = getattr(group, what), 1 - group.rank()
+    if group.supports_coalescing:
+        group._start_coalescing()
+        for tensor in tensors:
+            one([tensor], other, 0)
+        group._end_coalescing().wait()
+    else:
+        for tensor in tensors:
+            one([tensor], other, 0).wait()
 
 
 def pair(store: Any, name: str, rank: int, device: torch.device) -> Any:
