@@ -3,9 +3,10 @@
     python benchmarks/train_gpu.py [--trl PYTHON] [--only ours]
 
 Each trainer has the GPU to itself, in a process of its own, and the same tokens: RL on 128 sequences with 256 targets
-each, SFT on documents of 512 to 2,048 tokens, 65,536 a step, groups of 16 sequences with a prompt in common. `--trl` is a Python that has TRL and Liger kernels, whose
-best of two packings counts. MFU: FLOPs that a step needs (causal attention, the head where there is a target, three
-times the forward; what is computed twice counts once), over the rate of a large matrix product in the same process.
+each, SFT on documents of 512 to 2,048 tokens, 65,536 a step, RL on 128 sequences in groups of 16 that have a prompt in
+common. `--trl` is a Python that has TRL and Liger kernels, whose best of two packings counts. MFU: FLOPs that a step
+needs (causal attention, the head where there is a target, three times the forward; what is computed twice counts once),
+over the rate of a large matrix product in the same process.
 """
 
 import argparse
@@ -25,17 +26,11 @@ OURS = {
     "sft, LoRA, 2 x 32,768": ("sft", "ours", 2, "lora"), FULL: ("sft", "ours", 2, "recompute"),
     LORA: ("sft", "ours", 2, "lora", "recompute"), SMALL: ("sft", "ours", 16), SMALL_LORA: ("sft", "ours", 16, "lora"),
 }  # fmt: skip
-# Prompt and completion of groups of 16: the prompt computed once, and once a sequence.
-GROUPS = [(512, 128), (128, 512), (64, 2048)]
-for shape in GROUPS:
-    for how in ((), ("repeated",)):
-        OURS[f"groups {shape[0]} + {shape[1]}, {'repeated' if how else 'shared'}"] = (
-            "groups",
-            "ours",
-            *shape,
-            16,
-            *how,
-        )
+GROUPS = [(512, 128), (128, 512)]  # prompt and completion; the prompt is computed once, or once a sequence
+for prompt, completion in GROUPS:
+    words = ("groups", "ours", prompt, completion, 16)
+    OURS[f"groups {prompt} + {completion}, shared"] = words
+    OURS[f"groups {prompt} + {completion}, repeated"] = (*words, "repeated")
 EAGER, COMPILED = "rl, transformers", "rl, transformers, compiled"
 PEERS = {EAGER: ("rl", "hf"), COMPILED: ("rl", "hf_compiled")}
 TRL = {"sft, TRL, wrapped": ("sft", "trl", "sdpa", "wrapped"), "sft, TRL, bfd": ("sft", "trl", "sdpa", "bfd")}
