@@ -136,13 +136,19 @@ def test_split_by_prompt_counts_a_shared_prompt_once_and_keeps_groups_together()
     assert split_by_prompt([a] * 6, [10] * 6, 31) == [[0, 1, 2], [3, 4, 5]]  # 24 each, not 31 and 17
 
 
-@pytest.mark.parametrize("completions", [(4, 1, 7), (1, 1), (2,)])
+@pytest.mark.parametrize(
+    "completions", [[(4, 1, 7)] * 3, [(1, 1)] * 3, [(2,)] * 3, [(4, 1, 7), (3,), (2, 2)], [(3,), (1,), (1, 1, 5)]]
+)
 def test_shared_prompts_give_the_same_logits_and_gradients_as_whole_sequences(completions):
     prompts = ([1, 2, 3, 4, 5], [6], [7, 8])
     rng = np.random.default_rng(0)
-    ids = [[*prompt, *rng.integers(0, 40, n).tolist()] for prompt in prompts for n in completions]
-    masks = [[j >= len(s) - n for j in range(len(s))] for s, n in zip(ids, completions * 3, strict=True)]
-    if completions[0] > 2:
+    ids = [
+        [*prompt, *rng.integers(0, 40, n).tolist()]
+        for prompt, group in zip(prompts, completions, strict=True)
+        for n in group
+    ]
+    masks = [[j >= len(s) - n for j in range(len(s))] for s, n in zip(ids, sum(completions, ()), strict=True)]
+    if completions[0][0] > 2:
         masks[0][-2] = False  # a hole in the targets, as an environment's turn leaves
     results = []
     for pack_samples in (pack, pack_shared):

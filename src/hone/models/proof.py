@@ -13,7 +13,7 @@ from hone.models.transformer import Transformer
 
 CANARY_LENGTH = 33
 ROWS, FP32 = 4096, torch.float32  # tokens whose logits are there at a time
-WORDS, STRETCHES = 2**18, 64  # of a tensor, in a stretch; stretches at a time on a GPU
+WORDS, STRETCHES = 2**18, 16  # of a tensor, in a stretch; stretches at a time on a GPU
 ODD, MIX = -7046029254386353131, 6364136223846793005  # 64-bit multipliers of well-spread bits
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
