@@ -27,10 +27,12 @@ for i in range(15):
     ids = [*range(4 + i // 4), *torch.randint(0, 40, (3 + i % 5,), generator=draw).tolist()]
     n = 4 + i // 4
     logprobs = [0.0] * n + (-3 - torch.rand(len(ids) - n, generator=draw)).tolist()
-    samples.append(Sample(ids, [False] * n + [True] * (len(ids) - n), logprobs, (-1.0) ** i, 1.0))
+    env = "other" if i % 7 == 0 else ""
+    samples.append(Sample(ids, [False] * n + [True] * (len(ids) - n), logprobs, (-1.0) ** i, 1.0, env=env))
 given = {key: json.loads(value) for key, value in (word.split("=") for word in sys.argv[2:])}
+dtype = getattr(torch, given.pop("dtype", "float32"))
 config = {"micro_batch_tokens": 40, "optim": {"lr": 1e-3, "type": given.pop("optimizer", "adamw")}, **given}
-trainer = RLTrainer(model, TrainerConfig.model_validate(config), 10, ranks=ranks)
+trainer = RLTrainer(model.to(dtype), TrainerConfig.model_validate(config), 10, ranks=ranks)
 values: dict[str, float] = {"ranks": ranks.count}
 for step in (1, 2):
     values |= {f"{step}/{name}": value for name, value in trainer.step(Batch(step, samples)).items()}

@@ -204,6 +204,8 @@ def test_sft_of_an_adapter_evaluates_goes_on_and_is_exported(tmp_path):
     command(*words, tmp_path / "parts", "--max-steps", 2)
     command(*words, tmp_path / "parts", "--max-steps", 4, "--resume")
     assert_same_weights(weights(tmp_path / "whole", 4), weights(tmp_path / "parts", 4))
+    again = command(*words, tmp_path / "parts", "--max-steps", 4, "--resume", "auto")  # nothing is left to do
+    assert "Weights of step 4 in" in again.stdout
     rows = metrics(tmp_path / "whole", "metrics_sft.jsonl")
     assert [row["step"] for row in rows if "eval/reverse-text/reward" in row] == [0, 2, 4]
     assert 0 <= rows[0]["eval/reverse-text/reward"] <= 1 and rows[0]["eval/reverse-text/failed"] == 0
@@ -262,18 +264,27 @@ def test_ranks_take_the_rl_step_of_one(optimizer, tmp_path):
     """Each with the whole model, or with a part of it; three share the batch so that one has fewer micro-batches."""
     script, options = (
         ROOT / "tests" / "integration" / "rl_step.py",
-        [f'optimizer="{optimizer}"', 'loss={"kl_beta":0.1}'],
+        [f'optimizer="{optimizer}"', 'loss={"kl_beta":0.1}', 'loss_of={"other":{"type":"ppo"}}'],
     )
     command("python", script, tmp_path / "one.json", *options)
     torchrun(script, tmp_path / "two.json", *options)
     torchrun(script, tmp_path / "parts.json", *options, 'sharding="full"', ranks=3)
     one, two, parts = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two", "parts"))
     assert (one.pop("ranks"), two.pop("ranks"), parts.pop("ranks")) == (1, 2, 3)
-    limit = 1e-5 if optimizer == "adamw" else 1e-3  # Muon's products are in bf16
+    limit = 1e-5 if optimizer == "adamw" else 1e-3  # Muon's products are in bf16; 1e-6: logprobs are rounded to 2e-7
     for name in set(one):
         if not name.startswith(("time/", "perf/")):
-            assert two[name] == pytest.approx(one[name], rel=limit, abs=1e-7), name
-            assert parts[name] == pytest.approx(one[name], rel=limit, abs=1e-7), name
+            assert two[name] == pytest.approx(one[name], rel=limit, abs=1e-6), name
+            assert parts[name] == pytest.approx(one[name], rel=limit, abs=1e-6), name
+
+
+def test_ranks_with_parts_train_an_adapter_in_half_precision(tmp_path):
+    script, options = ROOT / "tests" / "integration" / "rl_step.py", ['dtype="bfloat16"', 'lora={"rank":4}']
+    command("python", script, tmp_path / "one.json", *options)
+    torchrun(script, tmp_path / "parts.json", *options, 'sharding="full"')
+    one, parts = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "parts"))
+    for name in ("1/optim/grad_norm", "2/optim/grad_norm", "2/entropy/mean"):
+        assert parts[name] == pytest.approx(one[name], rel=0.05), name
 
 
 def test_bench_measures_and_writes_nothing(tmp_path):

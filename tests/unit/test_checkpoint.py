@@ -13,11 +13,13 @@ from hone.config.sections import CkptConfig, OptimConfig
 from hone.config.sft import DataConfig, SFTConfig
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
+from hone.orchestrator.run import progress_before
 from hone.records import Batch, Sample
 from hone.run_directory import RunDirectory
-from hone.trainer.checkpoint import Checkpoints, _metrics, forget_after, restore, resume_from, to_keep
+from hone.trainer.checkpoint import Checkpoints, _metrics, differences, forget_after, restore, resume_from, to_keep
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
+from hone.trainer.rl.train import hand_on
 from hone.trainer.rl.trainer import RLTrainer
 
 SPEC = ModelSpec(40, 16, 24, 1, 2, 1, 8, 1e-6, 100.0, True, 64, 0.3, False)
@@ -83,6 +85,24 @@ def test_what_resume_may_be(run, tmp_path):
         restored(run, True, {"seed": 1, "output_dir": "elsewhere"})
     with pytest.raises(ValidationError, match="exclude each other"):
         SFTConfig(model={"name": "m"}, data=DataConfig(name="d"), clean=True, resume="auto")
+
+
+def test_what_may_be_changed_on_going_on():
+    def run(**trainer):
+        return {"seed": 0, "inference": {"kv_cache_gib": 4}, "trainer": {"optim": {"lr": 1e-3}, **trainer}}
+
+    before = run(on_bad_step="stop", activation_checkpointing=False)
+    now = run(on_bad_step="skip", activation_checkpointing=True, new=1) | {"inference": {"kv_cache_gib": 2}}
+    assert list(differences(before, now)) == []
+    now["trainer"]["optim"] = {"lr": 1e-4}
+    assert list(differences(before, now)) == [("trainer.optim.lr", 1e-3, 1e-4)]
+
+
+def test_what_an_orchestrator_left_goes_along_to_another_directory(tmp_path):
+    run = RunDirectory(tmp_path, "rl")
+    hand_on({"step": 3, "next": 40}, run.rollouts / "step_3")
+    hand_on({"step": 3, "next": 50}, run.rollouts / "step_3")  # what is there already stays
+    assert progress_before(run, 4) == {"step": 3, "next": 40}
 
 
 def test_going_back_forgets_what_came_after(run):

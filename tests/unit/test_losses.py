@@ -225,6 +225,21 @@ def test_an_environment_may_have_a_loss_of_its_own():
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
 
 
+def surprise(tokens, config):
+    return -tokens.entropy, torch.ones_like(tokens.entropy, dtype=torch.bool)
+
+
+def test_a_loss_of_ones_own_has_the_gradient_of_the_entropy(monkeypatch):
+    norms = []
+    for whole in (2**30, 0):  # logits kept, and made chunk by chunk
+        monkeypatch.setattr("hone.kernels.head.WHOLE_BYTES", whole)
+        trainer = RLTrainer(made(), TrainerConfig(loss=LossConfig(type=f"{__name__}:surprise")), max_steps=1)
+        trainer.optimizer.step = lambda lr: 0.0
+        trainer.step(Batch(1, samples()))
+        norms.append(sum(float(p.grad.square().sum()) for p in trainer.model.parameters()) ** 0.5)
+    assert norms[0] > 0.01 and norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
 def test_the_reference_is_where_training_started():
     config = TrainerConfig(loss=LossConfig(kl_beta=0.1, entropy_weight=0.01))
     config.optim.lr = 1e-2

@@ -80,6 +80,12 @@ def test_rows_are_filled_with_whole_conversations(tokenizer):
     assert [len(batch) for batch in steps(data, config, 0, epochs=1)] == [2, 2]
 
 
+def test_messages_that_are_none_are_named(tokenizer):
+    data = Conversations([[{"messages": ["hi"]}]], tokenizer, 20)
+    with pytest.raises(ValueError, match="row 0 of the data cannot be rendered"):
+        data[0]
+
+
 def test_every_epoch_has_every_conversation_in_an_order_of_its_own(tokenizer):
     config = DataConfig(name="x", seq_len=20, batch_size=1, pack="stack")
     data = Conversations([rows(*range(5, 21))], tokenizer, 20)
@@ -100,6 +106,9 @@ def test_data_sets_are_mixed_by_their_weights(tokenizer):
         assert sorted(n for n in order if n >= 15) == sorted([*sizes[1]] * 2)
         assert len({n for n in order if n < 15}) == len(order) - 8 == 5
     assert {n for n in orders[0] if n < 15} != {n for n in orders[1] if n < 15}  # another half
+    nothing = DataConfig(name=["x"], weights=[0.01], seq_len=20)
+    with pytest.raises(ValueError, match=r"data.weights \[0.01\] of \[10\] rows leave no conversation"):
+        next(steps(Conversations([rows(*sizes[0])], tokenizer, 20), nothing, 0))
     with pytest.raises(ValidationError, match="data.weights has 1 values, data.name 2 data sets"):
         DataConfig(name=["x", "y"], weights=[1])
 
@@ -159,8 +168,10 @@ def test_unusable_files_are_named(tmp_path, content, words):
 
 
 def test_missing_files_and_unreachable_hubs_are_named(monkeypatch):
-    with pytest.raises(ValueError, match="no file missing.jsonl"):
+    with pytest.raises(ValueError, match="data.name: no file missing.jsonl"):
         load_rows("missing.jsonl", "train")
+    with pytest.raises(ValueError, match="val.name: no file missing.jsonl"):
+        load_rows("missing.jsonl", "train", "val.name")
     monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("offline")))
     with pytest.raises(ValueError, match="cannot be loaded from the hub"):
         load_rows("owner/data", "train")

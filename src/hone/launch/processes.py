@@ -76,7 +76,7 @@ def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
     common = config.model_dump(
         include={"model", "output_dir", "seed", "log_level", "log_interval", "max_steps", "max_async_level"}
     )
-    own = config.model_dump(include={"clean", "resume", "ckpt", "weights", "weight_broadcast"})
+    own = config.model_dump(include={"clean", "resume", "ckpt", "weights", "weight_broadcast", "ranks_timeout"})
     configs: dict[str, Any] = {}
     orchestrator = config.orchestrator.model_dump() | common | {"seq_len": config.seq_len}
     orchestrator["wandb"] = config.wandb and config.wandb.model_dump()

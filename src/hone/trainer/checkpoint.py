@@ -16,6 +16,7 @@ import shutil
 import threading
 import warnings
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
 from hone.transport.files import PROGRESS, read_progress
 
-FREE_TO_CHANGE = {
+FREE_TO_CHANGE = {  # sections and keys, wherever they stand, that leave what is learnt as it is
     "output_dir", "clean", "resume", "wandb", "log_level", "log_interval", "max_steps", "max_seconds", "ckpt",
-    "weights", "val", "deployment", "inference_gpu_ids", "trainer_gpu_ids", "batch_timeout", "on_bad_step",
-    "ranks_timeout", "activation_checkpointing", "sharding", "weight_broadcast",
+    "weights", "val", "eval", "deployment", "inference", "client", "inference_gpu_ids", "trainer_gpu_ids",
+    "batch_timeout", "on_bad_step", "ranks_timeout", "activation_checkpointing", "sharding", "weight_broadcast",
 }  # fmt: skip
 HEADER, TENSORS = "checkpoint.json", "trainer"
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves alone: so it shall
@@ -165,16 +166,24 @@ def restore(sources: list[Path], optimizer: Optimizer, config: dict[str, Any], r
     if not sources:
         return 0
     header = json.loads((sources[at] / HEADER).read_text())
-    for key, value in config.items():
-        if key not in FREE_TO_CHANGE and key in header["config"] and header["config"][key] != value:
-            raise ValueError(
-                f"--resume: {key} differs from the run in {sources[at].parent.parent}: "
-                f"it had {header['config'][key]}, found {value}"
-            )
+    for key, before, now in differences(header["config"], config):
+        raise ValueError(
+            f"--resume: {key} differs from the run in {sources[at].parent.parent}: it had {before}, found {now}"
+        )
     load_tensors(sources[at], optimizer.state())
     optimizer.follow_masters()
     step: int = header["step"]
     return step
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Keys, with dots, that both configurations have and that are not free to change, with both values."""
+    for key in sorted(before.keys() & now.keys() - FREE_TO_CHANGE):
+        one, other = before[key], now[key]
+        if isinstance(one, dict) and isinstance(other, dict):
+            yield from differences(one, other, f"{prefix}{key}.")
+        elif one != other:
+            yield f"{prefix}{key}", one, other
 
 
 def progress_of(sources: list[Path], step: int) -> dict[str, Any] | None:

@@ -32,8 +32,10 @@ def shard(model: Transformer, ranks: Ranks, sharding: Sharding) -> None:
     dtype = model.embed.weight.dtype
     mesh = init_device_mesh(device.type, (ranks.count,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for parameter in model.parameters():  # the optimiser's fp32 masters; what adapters keep beside stays in its dtype
+        parameter.data = parameter.data.float()
     for part in (*model.blocks, model):  # the last one is what the blocks left: embedding, final norm, head
-        fully_shard(part.float(), mesh=mesh, mp_policy=policy)  # the parts are the optimiser's fp32 masters
+        fully_shard(part, mesh=mesh, mp_policy=policy)
         part.set_gradient_divide_factor(1.0)  # losses are shares of the whole batch's: a sum is wanted, not a mean
         part.set_force_sum_reduction_for_comms(True)  # Gloo knows no other
 

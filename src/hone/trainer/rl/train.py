@@ -7,12 +7,14 @@ It owns the run directory: it claims it, gives the run its id and publishes the 
 is what an orchestrator waits for. Also run as a file under torchrun.
 """
 
+import json
 import logging
 import math
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +27,7 @@ from hone.monitors.lines import trainer_line
 from hone.monitors.log import SUCCESS, component_log
 from hone.records import Batch, Sample
 from hone.run_directory import RunDirectory
-from hone.trainer.checkpoint import Checkpoints, forget_after, metrics_of, restore, resume_from
+from hone.trainer.checkpoint import Checkpoints, forget_after, metrics_of, progress_of, restore, resume_from
 from hone.trainer.performance import WARM_UP, Laps, keep_freed_memory, print_bench
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
@@ -33,6 +35,7 @@ from hone.trainer.sharding import Export
 from hone.transport.files import (
     BASE,
     BATCH,
+    PROGRESS,
     Canary,
     Delivery,
     is_published,
@@ -60,11 +63,13 @@ def main(config: TrainerRunConfig) -> None:
     state = config.public()
     first = 1 + restore(sources, trainer.optimizer, state, ranks)
     ranks.wait()  # nobody reads what the first is about to change
-    log = component_log("trainer", run.logs if ranks.is_first else None)
+    log = component_log("trainer")
     if ranks.is_first:
         run.claim(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
+        log = component_log("trainer", run.logs)  # the log of an earlier run is gone now
         if sources:
             forget_after(first - 1, run)
+            hand_on(progress_of(sources, first - 1), run.rollouts / f"step_{first - 1}")
         run.write_config(to_toml(config), "trainer")
         log.info(
             "Training %s (%.2fM parameters, %s on %s%s), steps %d to %d, with an orchestrator over %s",
@@ -104,6 +109,8 @@ def main(config: TrainerRunConfig) -> None:
 def bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None:
     """Prints how fast steps on random sequences are, and where their time goes."""
     model = load(config.model, seed=config.seed).model
+    if size.tokens > model.spec.max_position_embeddings + 1:
+        raise ValueError(f"bench.tokens {size.tokens}: the model has {model.spec.max_position_embeddings} positions")
     trainer = RLTrainer(model, config, WARM_UP + size.steps, ranks=ranks)
     trainer.laps = Laps(trainer.device, is_on=True)
     draw, measured = np.random.default_rng(config.seed), []
@@ -120,6 +127,15 @@ def bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None:
     if ranks.is_first:
         print_bench(config.model.name, model, measured[WARM_UP:], trainer.laps.seconds)
     ranks.leave()
+
+
+def hand_on(progress: dict[str, Any] | None, rollouts: Path) -> None:
+    """Puts what a checkpoint says of the orchestrator where that looks for it, if it comes from another directory."""
+    if progress is not None and not rollouts.exists():
+        partial = rollouts.with_suffix(".partial")
+        partial.mkdir(parents=True, exist_ok=True)
+        (partial / PROGRESS).write_text(json.dumps(progress) + "\n")
+        partial.rename(rollouts)
 
 
 def receive(run: RunDirectory, step: int, timeout: float, log: logging.Logger) -> Batch:

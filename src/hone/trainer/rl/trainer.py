@@ -91,13 +91,12 @@ class RLTrainer:
         if any(kind.kl_beta for kind in self.losses):
             parts["reference_kl"] = []
         loss, flops = torch.zeros((), device=self.device), 0.0
-        split = [
-            (kind, [members[i] for i in part])
-            for kind, members in kinds
-            for part in self._split([samples[i] for i in members])
-        ]
-        if self.optimizer.is_sharded:  # all ranks go through the model equally often
-            split += [(self.config.loss, [])] * (self.ranks.most(len(split), self.device) - len(split))
+        split: list[tuple[LossConfig, list[int]]] = []
+        for kind, members in kinds:
+            own_parts = [[members[i] for i in part] for part in self._split([samples[i] for i in members])]
+            if self.optimizer.is_sharded:  # all ranks go through the model equally often, and for the same losses
+                own_parts += [[]] * (self.ranks.most(len(own_parts), self.device) - len(own_parts))
+            split += [(kind, part) for part in own_parts]
         for kind, members in split:
             part, work = self._backward(kind, [samples[i] for i in members], [weights[i] for i in members], parts)
             loss, flops = loss + part, flops + work
@@ -196,7 +195,7 @@ class RLTrainer:
                 parts["reference_kl"].append(loss.reference_kl)
             return loss.total
 
-        needs_entropy = config.entropy_weight > 0
+        needs_entropy = config.entropy_weight > 0 or ":" in config.type  # a user's own may use it
         if config.ratio_type == "token":
             total = packed.loss(self.model, temperature_N, loss_of, needs_entropy)
         else:  # a sequence's tokens are needed together

@@ -27,30 +27,32 @@ class Source:
     """A data set that is read row by row, each time from its start. Raises ValueError, in words, for what cannot be
     found, read or used: where it is not found at once, else as it is come to."""
 
-    def __init__(self, name: str, split: str, streaming: bool = True) -> None:
-        self.name, self.split, self.path, self.streaming = name, split, Path(name), streaming
+    def __init__(self, name: str, split: str, streaming: bool = True, key: str = "data.name") -> None:
+        self.name, self.split, self.path, self.streaming, self.key = name, split, Path(name), streaming, key
         self.is_file = self.path.suffix in (".jsonl", ".json", ".parquet")
         if self.is_file and not self.path.is_file():
-            raise ValueError(f"data.name: no file {name}")
+            raise ValueError(f"{key}: no file {name}")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if not self.is_file:
-            rows = _read_hub(self.name, self.split, self.streaming)
+            rows = _read_hub(self.key, self.name, self.split, self.streaming)
         else:
             rows = _read_parquet(self.path) if self.path.suffix == ".parquet" else _read_jsonl(self.path)
         is_first = True
         for row in rows:
             if is_first and "messages" not in row and not {"prompt", "completion"} <= set(row):
-                raise ValueError(f"data.name: {self.name} needs the columns {COLUMNS}; it has {', '.join(sorted(row))}")
+                raise ValueError(
+                    f"{self.key}: {self.name} needs the columns {COLUMNS}; it has {', '.join(sorted(row))}"
+                )
             is_first = False
             yield row
         if is_first:
-            raise ValueError(f"data.name: {self.name} has no rows")
+            raise ValueError(f"{self.key}: {self.name} has no rows")
 
 
-def load_rows(name: str, split: str) -> list[dict[str, Any]]:
-    """The rows of a data set. Raises ValueError like `Source`."""
-    return list(Source(name, split, streaming=False))
+def load_rows(name: str, split: str, key: str = "data.name") -> list[dict[str, Any]]:
+    """The rows of a data set, which the configuration names by this key. Raises ValueError like `Source`."""
+    return list(Source(name, split, streaming=False, key=key))
 
 
 def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -76,14 +78,14 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{path} is not a readable parquet file: {error}") from None
 
 
-def _read_hub(name: str, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
+def _read_hub(key: str, name: str, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
     from datasets import load_dataset
 
     try:
         rows = load_dataset(name, split=split, streaming=streaming)
     except Exception as error:  # the library raises a dozen kinds for "not reachable" and "not there"
         raise ValueError(
-            f"data.name: {name} is no local .jsonl or .parquet file and cannot be loaded from the hub "
+            f"{key}: {name} is no local .jsonl or .parquet file and cannot be loaded from the hub "
             f"({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from None
     return iter(rows)
@@ -199,7 +201,7 @@ class Renderer:
     def __call__(self, row: dict[str, Any], number: int) -> Conversation | None:
         try:
             ids, mask = self.tokenizer.conversation_ids(to_messages(row), self.roles)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"row {number} of the data cannot be rendered: {error}") from None
         return (ids, mask) if len(ids) <= self.seq_len and any(mask[1:]) else None
 
@@ -207,7 +209,8 @@ class Renderer:
 def epoch(data: Conversations | FakeConversations, config: DataConfig, seed: int, number: int) -> Iterator[Row]:
     """The rows of one pass over the data; the order follows from seed and number."""
     draw, order, start = random.Random(f"{seed} {number}"), [], 0
-    for size, weight in zip(data.sizes, config.weights or [1.0] * len(data.sizes), strict=True):
+    weights = None if config.fake else config.weights
+    for size, weight in zip(data.sizes, weights or [1.0] * len(data.sizes), strict=True):
         own, part = range(start, start + size), round(weight % 1 * size)
         order += [*own] * int(weight) + (draw.sample(own, part) if part else [])
         start += size
@@ -249,14 +252,19 @@ def _rows(data: Data, config: DataConfig, seed: int, epochs: int | None) -> Iter
         return
     number = 0
     while epochs is None or number < epochs:
-        before = data.dropped
-        yield from epoch(data, config, seed, number)
-        if before == data.dropped == data.count:
+        is_empty = True
+        for row in epoch(data, config, seed, number):
+            is_empty = False
+            yield row
+        if is_empty and data.dropped == data.count:
             raise _nothing_fits(config)
+        if is_empty:
+            raise ValueError(f"data.weights {config.weights} of {data.sizes} rows leave no conversation to train on")
         number += 1
 
 
 def _nothing_fits(config: DataConfig) -> ValueError:
     return ValueError(
-        f"no conversation fits into data.seq-len {config.seq_len} (or none has a message of data.train-on)"
+        f"no conversation fits into data.seq-len {config.seq_len} and the model's positions, or none has a message of "
+        "data.train-on"
     )

@@ -58,7 +58,7 @@ def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
     keep_freed_memory()
     reads: Any = Source if config.data.streaming else load_rows
     rows = [] if config.data.fake else [reads(name, config.data.split) for name in config.data.name]
-    val_rows = [load_rows(config.val.name, config.val.split)] if config.val else []
+    val_rows = [load_rows(config.val.name, config.val.split, "val.name")] if config.val else []
     ranks = Ranks.join(config.ranks_timeout)
     if config.bench:
         return bench(config, rows, ranks)
@@ -135,7 +135,7 @@ class Trainer:
         """Takes the steps after `done`."""
         config = self.config
         data = self.data(rows)
-        val = Conversations(val_rows, self.loaded.tokenizer, config.data.seq_len, config.data.train_on)
+        val = Conversations(val_rows, self.loaded.tokenizer, self.longest, config.data.train_on)
         data_of_val = config.data.model_copy(update={"weights": None, "shuffle": False})
         max_steps = config.max_steps or sum(1 for _ in steps(data, config.data, config.seed, epochs=1))
         batches = islice(steps(data, config.data, config.seed), done, None)  # their order follows from the seed
@@ -152,11 +152,11 @@ class Trainer:
                 if self.metrics is not None:
                     self.metrics.log(0, values)
                     self.log.info("Before the first step: %s", self._evaluated(values))
+            step = done
             task = progress.add_task("sft", total=max_steps, completed=done, loss=float("nan"), rate=0.0)
             for step in range(done + 1, max_steps + 1):
                 values = self.step(step, max_steps, batches)
-                out_of_time = config.max_seconds is not None and time.perf_counter() - start >= config.max_seconds
-                is_last = step == max_steps or out_of_time
+                is_last = step == max_steps or self._is_over(start)
                 if config.val and (is_last or step % config.val.interval == 0):
                     values["val/loss"] = self.validate(val, data_of_val)
                 if config.eval and config.eval.is_due(step, step if is_last else max_steps):
@@ -167,20 +167,32 @@ class Trainer:
                     break
         if data.dropped:
             self.log.warning(
-                "%d of %d conversations were left out: longer than data.seq-len %d, or nothing to learn in them",
-                data.dropped, data.read, config.data.seq_len,
+                "%d of %d conversations were left out: longer than %d tokens (data.seq-len, or the positions of the "
+                "model), or nothing to learn in them", data.dropped, data.read, self.longest,
             )  # fmt: skip
         self.log.info(
             "Weights of step %d in %s (%.1f s)", step, self.run.weights / f"step_{step}", time.perf_counter() - start
         )
 
+    def _is_over(self, start: float) -> bool:
+        """Whether max_seconds have passed, for one of the ranks and so for all."""
+        limit = self.config.max_seconds
+        if limit is None:
+            return False
+        return bool(self.ranks.most(int(time.perf_counter() - start >= limit), self.device))
+
     def data(self, rows: DataSets) -> Data:
         config = self.config.data
         if config.fake:
-            return FakeConversations(FAKE_ROWS, config.seq_len, self.model.spec.vocab_size, self.config.seed)
+            return FakeConversations(FAKE_ROWS, self.longest, self.model.spec.vocab_size, self.config.seed)
         kind: Any = StreamedConversations if config.streaming else Conversations
-        data: Data = kind(rows, self.loaded.tokenizer, config.seq_len, config.train_on)
+        data: Data = kind(rows, self.loaded.tokenizer, self.longest, config.train_on)
         return data
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a conversation at most: a row, or what the model has positions for, and a last token."""
+        return min(self.config.data.seq_len, self.model.spec.max_position_embeddings + 1)
 
     def _write(self, step: int, values: dict[str, float], is_last: bool) -> None:
         config = self.config
@@ -205,14 +217,11 @@ class Trainer:
         start = time.perf_counter()
         seed_dropout(self.model, self.config.seed, step, self.ranks.rank)
         rows = next(batches)
-        size = self.config.data.micro_batch_size or len(rows)
         targets = sum(sum(mask[1:]) for row in rows for _, mask in row)
         mine = self.ranks.share(rows, [sum(len(ids) for ids, _ in row) for row in rows])
         tokens = sum(len(ids) for row in rows for ids, _ in row)
         loss, flops = torch.zeros((), device=self.device), 0.0
-        parts = [mine[i : i + size] for i in range(0, len(mine), size)]
-        if self.optimizer.is_sharded:  # all ranks go through the model equally often
-            parts += [[]] * (self.ranks.most(len(parts), self.device) - len(parts))
+        parts = self._parts(mine)
         for part in parts:
             micro = self._pack(part or NOTHING)
             flops += 3 * micro.flops(self.model.spec)
@@ -250,15 +259,23 @@ class Trainer:
             **({} if used is None else {"perf/mfu": used}),
         }
 
+    def _parts(self, mine: list[Row]) -> list[list[Row]]:
+        """This rank's rows in micro-batches. Where ranks share the model all go through it equally often."""
+        size = self.config.data.micro_batch_size or max(1, len(mine))
+        parts = [mine[i : i + size] for i in range(0, len(mine), size)]
+        if self.optimizer.is_sharded:
+            parts += [[]] * (self.ranks.most(len(parts), self.device) - len(parts))
+        return parts
+
     @torch.no_grad()
     def validate(self, data: Conversations, config: DataConfig) -> float:
         """Mean loss over the targets of the validation data."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # of losses, of targets
         for rows in steps(data, config, seed=0, epochs=1):
-            mine = rows[self.ranks.rank :: self.ranks.count]
-            micro = self._pack(mine or NOTHING)
-            found = torch.tensor([float(cross_entropy_sum(micro, self.model)), len(micro.targets_N)]).to(sums)
-            sums += found if mine else 0.0
+            for part in self._parts(rows[self.ranks.rank :: self.ranks.count]):
+                micro = self._pack(part or NOTHING)
+                found = torch.tensor([float(cross_entropy_sum(micro, self.model)), len(micro.targets_N)]).to(sums)
+                sums += found if part else 0.0
         total, targets = self.ranks.sum(sums).tolist()
         return total / targets
 
