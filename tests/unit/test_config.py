@@ -11,8 +11,9 @@ from hone.cli import COMMANDS, import_object
 from hone.config.base import ConfigError, Typed, load_config
 from hone.config.help import help_text, to_toml
 from hone.config.inference import InferenceConfig
-from hone.config.rl import RLConfig
+from hone.config.rl import RLConfig, TrainerRunConfig
 from hone.config.sft import SFTConfig
+from hone.launch.processes import component_configs
 
 RL = """
 max_steps = 20
@@ -191,3 +192,33 @@ def test_arguments_of_an_environment_have_the_types_that_they_look_like():
         "max_chars": 8, "share": 0.5, "strict": True, "texts": "generated", "code": "007", "quoted": "8",
     }  # fmt: skip
     assert type(config.model.name) in (str, Typed) and config.model.name == "m"
+
+
+def test_names_of_the_users_own_stay_as_they_are_written(tmp_path):
+    """Through the files that processes are started with, too."""
+    (tmp_path / "rl.toml").write_text(
+        'model.name = "m"\n[[orchestrator.env]]\nid = "reverse-text"\nalgorithm = "gspo"\n'
+        'args = {min-chars = 3, mix = {"gsm-8k" = 0.5}}\n'
+        '[[orchestrator.env]]\nid = "my-task"\n[trainer.loss-of.my-task]\ntype = "ppo"\nclip-high = 0.3\n'
+    )
+    config = load_config(RLConfig, ["@", str(tmp_path / "rl.toml"), "--trainer.loss-of.my-task.clip-low", "0.1"])
+    assert set(config.trainer.loss_of) == {"reverse-text", "my-task"}
+    assert (config.trainer.loss_of["my-task"].clip_high, config.trainer.loss_of["my-task"].clip_low) == (0.3, 0.1)
+    assert config.orchestrator.env[0].args == {"min_chars": 3, "mix": {"gsm-8k": 0.5}}
+    trainer = component_configs(config, has_key=False)["trainer"]
+    (tmp_path / "trainer.toml").write_text(to_toml(trainer))
+    read = load_config(TrainerRunConfig, ["@", str(tmp_path / "trainer.toml")])
+    assert read.loss_of == config.trainer.loss_of and read.loss_of["reverse-text"].ratio_type == "sequence"
+    assert load_config(InferenceConfig, ["--model.name", "m", "--adapters.my-lora", "x"]).adapters == {
+        "my-lora": Path("x")
+    }
+
+
+def test_an_algorithm_in_a_components_file_is_that_of_the_run(tmp_path):
+    (tmp_path / "o.toml").write_text('algorithm = "dapo"\nenv = {id = "reverse-text"}\n')
+    (tmp_path / "t.toml").write_text("max_steps = 3\n")
+    name, files = ["--model.name", "m"], [f"{tmp_path}/o.toml", f"{tmp_path}/t.toml"]
+    config = load_config(RLConfig, ["--orchestrator", "@", files[0], "--trainer", "@", files[1], *name])
+    other = load_config(RLConfig, ["--orchestrator.env.id", "reverse-text", "--algorithm", "dapo", *name])
+    assert config.algorithm == "dapo" and config.trainer.loss.type == "ppo"
+    assert (config.trainer.loss, config.orchestrator.advantage) == (other.trainer.loss, other.orchestrator.advantage)

@@ -46,7 +46,7 @@ def _without_secrets(value: Any) -> Any:
 
 def load_config(cls: type[C], argv: list[str]) -> C:
     """The configuration of a command from its arguments. Raises ConfigError."""
-    values, origins = parse_argv(argv)
+    values, origins = parse_argv(argv, users_keys(cls))
     files_for = {one[2:] for one, two in itertools.pairwise(argv) if one.startswith("--") and two.startswith("@")}
     values = cls.prepare(values, origins, files_for)
     try:
@@ -55,8 +55,8 @@ def load_config(cls: type[C], argv: list[str]) -> C:
         raise ConfigError(explain(error, cls, origins)) from None
 
 
-def parse_argv(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The arguments as one nested dict, and for each dotted key where its value came from.
+def parse_argv(argv: list[str], free: dict[str, bool]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The arguments as one nested dict, and for each dotted key where its value came from. `free`: the `users_keys`.
 
     Files come first and later files win over earlier ones; then the overrides, in their order.
     """
@@ -67,15 +67,15 @@ def parse_argv(argv: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
     while rest:
         word = rest.pop(0)
         if word.startswith("@"):
-            _merge_file(files, [], word[1:] or _next(rest, "@"), origins)
+            _merge_file(files, [], word[1:] or _next(rest, "@"), origins, free)
         elif word.startswith("--") and len(word) > 2:
             name, has_value, value = word[2:].partition("=")
-            path = name.replace("-", "_").split(".")
+            path = _path(name, free)
             if has_value:
                 _assign(overrides, path, _scalar(value), word)
             elif rest and rest[0].startswith("@"):
                 at = rest.pop(0)
-                _merge_file(files, path, at[1:] or _next(rest, f"{word} @"), origins)
+                _merge_file(files, path, at[1:] or _next(rest, f"{word} @"), origins, free)
                 continue
             elif rest and not rest[0].startswith("--"):
                 _assign(overrides, path, _scalar(rest.pop(0)), word)
@@ -105,7 +105,9 @@ def _next(rest: list[str], what: str) -> str:
     return rest.pop(0)
 
 
-def _merge_file(files: dict[str, Any], path: list[str], name: str, origins: dict[str, str]) -> None:
+def _merge_file(
+    files: dict[str, Any], path: list[str], name: str, origins: dict[str, str], free: dict[str, bool]
+) -> None:
     try:
         with open(name, "rb") as file:
             content = tomllib.load(file)
@@ -118,7 +120,7 @@ def _merge_file(files: dict[str, Any], path: list[str], name: str, origins: dict
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} is not valid TOML: {error}") from None
-    content = _clear_none(_snake(content))
+    content = _clear_none(_snake(content, free, path[-1] if path else ""))
     for key in _leaves(content, path):
         origins[key] = name
     for part in reversed(path):
@@ -126,10 +128,40 @@ def _merge_file(files: dict[str, Any], path: list[str], name: str, origins: dict
     files.update(merge(files, content))
 
 
-def _snake(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k.replace("-", "_"): _snake(v) for k, v in value.items()}
-    return [_snake(v) for v in value] if isinstance(value, list) else value
+def users_keys(cls: type[Config]) -> dict[str, bool]:
+    """Names of the keys whose tables have keys of the user's own (of environments, adapters, arguments), which stay as
+    they are written; and whether what these hold is a section, with keys of ours again."""
+    found: dict[str, bool] = {}
+    for name, field in cls.model_fields.items():
+        section = section_type(field.annotation)
+        if dict in (field.annotation, getattr(field.annotation, "__origin__", None)):
+            found[name] = section is not None
+        if section is not None:
+            found |= users_keys(section)
+    return found
+
+
+def _path(name: str, free: dict[str, bool]) -> list[str]:
+    """The parts of a dotted key, ours in the form that they have in Python."""
+    path: list[str] = []
+    rest = name.split(".")
+    while rest:
+        path.append(rest.pop(0).replace("-", "_"))
+        if path[-1] in free:
+            count = 1 if free[path[-1]] else len(rest)
+            path, rest = path + rest[:count], rest[count:]
+    return path
+
+
+def _snake(value: Any, free: dict[str, bool], under: str = "") -> Any:
+    if isinstance(value, list):
+        return [_snake(one, free) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if under in free:
+        return {key: _snake(one, free) if free[under] else one for key, one in value.items()}
+    names = {key: key.replace("-", "_") for key in value}
+    return {names[key]: _snake(one, free, names[key]) for key, one in value.items()}
 
 
 def _clear_none(value: Any) -> Any:

@@ -133,7 +133,6 @@ class RLConfig(ResumableConfig):
     @classmethod
     def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
         """Takes what the components say of shared keys to the top; sees which deployment is meant."""
-        values = with_algorithms(values)
         client = (values.get("orchestrator") or {}).get("client") or {}
         if files_for & set(COMPONENTS) or "base_url" in client:
             values.setdefault("deployment", "processes")
@@ -157,7 +156,7 @@ class RLConfig(ResumableConfig):
                 said_by[name] = origin
         for name, origin in said_by.items():
             origins.setdefault(name, origin)
-        return super().prepare(merge(shared, values), origins, files_for)
+        return super().prepare(with_algorithms(merge(shared, values)), origins, files_for)
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

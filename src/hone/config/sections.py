@@ -82,12 +82,18 @@ class BroadcastConfig(Config):
     """nccl: the trainer's address. Servers on other machines need one that they reach."""
 
 
+def arguments(value: Any) -> Any:
+    """Arguments of a Python function: a name has no dash."""
+    value = untyped(value)
+    return {key.replace("-", "_"): one for key, one in value.items()} if isinstance(value, dict) else value
+
+
 class EnvConfig(Config):
     id: str
     """Environment id: `reverse-text` is the installed module reverse_text."""
     name: str | None = None
     """By which metrics know it; its id unless given. With names an environment may stand there twice."""
-    args: Annotated[dict[str, Any], BeforeValidator(untyped)] = Field(default={})
+    args: Annotated[dict[str, Any], BeforeValidator(arguments)] = Field(default={})
     """Arguments of its load_environment."""
     workers: Annotated[int, Field(ge=0)] = 0
     """Processes of its own that it runs in, for environments that block, crash or hang; 0: in ours."""
