@@ -67,6 +67,10 @@ def test_a_completion_goes_on_from_what_was_written_elsewhere(server, trained):
     assert joined["token_logprobs"] == pytest.approx(scored[-8:], abs=1e-4)
     refused = chat(server, trained, so_far=[before, before])
     assert refused.status_code == 400 and "so_far is for each of n" in refused.text
+    refused = chat(server, trained, so_far=[before | {"ids": [10**12] * 5}])
+    assert refused.status_code == 400 and "the model has no token 1000000000000" in refused.text
+    refused = chat(server, trained, so_far=[before | {"ids": [1]}])
+    assert refused.status_code == 400 and "of different lengths" in refused.text
     state = httpx.post(server.url.removesuffix("/v1") + "/progress", json={}).json()
     assert state == {"running": 0, "waiting": 0, "partials": {}}
 
@@ -169,6 +173,7 @@ def test_a_client_that_hangs_up_frees_its_place(server, trained):
     start = time.perf_counter()
     assert chat(server, trained).status_code == 200
     assert time.perf_counter() - start < 3  # 200 x 1900 tokens would take ten seconds and more
+    assert "Traceback" not in server.log.read_text()
 
 
 def test_curl(server, trained):

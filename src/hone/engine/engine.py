@@ -127,7 +127,8 @@ class Engine:
     def add(self, request: GenerateRequest, on_finish: Callable[[Completion], None]) -> Sequence:
         """Queues a request; max_tokens is cut to what fits.
 
-        Raises ValueError for an empty or overlong prompt and an adapter that is not loaded.
+        Raises ValueError for an empty or overlong prompt, tokens that the model has not, and an adapter that is not
+        loaded.
         """
         room = self.max_model_len - len(request.prompt_ids)
         if not request.prompt_ids:
@@ -137,6 +138,9 @@ class Engine:
                 f"This model's maximum context length is {self.max_model_len} tokens, "
                 f"the prompt alone has {len(request.prompt_ids)}"
             )
+        beyond = max(request.prompt_ids) if min(request.prompt_ids) >= 0 else min(request.prompt_ids)
+        if not 0 <= beyond < self.sampler.vocab_size:
+            raise ValueError(f"the model has no token {beyond}: its vocabulary is {self.sampler.vocab_size}")
         deadline = None if request.timeout is None else time.monotonic() + request.timeout
         adapter = self.adapters.number(request.adapter)
         sequence = Sequence(request, on_finish, min(request.sampling.max_tokens, room), deadline, adapter)

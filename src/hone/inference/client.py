@@ -39,7 +39,10 @@ class HttpClient:
         limits = httpx.Limits(max_connections=None)
         # Several small pools: the cost of a request in httpx grows with the connections of its pool.
         pools = -(-max_concurrent // 32)
-        self.pools = [httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits) for _ in range(pools)]
+        # A proxy of the environment's is for what is elsewhere.
+        options: Any = {"headers": headers, "timeout": timeout, "limits": limits}
+        options["trust_env"] = httpx.URL(self.base_url).host not in ("localhost", "127.0.0.1", "::1")
+        self.pools = [httpx.AsyncClient(**options) for _ in range(pools)]
         self.turn = itertools.cycle(self.pools)
 
     async def __aenter__(self) -> "HttpClient":

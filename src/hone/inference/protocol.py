@@ -45,6 +45,12 @@ class Written(BaseModel):
     logprobs: list[float]
     versions: list[int]
 
+    @model_validator(mode="after")
+    def _of_equal_length(self) -> "Written":
+        if not len(self.ids) == len(self.logprobs) == len(self.versions):
+            raise ValueError("ids, logprobs and versions are of different lengths")
+        return self
+
 
 class ChatRequest(BaseModel):
     """A request; null counts as absent, keys that the engine does not know are ignored."""

@@ -88,6 +88,8 @@ def build_app(served: Served, api_key: str | None = None) -> FastAPI:
                 completions = [joined(one, rest) for one, rest in zip(body.so_far, completions, strict=True)]
         except ValueError as error:
             return _refuse(400, str(error))
+        except HungUp:
+            return Response(status_code=499)  # nobody reads it
         return JSONResponse(chat_response(body, prompt_ids, completions, tokenizer))
 
     return app
@@ -109,13 +111,22 @@ class KeyGuard:
         await self.app(scope, receive, send)
 
 
+class HungUp(Exception):
+    """The client has gone."""
+
+
 async def unless_gone(connection: Request, *work: Coroutine[Any, Any, T]) -> list[T]:
-    """The results, in order. When the client hangs up first, all of it is cancelled."""
+    """The results, in order. When the client hangs up first, all of it is cancelled. Raises HungUp."""
     results = asyncio.gather(*work)
     hung_up = asyncio.ensure_future(connection.receive())  # after the body this says only that the client is gone
     hung_up.add_done_callback(lambda _: results.cancel())
     try:
         return await results
+    except asyncio.CancelledError:
+        me = asyncio.current_task()
+        if not hung_up.done() or me is None or me.cancelling():
+            raise  # the server is being ended
+        raise HungUp from None
     finally:
         hung_up.cancel()
 
@@ -183,7 +194,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(config: InferenceConfig) -> None:
     """Loads the model and serves it until interrupted."""
-    api_key = config.api_key or os.environ.get(API_KEY_VARIABLE)
+    api_key = config.api_key or os.environ.get(API_KEY_VARIABLE) or None
     host = config.server.host or ("127.0.0.1" if api_key is None else "0.0.0.0")
     if api_key is None and host not in ("127.0.0.1", "::1", "localhost"):
         log.warning("serving on %s without an API key: whoever reaches this address can use the model", host)
