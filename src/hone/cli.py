@@ -149,7 +149,7 @@ def _dry_run(command: str, config) -> None:  # type: ignore[no-untyped-def]
 
     text = to_toml(config)
     print(text, end="")
-    if hasattr(config, "output_dir"):
+    if hasattr(config, "clean"):  # it would make a run
         run = RunDirectory(config.output_dir, "sft" if command == "sft" else "rl")
         if run.earlier_run():
             print(f"# not written: {run.path} holds an earlier {run.command} run")

@@ -1,6 +1,7 @@
 """Environments: the protocol, parsers, rubrics, the registry, and reverse-text."""
 
 import asyncio
+import functools
 
 import pytest
 
@@ -51,6 +52,17 @@ def test_a_reward_function_that_raises_or_is_not_finite_counts_zero():
 
     env = vf.SingleTurnEnv(dataset=[{"question": "q"}], rubric=vf.Rubric(funcs=[broken, infinite, lambda **_: 1.0]))
     assert rollout(env, "a").reward == 1.0
+
+
+def test_functions_of_one_name_and_without_a_name():
+    def good(answer):
+        return 1.0
+
+    half = functools.partial(lambda answer, by: 1 / by, by=2)
+    rubric = vf.Rubric([good, lambda answer: 0.25, lambda answer: 0.5, half], [1, 1, 1, 2])
+    reward, metrics = asyncio.run(rubric.score(answer="x"))
+    assert reward == 2.75
+    assert metrics == {"good": 1.0, "<lambda>": 0.25, "<lambda>_2": 0.5, "<lambda>_3": 0.5}
 
 
 def test_rows_without_a_question_and_rubrics_with_odd_weights_are_refused():

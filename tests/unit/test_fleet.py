@@ -162,6 +162,23 @@ def test_what_a_lost_server_had_written_is_gone_on_from_or_begun_again(goes_on, 
     run(program, monkeypatch, 2, goes_on)
 
 
+def test_where_no_server_is_left_whoever_waits_is_told(monkeypatch):
+    async def program(fleet, clients):
+        fleet.deadline = 0.2
+        waiting = ask(fleet, 1)
+        await until(lambda: clients[0].asked)
+        clients[0].alive = False
+        clients[0].gone.set()
+        with pytest.raises(ConnectionError, match="to come up again"):
+            await waiting
+        with pytest.raises(ConnectionError, match="to come up again"):
+            await ask(fleet, 2)
+        with pytest.raises(ConnectionError):
+            await fleet.ended
+
+    run(program, monkeypatch)
+
+
 def test_a_connection_that_breaks_is_no_lost_server(monkeypatch, caplog):
     async def program(made, clients):
         (client,) = clients

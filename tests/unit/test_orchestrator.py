@@ -65,6 +65,50 @@ def run(program):
     return asyncio.run(program)
 
 
+def test_an_error_of_a_group_is_not_forgotten_for_the_next_that_is_well():
+    class Teacher:
+        async def score(self, samples):
+            if samples[0].ids[2] % 2:
+                raise ConnectionError("the teacher is gone")
+
+        async def close(self):
+            pass
+
+    async def program():
+        made = orchestrator(Model())
+        made.teacher = Teacher()
+        made.settings = {name: one.model_copy(update={"teacher_logprobs": True}) for name, one in made.settings.items()}
+        made.adopted(0)
+        await asyncio.sleep(0.05)
+        with pytest.raises(ConnectionError, match="the teacher is gone"):
+            await made.collect(1)
+        await made.close()
+
+    run(program())
+
+
+@pytest.mark.parametrize("answer", [None, "none"])
+def test_an_environment_that_gives_no_rollout_fails_that_rollout(answer):
+    class Odd(Digits):
+        async def rollout(self, client, example, sampling):
+            rollout = await super().rollout(client, example, sampling)
+            if sampling.seed % 2:
+                return rollout
+            if answer is None:
+                return None
+            rollout.reward = answer
+            return rollout
+
+    async def program():
+        made = orchestrator(Model(), Odd())
+        made.adopted(0)
+        collected = await made.collect(1)
+        await made.close()
+        return collected
+
+    assert run(program()).metrics["progress/failed"] == 8
+
+
 def test_on_policy_the_groups_of_a_step_follow_from_its_number():
     async def steps(first, count, progress=None):
         made = orchestrator(Model(lambda seed: (seed % 7) / 1000))
@@ -79,7 +123,11 @@ def test_on_policy_the_groups_of_a_step_follow_from_its_number():
     whole, start = run(steps(1, 6)), run(steps(1, 3))
     assert [[g.task.number for g in c.groups] for c in whole] == [[4 * i + k for k in range(4)] for i in range(6)]
     rest = run(steps(4, 3, start[-1].progress))
+    of = start[-1].progress.pop("of")
     assert start[-1].progress == {"step": 3, "next": 12, "untrained": [], "streams": [[0, 12, 0.0]]}
+    other = orchestrator(Model(), batch_size=20)
+    with pytest.raises(ValueError, match="batch_size / rollouts_per_example differs from the run's: it had 4, found 5"):
+        other.go_on(4, {**start[-1].progress, "of": of})
     for one, two in zip(whole, start + rest, strict=True):
         assert [s.ids for s in one.batch.samples] == [s.ids for s in two.batch.samples]
         assert one.metrics["batch/off_policy_level/max"] == two.metrics["batch/off_policy_level/max"] == 0

@@ -1,13 +1,24 @@
 """Chat rendering and tokenisation against transformers, on templates of several families."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers
 
+from hone.engine.engine import Engine
+from hone.inference.control import Served
+from hone.inference.service import EngineService
+from hone.models.hf import read_model_config, write_description, write_model
+from hone.models.proof import checksum
+from hone.models.spec import parse_model_config
+from hone.models.transformer import Transformer
 from hone.text.chat import ChatTemplate
 from hone.text.tokenizer import Tokenizer
+
+MODEL = Path(__file__).parents[2] / "examples" / "reverse_text_tiny" / "model"
 
 CHATML = """{%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
@@ -170,3 +181,23 @@ def test_mistakes_are_named(save, tmp_path):
     (directory / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="not a readable tokenizer"):
         Tokenizer(directory)
+
+
+def test_a_server_that_joins_later_takes_the_text_of_all_versions(tmp_path):
+    """As one that was started again, from a base with another template: version 7 has weights alone."""
+    spec = parse_model_config(read_model_config(MODEL))
+    model, other = Transformer(spec), Transformer(spec)
+    for one, seed in ((model, 0), (other, 1)):
+        one.init_weights(torch.Generator().manual_seed(seed))
+    base = write_model(model, MODEL, tmp_path / "base")
+    (base / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    version = write_model(other, MODEL, tmp_path / "broadcasts" / "step_7", with_text=False)
+    write_description(MODEL, tmp_path / "broadcasts" / "text", torch.float32, with_text=True)
+    served = Served(EngineService(Engine(model)), Tokenizer(base), "base")
+    messages = [{"role": "user", "content": "abc"}]
+    assert len(served.tokenizer.prompt_ids(messages)) == 3
+    assert served.update(version, 7, None, None, None)["checksum"] == checksum(other)
+    ours = served.tokenizer
+    assert ours.prompt_ids(messages) == Tokenizer(MODEL).prompt_ids(messages)
+    served.update(version, 8, None, None, None)
+    assert served.tokenizer is ours  # read once

@@ -6,10 +6,13 @@ import time
 import pytest
 import torch
 
+from hone.config.rl import OrchestratorRunConfig
 from hone.models.proof import canary_ids, checksum, score
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
+from hone.orchestrator.weights import Weights
 from hone.records import Batch, Sample
+from hone.run_directory import RunDirectory
 from hone.transport import waiting
 from hone.transport.files import (
     Canary,
@@ -112,3 +115,23 @@ def test_the_checksum_sees_every_byte():
     with torch.no_grad():
         two.blocks[1].mlp.down.weight[3, 5] *= 1 + 1e-6
     assert checksum(one) != checksum(two)
+
+
+def test_no_version_that_is_to_be_evaluated_is_passed_over(tmp_path):
+    run = RunDirectory(tmp_path, "rl")
+    run.id = "a"
+    for version in range(1, 6):
+        partial = run.broadcasts / f"step_{version}.partial"
+        partial.mkdir(parents=True)
+        canary = Canary([1, 2], [0.0])
+        publish_delivery(partial, Delivery("a", version, "", "float32", canary, {"x": version}, {}, False, "", 0, 0.0))
+    config = OrchestratorRunConfig.model_validate({"env": {"id": "x"}, "model": {"name": "m"}})
+    weights, trained = Weights(run, config, LOG), []
+
+    class Rows:
+        def trained(self, version, values):
+            trained.append(version)
+
+    weights.is_evaluated = lambda version: version % 3 == 0
+    assert [weights.look(Rows()).version for _ in range(2)] == [3, 5] and weights.look(Rows()) is None
+    assert trained == [1, 2, 4]  # whoever looks gives the others their rows

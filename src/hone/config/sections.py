@@ -88,6 +88,10 @@ def arguments(value: Any) -> Any:
     return {key.replace("-", "_"): one for key, one in value.items()} if isinstance(value, dict) else value
 
 
+def true_or_false(value: Any) -> Any:
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
 class EnvConfig(Config):
     id: str
     """Environment id: `reverse-text` is the installed module reverse_text."""
@@ -137,6 +141,8 @@ class EvalConfig(Config):
     """0 is greedy."""
     max_tokens: Positive = 128
     """Longest completion."""
+    timeout: Annotated[float, Field(gt=0)] = 1800.0
+    """Seconds that a rollout may take, with its wait for the others; then it counts as failed."""
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether the model is to be evaluated after that step, 0 being before the first."""
@@ -225,7 +231,7 @@ class ResumableConfig(RunConfig):
     ranks_timeout: Annotated[float, Field(gt=0)] = 1800.0
     """Under torchrun: seconds that one process waits for another before the run is given up."""
 
-    resume: bool | str = False
+    resume: Annotated[bool | str, BeforeValidator(true_or_false)] = False
     """Go on from the last whole checkpoint in output_dir; auto: from the start if there is none; never; or from the
     checkpoint given, a checkpoints/step_N."""
     ckpt: CkptConfig | None = None

@@ -20,6 +20,15 @@ class ModelClient(Protocol):
     async def chat(self, messages: list[Message], sampling: Sampling) -> Turn: ...
 
 
+def checked(rollout: Any) -> Rollout:
+    """What an environment gave, with numbers as Python has them. Raises TypeError where it is no rollout."""
+    if not isinstance(rollout, Rollout):
+        raise TypeError(f"rollout() gave {type(rollout).__name__}, not a Rollout")
+    rollout.reward = float(rollout.reward)
+    rollout.metrics = {name: float(value) for name, value in rollout.metrics.items()}
+    return rollout
+
+
 class Environment(ABC):
     """Base of environments. `dataset` and `eval_dataset` are Hugging Face data sets or lists of rows."""
 

@@ -41,11 +41,24 @@ class Rubric:
     async def score(self, **available: Any) -> tuple[float, dict[str, float]]:
         """The reward and the value of every function; `available` is what functions may ask for."""
         available.setdefault("parser", self.parser)
-        metrics: dict[str, float] = {}
+        values = [await _call(func, available) for func in self.funcs]
+        reward = sum(w * v for w, v in zip(self.weights, values, strict=True))
+        return reward, dict(zip(self._names(), values, strict=True))
+
+    def _names(self) -> list[str]:
+        """Of the functions; the second of a name is NAME_2."""
+        names: list[str] = []
         for func in self.funcs:
-            metrics[func.__name__] = await _call(func, available)
-        reward = sum(w * v for w, v in zip(self.weights, metrics.values(), strict=True))
-        return reward, metrics
+            name = _name(func)
+            same = sum(one == name or one.startswith(f"{name}_") for one in names)
+            names.append(f"{name}_{same + 1}" if name in names else name)
+        return names
+
+
+def _name(func: RewardFunction) -> str:
+    while isinstance(func, functools.partial):
+        func = func.func
+    return str(getattr(func, "__name__", type(func).__name__))
 
 
 @functools.lru_cache(maxsize=256)
@@ -64,9 +77,9 @@ async def _call(func: RewardFunction, available: dict[str, Any]) -> float:
         value = func(**arguments)
         value = float(await value if inspect.isawaitable(value) else value)
     except Exception as error:  # a user's function: whatever it raises must not end the run
-        log.warning("reward function %s raised %s: %s; it counts 0", func.__name__, type(error).__name__, error)
+        log.warning("reward function %s raised %s: %s; it counts 0", _name(func), type(error).__name__, error)
         return 0.0
     if not math.isfinite(value):
-        log.warning("reward function %s returned %s; it counts 0", func.__name__, value)
+        log.warning("reward function %s returned %s; it counts 0", _name(func), value)
         return 0.0
     return value

@@ -9,7 +9,7 @@ import numpy as np
 
 from hone.config.sections import EvalConfig
 from hone.environments import Environment
-from hone.environments.environment import ModelClient
+from hone.environments.environment import ModelClient, checked
 from hone.records import Example, Rollout, Sampling
 
 
@@ -29,17 +29,22 @@ async def _rollouts(config: EvalConfig, environment: Environment, client: ModelC
     examples, n = environment.get_eval_dataset()[: config.num_examples], config.rollouts_per_example
     seeds = [[(seed << 40) + i * n + k for k in range(n)] for i in range(len(examples))]
     jobs = [
-        attempt(environment, client, example, Sampling(config.temperature, config.max_tokens, one))
+        attempt(environment, client, example, Sampling(config.temperature, config.max_tokens, one), config.timeout)
         for example, of_example in zip(examples, seeds, strict=True)
         for one in of_example
     ]
     return await asyncio.gather(*jobs)
 
 
-async def attempt(environment: Environment, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
+async def attempt(
+    environment: Environment, client: ModelClient, example: Example, sampling: Sampling, timeout: float | None = None
+) -> Rollout:
     """A rollout, or one that carries its error."""
     try:
-        return await environment.rollout(client, example, sampling)
+        async with asyncio.timeout(timeout):
+            return checked(await environment.rollout(client, example, sampling))
+    except TimeoutError:
+        return Rollout(example, [], [], error=f"no end within {timeout} s")
     except Exception as error:  # environments are users' code: theirs may raise anything
         return Rollout(example, [], [], error=f"{type(error).__name__}: {error}")
 

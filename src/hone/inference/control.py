@@ -35,7 +35,7 @@ from hone.models.lora import merge_adapter
 from hone.models.proof import checksum_of, fingerprints, scores
 from hone.models.spec import parse_model_config, read_model_config
 from hone.text.tokenizer import Tokenizer
-from hone.transport.files import Superseded
+from hone.transport.files import TEXT, Superseded
 from hone.transport.network import Receiver
 
 log = logging.getLogger("hone.inference")
@@ -49,6 +49,7 @@ class Served:
     def __init__(self, service: EngineService, tokenizer: Tokenizer, name: str) -> None:
         self.service, self.name = service, name
         self.receiver = Receiver()
+        self._text: tuple[Path, int] | None = None  # that the tokenizer came from
         self.set_tokenizer(tokenizer)
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
@@ -64,7 +65,9 @@ class Served:
         """Takes the weights of a directory, or of `base` with the adapter there merged into it, or from the trainer at
         `source`, on the compute thread. Raises ValueError for what is no such model."""
         engine, directory = self.engine, base or delivered
-        tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
+        files = [place / "tokenizer.json" for place in (delivered.parent / TEXT, directory)]
+        text = next(((file, file.stat().st_mtime_ns) for file in files if file.is_file()), None)
+        tokenizer = Tokenizer(text[0].parent) if text and text != self._text else None
         spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))
         if spec == engine.model.spec:
             model = engine.model
@@ -85,6 +88,7 @@ class Served:
             self.service.engine = engine.with_model(model, version)
         if tokenizer is not None:
             self.set_tokenizer(tokenizer)
+            self._text = text
         self.name = name or self.name
         log.info("Took version %d of %s from %s", version, self.name, delivered)
         return self.state()

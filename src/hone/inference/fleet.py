@@ -178,6 +178,9 @@ class Fleet:
                     heapq.heappush(self._queue, run)
                 run.futures.append(one.future)
                 last = one.sampling.seed
+        if self.ended.done():
+            for run in self._queue:
+                _refuse(run, self.ended.exception())
         self._dispatch()
 
     def _dispatch(self) -> None:
@@ -235,9 +238,7 @@ class Fleet:
             if not run.is_over:
                 raise
         except Exception as error:  # a refusal: each rollout that waits learns of it
-            for future in run.futures:
-                if not future.done():
-                    future.set_exception(error)
+            _refuse(run, error)
         else:
             for future, turn in zip(run.futures, turns, strict=True):
                 if not future.done():
@@ -288,10 +289,20 @@ class Fleet:
             self.log.warning("%s", error)
             if not self.up and not self.ended.done():
                 self.ended.set_exception(error)
+                self.ended.exception()  # who waits for an answer learns of it too
+                for run in self._queue:
+                    _refuse(run, error)
             return
         server.is_up, server.limit = True, math.inf
         self.log.info("The server at %s is back, with version %d", server.client.base_url, server.version)
         self._dispatch()
+
+
+def _refuse(run: _Run, error: BaseException | None) -> None:
+    """Tells each that waits for it."""
+    for future in run.futures:
+        if not future.done():
+            future.set_exception(error or ConnectionError("no server is left"))
 
 
 class Urgent:

@@ -18,13 +18,14 @@ def metrics_of(
     rollouts = [r for g in groups for r in g.rollouts if not r.error]
     used = [g for g in groups if not g.unused] + again
     dropped, failures = (sum(counts, Counter[str]()) for counts in zip(*((g.dropped, g.failures) for g in groups)))
-    prompt = [sum(len(t.prompt_ids) for t in r.turns[-1:]) for r in rollouts]
+    prompt = [len(r.turns[0].prompt_ids) for r in rollouts]
     completion = [tokens_of(r) for r in rollouts]
+    whole = [len(r.turns[-1].prompt_ids) + len(r.turns[-1].completion.ids) for r in rollouts]  # with earlier turns
     lags = [step - 1 - g.version for g in [*groups, *again]]
     values: dict[str, float] = {
         "progress/step": step,
         "progress/samples": len(rollouts),
-        "progress/tokens": sum(prompt) + sum(completion),
+        "progress/tokens": sum(whole),
         "progress/failed": sum(len(g.rollouts) for g in groups) - len(rollouts),
         **{f"failures/{cause}": failures[cause] for cause in FAILURES},
         **summary("reward", np.array([r.reward for r in rollouts])),
@@ -41,7 +42,7 @@ def metrics_of(
         **summary("prompt_len", prompt),
         **summary("completion_len", completion),
         "completion_len/total": sum(completion),
-        **summary("seq_len", [a + b for a, b in zip(prompt, completion, strict=True)]),
+        **summary("seq_len", whole),
         "is_truncated/mean": float(np.mean([r.is_truncated for r in rollouts])) if rollouts else 0.0,
     }
     for env in environments:

@@ -20,6 +20,7 @@ import numpy as np
 
 from hone.config.orchestrator import OrchestratorConfig
 from hone.environments import Environment
+from hone.environments.environment import checked
 from hone.orchestrator.conversation import Conversation, TokenClient
 from hone.orchestrator.group import Group, judge
 from hone.orchestrator.metrics import metrics_of
@@ -73,6 +74,13 @@ class Orchestrator:
             )
         self.settings = {env.known_as: config.of(env.known_as) for env in config.env}
         self.largest = max(settings.rollouts_per_example for settings in self.settings.values())
+        # What the numbers of groups and the seeds of rollouts mean.
+        self._kind = {
+            "seed": seed,
+            "batch_size / rollouts_per_example": config.prompts_per_step,
+            "rollouts_per_example of environments": {k: one.rollouts_per_example for k, one in self.settings.items()},
+            "examples of environments": {name: len(examples) for name, examples in self.examples.items()},
+        }
         self.replay = Replay(config.buffer.replay)
         self.schedule = self._schedule(None)
         self.step, self.last_step, self.version = 1, math.inf, -1
@@ -85,6 +93,10 @@ class Orchestrator:
 
     def go_on(self, first: int, progress: dict[str, Any] | None, rollouts: Path | None = None) -> None:
         """From step `first` on, after one that left this behind, or nothing; `rollouts`: where those of steps are."""
+        before = (progress or {}).get("of", self._kind)
+        for key, now in self._kind.items():
+            if before.get(key) != now:
+                raise ValueError(f"--resume: {key} differs from the run's: it had {before.get(key)}, found {now}")
         self.step, self.schedule = first, self._schedule(progress)
         if progress is None:
             for _ in range((first - 1) * self.config.prompts_per_step):
@@ -110,11 +122,13 @@ class Orchestrator:
         self._drop_stale()
         self._begin()
         count = self.config.prompts_per_step
-        while len(self.ready) < count:
-            self._changed.clear()
-            await self._changed.wait()
+        while True:
             if self._error is not None:
                 raise self._error
+            if len(self.ready) >= count:
+                break
+            self._changed.clear()
+            await self._changed.wait()
         groups = [self.ready.pop(number) for number in sorted(self.ready)[:count]]
         replaced, self.without_signal = self.without_signal, []
         failed = [r.error for g in groups for r in g.rollouts if r.error]
@@ -144,7 +158,7 @@ class Orchestrator:
     def progress(self) -> dict[str, Any]:
         """What a run that goes on after the step before needs to know."""
         begun = [*(group.task for group in self.ready.values()), *(one.task for one in self.under_way.values())]
-        return {"step": self.step - 1, **self.schedule.progress(begun), **self.replay.progress()}
+        return {"step": self.step - 1, "of": self._kind, **self.schedule.progress(begun), **self.replay.progress()}
 
     async def close(self) -> None:
         """Ends what is under way."""
@@ -179,8 +193,9 @@ class Orchestrator:
         if work.cancelled():  # the program is being ended
             self._error = asyncio.CancelledError()
             return
-        self._error = work.exception()
-        if self._error is not None:
+        error = work.exception()
+        if error is not None:
+            self._error = self._error or error
             return
         group = work.result()
         group.version = min(group.versions, default=begun.version)
@@ -226,6 +241,7 @@ class Orchestrator:
             try:
                 async with asyncio.timeout(timeout):
                     rollout = await self.environments[task.env].rollout(Conversation(client), example, sampling)
+                checked(rollout)
             except TimeoutError:
                 cause, error = "timeout", f"no end within orchestrator.rollout-timeout {timeout} s"
             except asyncio.CancelledError:

@@ -75,19 +75,26 @@ async def orchestrate(
         rows.trained(weights.version, weights.current.metrics)  # if it was killed before that
 
         async def evaluate_version(version: int) -> None:
-            if config.eval is not None and config.eval.is_due(version, config.max_steps):
+            if config.eval is not None and weights.is_evaluated(version):
                 metrics.log(version, await evaluate(config.eval, held_out, fleet.urgent, config.seed))
 
+        async def whole_run() -> None:
+            if first == 1:
+                async with weights.busy:
+                    await evaluate_version(0)
+            orchestrator.adopted(weights.version)
+            await work(config, run, orchestrator, weights, rows, lag, first)
+
         weights.evaluate = evaluate_version
-        if first == 1:
-            await evaluate_version(0)
-        orchestrator.adopted(weights.version)
+        weights.is_evaluated = lambda version: config.eval is not None and config.eval.is_due(version, config.max_steps)
         lag = Lag(log)
         gc.freeze()  # data sets and modules stay; going through them would hold the event loop up
-        working = asyncio.create_task(work(config, run, orchestrator, weights, rows, lag, first))
+        working = asyncio.create_task(whole_run())
         watching = [
             asyncio.create_task(w) for w in (weights.watch(rows, orchestrator.adopted), fleet.watch(), lag.watch())
         ]
+        if teacher is not None:
+            watching.append(asyncio.create_task(teacher.fleet.watch()))
         try:
             await asyncio.wait({working, *watching, fleet.ended}, return_when=asyncio.FIRST_COMPLETED)
             for ended in (*watching, fleet.ended):

@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 from hone.config.orchestrator import TeacherConfig
-from hone.inference.client import HttpClient, connect
+from hone.inference.client import HttpClient, ServerLost, connect
 from hone.inference.fleet import Fleet
 from hone.records import Message, Sample, Sampling, Turn
 
@@ -32,9 +32,21 @@ class Teacher:
     async def score(self, samples: list[Sample]) -> None:
         """Gives the samples of a group the teacher's logprobs of their tokens, at the temperature of their draws."""
         body = {"ids": [sample.ids for sample in samples], "temperature": samples[0].temperature}
-        answer = await next(self._turns).control("score", body)
+        answer = await self._control("score", body)
         for sample, logprobs in zip(samples, answer["logprobs"], strict=True):
             sample.teacher_logprobs = [0.0, *logprobs]
+
+    async def _control(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Of the next server that answers. Raises ConnectionError, in words, where none does or one refuses."""
+        for client in itertools.islice(self._turns, len(self.clients)):
+            try:
+                answer: dict[str, Any] = await client.control(route, body)
+                return answer
+            except ServerLost as error:
+                lost = error
+            except RuntimeError as error:
+                raise ConnectionError(f"orchestrator.teacher: {error}") from None
+        raise lost
 
     async def close(self) -> None:
         await self.fleet.close()

@@ -32,6 +32,7 @@ class Weights:
 
     fleet: Fleet
     evaluate: Callable[[int], Awaitable[None]]
+    is_evaluated: Callable[[int], bool]
 
     def __init__(self, run: RunDirectory, config: OrchestratorRunConfig, log: logging.Logger) -> None:
         self.run, self.config, self.log = run, config, log
@@ -66,8 +67,10 @@ class Weights:
                         values = values | await self._adopt(newest)
                     finally:
                         rows.trained(newest.version, values)
-                    if self.version < newest.version:
-                        continue  # superseded: the next is there, or about to be
+                    if self.version < newest.version:  # superseded: the next is there, or about to be
+                        if self.is_evaluated(newest.version):
+                            self.log.warning("Version %d is not evaluated: the next one came first", newest.version)
+                        continue
                     adopted(self.version)
                     await self.evaluate(self.version)  # the next is taken after that: results are of one version
             await asyncio.sleep(POLL)
@@ -84,7 +87,7 @@ class Weights:
             await asyncio.sleep(POLL)
 
     def look(self, rows: Rows) -> Delivery | None:
-        """Takes note of what has been published since; returns the newest of it."""
+        """Takes note of what has been published since; returns the newest, or the first that is to be evaluated."""
         newest = None
         for version in published(self.run.broadcasts):
             if version > self.seen:
@@ -93,6 +96,8 @@ class Weights:
                     if newest is not None:
                         rows.trained(newest.version, newest.metrics)
                     newest, self.seen = found, version
+                    if self.is_evaluated(version):
+                        break
         return newest
 
     async def _adopt(self, delivery: Delivery) -> dict[str, float]:

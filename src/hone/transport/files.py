@@ -23,6 +23,7 @@ from hone.records import Batch, Sample
 
 BATCH, PROGRESS = "batch.safetensors", "progress.json"
 DELIVERY, STABLE, BASE = "delivery.json", "STABLE", "base"
+TEXT = "text"  # tokenizer and template of all versions, beside them
 
 
 class Superseded(Exception):

@@ -36,6 +36,7 @@ from hone.transport.files import (
     BASE,
     BATCH,
     PROGRESS,
+    TEXT,
     Canary,
     Delivery,
     is_published,
@@ -196,6 +197,8 @@ class Publisher:
         start, broadcasts = time.perf_counter(), self.run.broadcasts
         place = broadcasts / f"step_{version}.partial"
         lora = self.export.lora
+        if self.is_first_time and self.export.ranks.is_first:  # a server that comes later needs it too
+            write_description(self.loaded.directory, broadcasts / TEXT, self.loaded.dtype, with_text=True)
         if lora is not None and self.is_first_time:
             base = self.export(merged=False)
             if base is not None:
