@@ -86,6 +86,11 @@ def test_servers_get_what_the_trainer_has():
     sent_and_received("cpu", "cpu")
 
 
+def test_a_host_that_is_not_this_machine_is_named():
+    with pytest.raises(ValueError, match="weight_broadcast.host 192.0.2.1: cannot be listened on"):
+        Sender("192.0.2.1", ModelSpec(*SPEC), torch.device("cpu"), torch.float32, LOG)
+
+
 def test_a_trainer_that_is_gone_is_said_so(monkeypatch):
     monkeypatch.setattr(network, "CONNECT", timedelta(seconds=1))
     host, port = Sender("127.0.0.1", ModelSpec(*SPEC), torch.device("cpu"), torch.float32, LOG).source.split(":")

@@ -41,7 +41,10 @@ class Sender:
         self._taken: dict[str, int] = {}  # the newest version that each server has
         self._pairs: dict[str, Any] = {}
         # The store would listen everywhere: it is given a socket that does not.
-        self._socket = socket.create_server((host, 0))
+        try:
+            self._socket = socket.create_server((host, 0))
+        except OSError as error:
+            raise ValueError(f"weight_broadcast.host {host}: cannot be listened on: {error.strerror}") from None
         self.port: int = self._socket.getsockname()[1]
         self._store = distributed.TCPStore(
             host, self.port, is_master=True, wait_for_workers=False, timeout=TIMEOUT,
