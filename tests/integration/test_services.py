@@ -144,7 +144,7 @@ def test_sampling_runs_a_step_ahead_and_says_so(trained, tmp_path):
     rows = metrics(tmp_path / "run")
     assert len(rows) == 5 and max(row["batch/async_level"] for row in rows) == 1
     assert rows[0]["batch/off_policy_level/max"] == 0 and max(r["batch/off_policy_level/max"] for r in rows) <= 1
-    kept = sorted(path.name for path in (tmp_path / "run" / "broadcasts").iterdir())
+    kept = sorted(path.name for path in (tmp_path / "run" / "broadcasts").glob("step_*"))
     assert kept == ["step_2", "step_3", "step_4", "step_5"]
     assert all((tmp_path / "run" / "broadcasts" / name / "STABLE").exists() for name in kept)
     rollouts = (tmp_path / "run" / "rollouts" / "step_5" / "rollouts.jsonl").read_text().splitlines()
