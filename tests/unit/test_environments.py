@@ -6,6 +6,8 @@ import functools
 import pytest
 
 import hone.environments as vf
+from hone.config.sections import EvalConfig
+from hone.evals.held_out import attempt, evaluate
 from hone.records import Completion, Sampling, Turn
 
 
@@ -142,3 +144,23 @@ def test_an_unreachable_hub_is_an_error_that_says_so(monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("offline")))
     with pytest.raises(ValueError, match="cannot be loaded from the hub"):
         vf.load_environment("reverse-text")
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [(None, "no end within 0.05 s"), (TimeoutError("own"), "TimeoutError: own"), (1, "TypeError: rollout() gave int")],
+)
+def test_an_evaluation_goes_on_without_what_has_no_end_or_gives_nothing(end, error):
+    class Odd(vf.SingleTurnEnv):
+        async def rollout(self, client, example, sampling):
+            if end is None:
+                await asyncio.sleep(60)
+            if isinstance(end, Exception):
+                raise end
+            return end
+
+    config = EvalConfig(env={"id": "odd"}, timeout=0.05)
+    env = Odd(dataset=[{"question": "q"}], eval_dataset=[{"question": "q"}])
+    assert asyncio.run(evaluate(config, {"odd": env}, Echo("a"), 0)) == {"eval/odd/failed": 1}
+    example, sampling = env.get_eval_dataset()[0], Sampling()
+    assert asyncio.run(attempt(env, Echo("a"), example, sampling, 0.05)).error.startswith(error)

@@ -40,13 +40,13 @@ async def attempt(
     environment: Environment, client: ModelClient, example: Example, sampling: Sampling, timeout: float | None = None
 ) -> Rollout:
     """A rollout, or one that carries its error."""
+    deadline = asyncio.timeout(timeout)
     try:
-        async with asyncio.timeout(timeout):
+        async with deadline:
             return checked(await environment.rollout(client, example, sampling))
-    except TimeoutError:
-        return Rollout(example, [], [], error=f"no end within {timeout} s")
     except Exception as error:  # environments are users' code: theirs may raise anything
-        return Rollout(example, [], [], error=f"{type(error).__name__}: {error}")
+        why = f"no end within {timeout} s" if deadline.expired() else f"{type(error).__name__}: {error}"
+        return Rollout(example, [], [], error=why)
 
 
 def means(rollouts: list[Rollout]) -> dict[str, float]:
