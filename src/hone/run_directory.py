@@ -36,6 +36,10 @@ class RunDirectory:
             self.command == "rl" and (self.rollouts.exists() or self.checkpoints.exists())
         )
 
+    def has_weights(self) -> bool:
+        """Whether an earlier run has written weights that are still there."""
+        return any((self.weights / name).exists() for name in self._read_manifest()["weights"])
+
     def id_on_disk(self) -> str:
         """Of the run that claimed this directory last; empty if none did."""
         return str(self._read_manifest().get("run", ""))

@@ -79,6 +79,10 @@ def test_what_resume_may_be(run, tmp_path):
     assert restored(empty, "auto")[0] == 0
     with pytest.raises(ValueError, match=r"has no checkpoint \(--ckpt.interval N writes them\)"):
         restored(empty)
+    empty.path.mkdir()
+    empty.weights_for(4).mkdir(parents=True)
+    with pytest.raises(ValueError, match="--resume auto: .* has weights of a run, and no checkpoint to go on from"):
+        restored(empty, "auto")
     with pytest.raises(ValueError, match="--resume atuo: no checkpoint there; it is auto, never, or"):
         restored(run, "atuo")
     with pytest.raises(ValueError, match="seed differs from the run .*: it had 0, found 1"):

@@ -180,6 +180,32 @@ def assert_all_returned(engine):
     assert sorted(engine.slots.free) == list(range(engine.max_batch_size))
 
 
+@pytest.mark.parametrize("where", ["draw", "pass"])
+def test_a_step_that_fails_leaves_nothing_behind(model, monkeypatch, where):
+    """Neither slots and pages that nobody has, nor pages that are known and were never computed."""
+    prompts = [request(list(range(3, 40)), seed=s, temperature=1e-6, max_tokens=4) for s in range(4)]
+    expected = Engine(model).generate(prompts)[0].ids
+    engine = Engine(model, max_batch_size=4)
+
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("no")
+
+    with monkeypatch.context() as broken:
+        if where == "draw":
+            broken.setattr(engine.sampler, "sample", fail)
+        elif engine.packed is not None:
+            broken.setattr(engine.packed, "prefill", fail)
+        else:
+            broken.setattr(engine.prefill, "run", fail)
+        for one in prompts:
+            engine.add(one, print)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.step()
+        engine.reset()
+    assert_all_returned(engine)
+    assert [done.ids for done in engine.generate(prompts)] == [expected] * 4
+
+
 def test_a_group_stores_its_prompt_once(model):
     engine = Engine(model)
     prompt = list(range(4, 44))  # two full pages and half of a third

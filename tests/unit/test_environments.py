@@ -7,8 +7,8 @@ import pytest
 
 import hone.environments as vf
 from hone.config.sections import EvalConfig
-from hone.evals.held_out import attempt, evaluate
-from hone.records import Completion, Sampling, Turn
+from hone.evals.held_out import attempt, evaluate, means
+from hone.records import Completion, Rollout, Sampling, Turn
 
 
 class Echo:
@@ -161,6 +161,7 @@ def test_an_evaluation_goes_on_without_what_has_no_end_or_gives_nothing(end, err
 
     config = EvalConfig(env={"id": "odd"}, timeout=0.05)
     env = Odd(dataset=[{"question": "q"}], eval_dataset=[{"question": "q"}])
+    assert means([Rollout(env.get_dataset()[0], [], [], 0.5, {"reward": 1.0})])["reward"] == 0.5  # not a function's
     assert asyncio.run(evaluate(config, {"odd": env}, Echo("a"), 0)) == {"eval/odd/failed": 1}
     example, sampling = env.get_eval_dataset()[0], Sampling()
     assert asyncio.run(attempt(env, Echo("a"), example, sampling, 0.05)).error.startswith(error)

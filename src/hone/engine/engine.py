@@ -176,10 +176,10 @@ class Engine:
             self.abort(sequence)
 
     def reset(self) -> None:
-        """Forgets all requests, without a word to those who made them."""
-        for sequence in self.running:
-            self.admission.release(sequence)
+        """Forgets all requests, without a word to those who made them, and what a step that failed left behind."""
         self.admission.clear()
+        self.pool.clear()
+        self.slots.clear()
         self.decoding, self._has_changed, self._under_way = [], True, None
 
     def sequences(self) -> list[Sequence]:

@@ -18,9 +18,13 @@ class PagePool:
 
     def __init__(self, pages: int, size: int) -> None:
         self.size, self.pages = size, pages
-        self.free = list(range(pages - 1, 0, -1))
-        self.users = [0] * pages
         self._chains = count(1)
+        self.clear()
+
+    def clear(self) -> None:
+        """All pages are free, and none is known."""
+        self.free = list(range(self.pages - 1, 0, -1))
+        self.users = [0] * self.pages
         self._known: dict[Key, tuple[int, int]] = {}  # its page, and the number of the chain that ends in it
         self._key_of: dict[int, Key] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # remembered pages without users, longest unused first

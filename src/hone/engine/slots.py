@@ -34,8 +34,12 @@ class Slots:
         self.tokens = untouched_zeros((rows, capacity), torch.int64, device)
         self.logprobs = untouched_zeros((rows, capacity), torch.float32, device)
         self.active = integers(rows)
-        self.free = list(range(count - 1, -1, -1))
+        self.clear()
         self.reader = torch.cuda.Stream() if device.type == "cuda" else None
+
+    def clear(self) -> None:
+        """All are free."""
+        self.free = list(range(self.count - 1, -1, -1))
 
     def fill(self, sequences: list[Sequence]) -> None:
         """Sets the slots of these sequences to their start."""

@@ -24,7 +24,10 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
         installed = installed_environments()
         near = difflib.get_close_matches(name, installed, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"installed: {', '.join(installed) or 'none'}"
-        raise ValueError(f"environment {env_id!r} is not installed (no module {module_name}); {hint}")
+        raise ValueError(
+            f"environment {env_id!r} is not installed (no module {module_name}); {hint}; one of your own: "
+            f"PYTHONPATH=DIRECTORY_OF_{module_name}.py, or install its package"
+        )
     module = importlib.import_module(module_name)
     loader = getattr(module, "load_environment", None)
     if loader is None:

@@ -53,7 +53,7 @@ def means(rollouts: list[Rollout]) -> dict[str, float]:
     """Mean reward and metrics of those that did not fail, and how many did."""
     scored = [r for r in rollouts if not r.error]
     reward = {"reward": float(np.mean([r.reward for r in scored]))} if scored else {}
-    return reward | metric_means(scored) | {"failed": len(rollouts) - len(scored)}
+    return metric_means(scored) | reward | {"failed": len(rollouts) - len(scored)}
 
 
 def metric_means(scored: list[Rollout]) -> dict[str, float]:

@@ -50,9 +50,10 @@ def main(argv: list[str]) -> int:
     settings["seconds"] = round(time.perf_counter() - start, 2)
     scored = [r for r in rollouts if not r.error]
     settings |= summarise(scored, failed=len(rollouts) - len(scored))
+    saved = save(settings, rollouts) if args.save_results else None
     print_results(settings, rollouts, args.verbose)
-    if args.save_results:
-        print(f"saved in {save(settings, rollouts)}")
+    if saved:
+        print(f"saved in {saved}")
     if not scored:
         raise ValueError(f"every rollout failed; the first said: {rollouts[0].error}")
     return 0
@@ -99,7 +100,7 @@ def print_results(settings: dict[str, Any], rollouts: list[Rollout], verbose: bo
     for rollout in shown:
         console.print("--- Example ---")
         for message in [*rollout.example.prompt, *rollout.messages]:
-            console.print(f"{message['role']}: {escape(str(message['content']))}", soft_wrap=True)
+            console.print(f"{message['role']}: {escape(str(message.get('content') or ''))}", soft_wrap=True)
         console.print(f"error: {escape(rollout.error)}" if rollout.error else f"reward: {rollout.reward:.3f}")
     console.print("--- All ---")
     if settings["reward"] is not None:
@@ -122,16 +123,15 @@ def save(settings: dict[str, Any], rollouts: list[Rollout]) -> Path:
     (directory / "metadata.json").write_text(json.dumps(settings, indent=2) + "\n")
     with (directory / "results.jsonl").open("w") as file:
         for r in rollouts:
-            row = {
+            row = r.metrics | {
                 "example_id": r.example.id,
                 "prompt": r.example.prompt,
                 "completion": r.messages,
                 "answer": r.example.answer,
                 "info": r.example.info,
                 "reward": r.reward,
-                **r.metrics,
                 "is_truncated": r.is_truncated,
                 "error": r.error,
             }
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
     return directory

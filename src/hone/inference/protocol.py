@@ -99,7 +99,7 @@ class ChatRequest(BaseModel):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _keep_to_the_template(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        taken = {"self", "messages", "tools", "documents", "add_generation_prompt"} & set(value or {})
+        taken = {"self", "messages", "tools", "documents", "before", "add_generation_prompt"} & set(value or {})
         if taken:
             raise ValueError(f"{', '.join(sorted(taken))} cannot be set here")
         return value

@@ -123,4 +123,5 @@ async def train(
         trainer_log.log(SUCCESS, trainer_line(step, values), extra=console)
         orchestrator_log.info("%s", summary_line(step, values), extra=console)
     await orchestrator.close()
-    trainer_log.info("Weights of step %d in %s", config.max_steps, run.weights / f"step_{config.max_steps}")
+    last = max(first - 1, config.max_steps)
+    trainer_log.info("Weights of step %d in %s", last, run.weights / f"step_{last}")

@@ -143,6 +143,11 @@ def resume_from(run: RunDirectory, resume: bool | str) -> list[Path]:
             raise ValueError(f"--resume {resume}: no checkpoint there; it is auto, never, or a checkpoints/step_N")
         return [Path(resume)]
     found = steps_in(run.checkpoints)
+    if not found and resume == "auto" and run.has_weights():
+        raise ValueError(
+            f"--resume auto: {run.path} has weights of a run, and no checkpoint to go on from (--ckpt.interval N "
+            "writes them); start again with --clean, or choose another --output-dir"
+        )
     if not found and resume is True:
         raise ValueError(
             f"--resume: {run.path} has no checkpoint (--ckpt.interval N writes them); start again with --clean"
@@ -173,6 +178,7 @@ def restore(sources: list[Path], optimizer: Optimizer, config: dict[str, Any], r
     load_tensors(sources[at], optimizer.state())
     optimizer.follow_masters()
     step: int = header["step"]
+    logging.getLogger("hone").info("Going on from %s", sources[at])
     return step
 
 

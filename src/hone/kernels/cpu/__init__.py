@@ -15,6 +15,7 @@ import importlib.util
 import logging
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def _numba() -> tuple[Any, bool]:
         if not directory.exists():
             directory.mkdir(parents=True, exist_ok=True)
             log.info("Compiling the CPU kernels into %s: half a minute, once", directory)
+        tempfile.TemporaryFile(dir=directory).close()  # numba asks for a place to write, also to read
     except OSError as error:
         log.warning("The CPU kernels are compiled for this run alone, which takes half a minute: %s", error)
         keeps = False

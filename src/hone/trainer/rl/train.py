@@ -103,7 +103,8 @@ def main(config: TrainerRunConfig) -> None:
                 log.log(SUCCESS, trainer_line(step, values), extra=console)
                 (run.rollouts / f"step_{step}" / BATCH).unlink(missing_ok=True)  # the rollouts beside it stay
         publish.finish()
-        log.info("Weights of step %d in %s", config.max_steps, run.weights / f"step_{config.max_steps}")
+        last = max(first - 1, config.max_steps)
+        log.info("Weights of step %d in %s", last, run.weights / f"step_{last}")
     ranks.leave()
 
 
