@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import logging
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_single_turn_rollout_is_prompted_and_scored():
     assert done.messages == [{"role": "assistant", "content": "abcd"}] and not done.error
 
 
-def test_a_reward_function_that_raises_or_is_not_finite_counts_zero():
+def test_a_reward_function_that_raises_or_is_not_finite_counts_zero(caplog):
     def broken(completion):
         raise RuntimeError("no")
 
@@ -54,6 +55,11 @@ def test_a_reward_function_that_raises_or_is_not_finite_counts_zero():
 
     env = vf.SingleTurnEnv(dataset=[{"question": "q"}], rubric=vf.Rubric(funcs=[broken, infinite, lambda **_: 1.0]))
     assert rollout(env, "a").reward == 1.0
+    assert "broken raised RuntimeError: no (" in caplog.text and "infinite returned inf" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert rollout(env, "a").metrics["reward_raised"] == 2
+    assert not caplog.text  # said once
 
 
 def test_functions_of_one_name_and_without_a_name():

@@ -1,6 +1,9 @@
 """Chat rendering and tokenisation against transformers, on templates of several families."""
 
+import gc
 import json
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -201,3 +204,20 @@ def test_a_server_that_joins_later_takes_the_text_of_all_versions(tmp_path):
     assert ours.prompt_ids(messages) == Tokenizer(MODEL).prompt_ids(messages)
     served.update(version, 8, None, None, None)
     assert served.tokenizer is ours  # read once
+
+
+def test_a_model_of_another_shape_replaces_the_one_before_in_memory(tmp_path):
+    spec = parse_model_config(read_model_config(MODEL))
+    models = [Transformer(spec), Transformer(replace(spec, num_hidden_layers=1))]
+    for model in models:
+        model.init_weights(torch.Generator().manual_seed(0))
+    config = json.loads((MODEL / "config.json").read_text()) | {"num_hidden_layers": 1}
+    directory = write_model(models.pop(), MODEL, tmp_path / "other")
+    (directory / "config.json").write_text(json.dumps(config))
+    engine = Engine(models.pop())
+    engine.itself, before = engine, weakref.ref(engine)  # a cycle, as its graphs and adapters make
+    served = Served(EngineService(engine), Tokenizer(MODEL), "base")
+    del engine, model
+    gc.freeze()  # as the service does
+    served.update(directory, 1, None, None, None)
+    assert before() is None and served.engine.model.spec.num_hidden_layers == 1

@@ -241,7 +241,7 @@ def explain(error: ValidationError, cls: type[Config], origins: dict[str, str]) 
             lines.append(f"{_kebab(key)}: unknown key{place}; {hint}")
         elif item["type"] == "missing":
             section = _section(cls, names)
-            required = [k for k, field, _ in walk(section, f"{key}.") if field.is_required()] if section else [key]
+            required = _required(section, f"{key}.") if section else [key]
             lines += [f"{_kebab(k)} must be given: --{_kebab(k)} VALUE or in the TOML file" for k in required]
         elif item["type"] in ("value_error", "assertion_error"):
             message = str(item["ctx"]["error"]) if "ctx" in item else item["msg"]
@@ -250,6 +250,16 @@ def explain(error: ValidationError, cls: type[Config], origins: dict[str, str]) 
             message = item["msg"][0].lower() + item["msg"][1:]
             lines.append(f"{_kebab(key)}: {message}, found {item['input']!r}{place}")
     return "\n".join(dict.fromkeys(lines))
+
+
+def _required(cls: type[Config], prefix: str) -> list[str]:
+    """Keys that must be given, where their section is."""
+    found: list[str] = []
+    for name, field in cls.model_fields.items():
+        if field.is_required():
+            section = section_type(field.annotation)
+            found += _required(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"]
+    return found
 
 
 def _is_tag(part: int | str) -> bool:

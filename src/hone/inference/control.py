@@ -19,6 +19,7 @@ A directory of another shape of model, or with a tokenizer of its own, replaces 
 first where the shape differs.
 """
 
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +87,9 @@ class Served:
         else:
             engine.abort_all()
             self.service.engine = engine.with_model(model, version)
+            del engine
+            gc.unfreeze()  # the old one is in cycles, and among what the collector was told to pass over
+            gc.collect()
         if tokenizer is not None:
             self.set_tokenizer(tokenizer)
             self._text = text

@@ -19,7 +19,7 @@ from hone.environments import Environment, load_environments
 from hone.evals.held_out import evaluate
 from hone.inference.service import EngineService, LocalClient
 from hone.models.loading import Loaded, load
-from hone.monitors.lines import orchestrator_line, summary_line, trainer_line, why_no_signal
+from hone.monitors.lines import evaluation_line, orchestrator_line, summary_line, trainer_line, why_no_signal
 from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
 from hone.orchestrator.orchestrator import Orchestrator
@@ -96,7 +96,9 @@ async def train(
     checkpoints = Checkpoints(run, trainer.optimizer, config.ckpt, trainer.ranks)
     evaluation = config.orchestrator.eval
     if evaluation is not None and first == 1 and evaluation.is_due(0, config.max_steps):
-        metrics.log(0, await evaluate(evaluation, held_out, client, config.seed))
+        values = await evaluate(evaluation, held_out, client, config.seed)
+        metrics.log(0, values)
+        orchestrator_log.info("%s", evaluation_line(0, values))
     for step in range(first, config.max_steps + 1):
         start = time.perf_counter()
         orchestrator.adopted(step - 1)
@@ -111,7 +113,9 @@ async def train(
         values["perf/throughput"] = values["progress/tokens"] / seconds
         is_last = step == config.max_steps
         if evaluation is not None and evaluation.is_due(step, config.max_steps):
-            values |= await evaluate(evaluation, held_out, client, config.seed)
+            found = await evaluate(evaluation, held_out, client, config.seed)
+            orchestrator_log.info("%s", evaluation_line(step, found))
+            values |= found
         metrics.log(step, values)  # before the checkpoint: a run that resumes from it has the row
         if step in weight_steps:
             await service.run(partial(export.save, loaded.directory, partial(run.weights_for, step), config.model.name))

@@ -49,9 +49,21 @@ def summary_line(step: int, values: dict[str, float]) -> str:
     return " | ".join(sections)
 
 
+def evaluation_line(version: int, values: dict[str, float]) -> str:
+    """Of each environment the mean reward, and how many rollouts failed."""
+    parts = []
+    for name in (key.removesuffix("/failed") for key in values if key.endswith("/failed")):
+        failed = values[f"{name}/failed"]
+        reward = f"{values[f'{name}/reward']:.4f}" if f"{name}/reward" in values else "none"
+        parts.append(f"{name.removeprefix('eval/')}: {reward}" + (f" ({failed:.0f} failed)" if failed else ""))
+    return f"Evaluation of version {version} | " + " | ".join(parts)
+
+
 def why_no_signal(step: int, values: dict[str, float]) -> str:
     """One sentence on a step without anything to learn from: why, and what usually helps."""
-    if values["batch/solve_all"] == 1:
+    if any(name.endswith("/reward_raised") for name in values):
+        why, cure = "reward functions raised", "to mend what the warnings name"
+    elif values["batch/solve_all"] == 1:
         why, cure = "every rollout was solved", "harder examples, or fewer of them"
     elif values.get("tokens/dropped/too_easy") or values.get("tokens/dropped/too_hard"):
         why, cure = "every group was at a threshold", "other orchestrator.buffer thresholds, or other examples"

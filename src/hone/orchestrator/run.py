@@ -22,7 +22,7 @@ from hone.evals.held_out import evaluate
 from hone.inference.client import HttpClient, connect
 from hone.inference.fleet import Fleet
 from hone.monitors.lag import Lag
-from hone.monitors.lines import orchestrator_line, summary_line, why_no_signal
+from hone.monitors.lines import evaluation_line, orchestrator_line, summary_line, why_no_signal
 from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb, read_rows
 from hone.orchestrator.orchestrator import Collected, Orchestrator
@@ -76,7 +76,9 @@ async def orchestrate(
 
         async def evaluate_version(version: int) -> None:
             if config.eval is not None and weights.is_evaluated(version):
-                metrics.log(version, await evaluate(config.eval, held_out, fleet.urgent, config.seed))
+                values = await evaluate(config.eval, held_out, fleet.urgent, config.seed)
+                metrics.log(version, values)
+                log.info("%s", evaluation_line(version, values))
 
         async def whole_run() -> None:
             if first == 1:
