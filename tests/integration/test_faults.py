@@ -43,7 +43,9 @@ def test_weights_that_did_not_arrive_end_the_run_at_that_step(fault, options, wo
     last = done.stderr.splitlines()[-1]
     assert f"{server.url} serves other weights than version 2: checksum " in last and words in last, last
     assert "and 32 more" in last if fault == "stale" else True
-    assert [row["step"] for row in metrics(out)] == [1, 2] and metrics(out)[0]["weights/canary_difference"] < 1e-4
+    rows = metrics(out)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0].get("weights/canary_difference", 0.0) < 1e-4  # unless version 2 came before anybody had looked
 
 
 def test_only_the_adapter_travels_and_the_server_has_the_weights_of_the_trainer(trained, tmp_path):
@@ -54,8 +56,9 @@ def test_only_the_adapter_travels_and_the_server_has_the_weights_of_the_trainer(
         "--trainer.lora.modules-to-save", "embed_tokens",
     )  # fmt: skip
     rows, whole = metrics(out), (trained / "model.safetensors").stat().st_size
-    assert len(rows) == 4 and all(0 < row["weights/bytes"] < whole / 2 for row in rows)
-    assert max(row["weights/canary_difference"] for row in rows) < 1e-3
+    sizes = [row["weights/bytes"] for row in rows if "weights/bytes" in row]  # of versions that were not passed over
+    assert len(rows) == 4 and sizes and all(0 < size < whole / 2 for size in sizes)
+    assert max(row.get("weights/canary_difference", 0.0) for row in rows) < 1e-3
     log = (out / "logs" / "orchestrator.log").read_text()
     assert "Version 4: 1 servers took " in log and "MiB (adapter) in " in log and "checksum " in log
     assert sorted(p.name for p in (out / "broadcasts" / "step_4").iterdir()) == [
@@ -148,11 +151,11 @@ class Still:
         log = self.log.open("w")
         self.process = subprocess.Popen(list(map(str, words)), stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
 
+    def is_there(self):
+        assert self.process.poll() is None, self.log.read_text()
+        return (self.out / "rollouts" / "step_2").exists()
+
     def stop(self):
-        deadline = time.monotonic() + 120
-        while not (self.out / "rollouts" / "step_2").exists():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.01)
         if self.part == "worker":
             (self.stopped,) = children(self.pid_of("orchestrator"))
         else:
@@ -229,8 +232,13 @@ class Minute(threading.Thread):
             self.start_late()
             for part in ("inference", "orchestrator", "trainer", "worker"):
                 self.runs[part] = Still(part, self.root / part, self.model)
-            for run in self.runs.values():
-                run.stop()
+            waiting, deadline = list(self.runs.values()), time.monotonic() + 120
+            while waiting:  # each as soon as it is there: it would be at its end when the others are
+                assert time.monotonic() < deadline, [run.part for run in waiting]
+                for run in [run for run in waiting if run.is_there()]:
+                    run.stop()
+                    waiting.remove(run)
+                time.sleep(0.01)
             time.sleep(STILL)
             for part, run in self.runs.items():
                 if part != "worker":  # that one has been replaced by now
