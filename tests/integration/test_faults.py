@@ -167,6 +167,8 @@ class Still:
 
     def end(self):
         if self.process.poll() is None:
+            for pid in children(self.process.pid):
+                os.kill(pid, signal.SIGKILL)  # one that stands still does not see that its launcher is gone
             self.process.kill()
         self.process.wait()
 
