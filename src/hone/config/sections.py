@@ -12,6 +12,7 @@ Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 OnBadStep = Literal["stop", "skip"]
 Sharding = Literal["auto", "full", "none"]
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # this machine, as a host
 API_KEY_VARIABLE = "HONE_API_KEY"  # gives a server its key without showing it in the list of processes
 
 

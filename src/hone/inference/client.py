@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from hone.config.sections import ClientConfig
+from hone.config.sections import LOOPBACK, ClientConfig
 from hone.records import Completion, Message, Sampling, Turn
 
 
@@ -41,7 +41,7 @@ class HttpClient:
         pools = -(-max_concurrent // 32)
         # A proxy of the environment's is for what is elsewhere.
         options: Any = {"headers": headers, "timeout": timeout, "limits": limits}
-        options["trust_env"] = httpx.URL(self.base_url).host not in ("localhost", "127.0.0.1", "::1")
+        options["trust_env"] = httpx.URL(self.base_url).host not in LOOPBACK
         self.pools = [httpx.AsyncClient(**options) for _ in range(pools)]
         self.turn = itertools.cycle(self.pools)
 

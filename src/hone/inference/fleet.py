@@ -178,12 +178,12 @@ class Fleet:
                     heapq.heappush(self._queue, run)
                 run.futures.append(one.future)
                 last = one.sampling.seed
-        if self.ended.done():
-            for run in self._queue:
-                _refuse(run, self.ended.exception())
         self._dispatch()
 
     def _dispatch(self) -> None:
+        if self.ended.done():  # no server is left
+            for run in self._queue:
+                _refuse(run, self.ended.exception())
         while self._queue:
             run = self._queue[0]
             free = [server for server in self.servers if server.has_room_for(len(run.futures))]
@@ -289,9 +289,7 @@ class Fleet:
             self.log.warning("%s", error)
             if not self.up and not self.ended.done():
                 self.ended.set_exception(error)
-                self.ended.exception()  # who waits for an answer learns of it too
-                for run in self._queue:
-                    _refuse(run, error)
+                self._dispatch()  # who waits for an answer learns of it
             return
         server.is_up, server.limit = True, math.inf
         self.log.info("The server at %s is back, with version %d", server.client.base_url, server.version)

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hone import STARTED
 from hone.config.inference import InferenceConfig
-from hone.config.sections import API_KEY_VARIABLE
+from hone.config.sections import API_KEY_VARIABLE, LOOPBACK
 from hone.engine.engine import Engine
 from hone.inference.control import Served, add_control
 from hone.inference.protocol import ChatRequest, Written, chat_response, error_body
@@ -196,7 +196,7 @@ def serve(config: InferenceConfig) -> None:
     """Loads the model and serves it until interrupted."""
     api_key = config.api_key or os.environ.get(API_KEY_VARIABLE) or None
     host = config.server.host or ("127.0.0.1" if api_key is None else "0.0.0.0")
-    if api_key is None and host not in ("127.0.0.1", "::1", "localhost"):
+    if api_key is None and host not in LOOPBACK:
         log.warning("serving on %s without an API key: whoever reaches this address can use the model", host)
     sock = bind(host, config.server.port)
 

@@ -95,10 +95,18 @@ async def train(
     export = Export(loaded.model, trainer.ranks, loaded.dtype)
     checkpoints = Checkpoints(run, trainer.optimizer, config.ckpt, trainer.ranks)
     evaluation = config.orchestrator.eval
-    if evaluation is not None and first == 1 and evaluation.is_due(0, config.max_steps):
-        values = await evaluate(evaluation, held_out, client, config.seed)
-        metrics.log(0, values)
-        orchestrator_log.info("%s", evaluation_line(0, values))
+
+    async def evaluated(version: int) -> dict[str, float]:
+        """Nothing where it is not due."""
+        if evaluation is None or not evaluation.is_due(version, config.max_steps):
+            return {}
+        found = await evaluate(evaluation, held_out, client, config.seed)
+        orchestrator_log.info("%s", evaluation_line(version, found))
+        return found
+
+    before = await evaluated(0) if first == 1 else {}
+    if before:
+        metrics.log(0, before)
     for step in range(first, config.max_steps + 1):
         start = time.perf_counter()
         orchestrator.adopted(step - 1)
@@ -112,10 +120,7 @@ async def train(
         values = {**collected.metrics, **trained, "time/step": seconds}
         values["perf/throughput"] = values["progress/tokens"] / seconds
         is_last = step == config.max_steps
-        if evaluation is not None and evaluation.is_due(step, config.max_steps):
-            found = await evaluate(evaluation, held_out, client, config.seed)
-            orchestrator_log.info("%s", evaluation_line(step, found))
-            values |= found
+        values |= await evaluated(step)
         metrics.log(step, values)  # before the checkpoint: a run that resumes from it has the row
         if step in weight_steps:
             await service.run(partial(export.save, loaded.directory, partial(run.weights_for, step), config.model.name))

@@ -24,7 +24,7 @@ from typing import Any
 from hone.config.help import to_toml
 from hone.config.inference import InferenceConfig
 from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
-from hone.config.sections import API_KEY_VARIABLE
+from hone.config.sections import API_KEY_VARIABLE, LOOPBACK
 from hone.inference.client import connect
 from hone.monitors.metrics import check_wandb
 from hone.run_directory import RunDirectory
@@ -32,7 +32,7 @@ from hone.trainer.checkpoint import resume_from
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 KILLS, WITHIN = 5, 60.0  # so many kills of inference within so many seconds end a run
-EVERYWHERE, LOOPBACK = (None, "0.0.0.0", "::"), ("127.0.0.1", "localhost", "::1")
+EVERYWHERE = (None, "0.0.0.0", "::")
 
 log = logging.getLogger("hone.rl")
 

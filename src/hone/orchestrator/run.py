@@ -9,7 +9,6 @@ of metrics.jsonl is written when the trainer's numbers of that step have come wi
 
 import asyncio
 import gc
-import json
 import logging
 import time
 from pathlib import Path
@@ -30,7 +29,7 @@ from hone.orchestrator.rollouts_file import write_rollouts
 from hone.orchestrator.teacher import Teacher
 from hone.orchestrator.weights import Weights
 from hone.run_directory import RunDirectory
-from hone.transport.files import PROGRESS, published, read_progress, write_batch
+from hone.transport.files import published, read_progress, write_batch, write_progress
 from hone.transport.waiting import Pulse, Wait, Watch
 
 
@@ -149,7 +148,7 @@ def publish(collected: Collected, values: dict[str, float], run: RunDirectory) -
     """Rollouts and batch of a step, in one directory that appears whole; beside them what whoever goes on needs."""
 
     def write_more(directory: Path) -> None:
-        (directory / PROGRESS).write_text(json.dumps(collected.progress | {"metrics": values}) + "\n")
+        write_progress(collected.progress | {"metrics": values}, directory)
         write_batch(collected.batch, run.id, directory)
 
     write_rollouts(collected.groups, run.rollouts / f"step_{collected.batch.step}", write_more)

@@ -28,7 +28,7 @@ from hone.monitors.metrics import read_rows
 from hone.run_directory import RunDirectory, steps_in
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
-from hone.transport.files import PROGRESS, read_progress
+from hone.transport.files import read_progress, write_progress
 
 FREE_TO_CHANGE = {  # sections and keys, wherever they stand, that leave what is learnt as it is
     "output_dir", "clean", "resume", "wandb", "log_level", "log_interval", "max_steps", "max_seconds", "ckpt",
@@ -101,7 +101,7 @@ class Checkpoints:
         assert self.policy is not None
         if self.run.command == "rl":
             (partial / "orchestrator").mkdir()
-            (partial / "orchestrator" / PROGRESS).write_text(json.dumps(orchestrator) + "\n")
+            write_progress(orchestrator, partial / "orchestrator")
         files = {str(p.relative_to(partial)): _fingerprint(p) for p in sorted(partial.rglob("*")) if p.is_file()}
         (partial / HEADER).write_text(json.dumps(header | {"files": files}, indent=2) + "\n")
         for path in (*(partial / name for name in files), partial / HEADER):

@@ -135,6 +135,10 @@ def write_batch(batch: Batch, run: str, directory: Path) -> None:
     save_file(arrays, directory / BATCH, metadata={"run": run, "step": str(batch.step), "envs": json.dumps(envs)})
 
 
+def write_progress(progress: dict[str, Any], directory: Path) -> None:
+    (directory / PROGRESS).write_text(json.dumps(progress) + "\n")
+
+
 def read_progress(directory: Path) -> dict[str, Any] | None:
     """What an orchestrator that goes on after the step of this directory needs to know; None where it was not said."""
     try:

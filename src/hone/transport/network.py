@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from hone.config.sections import LOOPBACK
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.transport.files import Superseded
@@ -50,7 +51,7 @@ class Sender:
             host, self.port, is_master=True, wait_for_workers=False, timeout=TIMEOUT,
             master_listen_fd=self._socket.detach(),
         )  # fmt: skip
-        if host not in ("127.0.0.1", "::1", "localhost"):
+        if host not in LOOPBACK:
             log.warning("Sending weights from %s: whoever reaches this address can have them", self.source)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="sender", daemon=True)

@@ -7,7 +7,6 @@ It owns the run directory: it claims it, gives the run its id and publishes the 
 is what an orchestrator waits for. Also run as a file under torchrun.
 """
 
-import json
 import logging
 import math
 import sys
@@ -35,7 +34,6 @@ from hone.trainer.sharding import Export
 from hone.transport.files import (
     BASE,
     BATCH,
-    PROGRESS,
     TEXT,
     Canary,
     Delivery,
@@ -44,6 +42,7 @@ from hone.transport.files import (
     read_batch,
     read_progress,
     remove_before,
+    write_progress,
 )
 from hone.transport.network import Sender
 from hone.transport.waiting import Pulse, PulseOf, Wait, Watch, wait_for
@@ -136,7 +135,7 @@ def hand_on(progress: dict[str, Any] | None, rollouts: Path) -> None:
     if progress is not None and not rollouts.exists():
         partial = rollouts.with_suffix(".partial")
         partial.mkdir(parents=True, exist_ok=True)
-        (partial / PROGRESS).write_text(json.dumps(progress) + "\n")
+        write_progress(progress, partial)
         partial.rename(rollouts)
 
 
