@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Callable
 
+from hone import machine
+
 COMMANDS = {  # name: (configuration, what runs it, summary)
     "sft": (
         "hone.config.sft:SFTConfig",
@@ -73,6 +75,7 @@ def inference() -> None:
 def vf_eval() -> None:
     from hone.evals.vf_eval import main
 
+    machine.prepare()
     _exit(_guard("vf-eval", lambda: main(sys.argv[1:])))
 
 
@@ -106,6 +109,7 @@ def _run(command: str, argv: list[str]) -> int:
         print(help_text(command, summary, config_class))
         return 0
 
+    machine.prepare()
     end_with_parent()
 
     def work() -> None:

@@ -13,7 +13,7 @@ from hone.kernels import cpu
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows, attend_by_pages, attend_by_pages_reference
 from hone.kernels.flat_attention import Sequences, flat_attention, flat_attention_reference
-from hone.kernels.linear import HAS_AVX512, linear, linear_reference
+from hone.kernels.linear import linear, linear_reference
 from hone.kernels.logprobs import target_logprobs, target_logprobs_reference
 from hone.kernels.norm import add_norm, add_norm_reference
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
@@ -90,7 +90,6 @@ def test_rows():
 
 
 @compiled
-@pytest.mark.skipif(not HAS_AVX512, reason="the compiled products are for AVX-512")
 @pytest.mark.parametrize(
     "T, inputs, outputs", [(32, 1, 1), (33, 17, 45), (64, 128, 384), (301, 300, 96), (600, 70, 33)]
 )

@@ -14,7 +14,7 @@ from hone.engine.cache import KVCache
 from hone.engine.prefill import Stretch
 from hone.kernels import cpu, row_state
 from hone.kernels.decode import Rows
-from hone.kernels.linear import HAS_AVX512, LARGE_WEIGHT
+from hone.kernels.linear import LARGE_WEIGHT
 from hone.models.lora import loras
 from hone.models.transformer import Block, Linear, Transformer
 
@@ -34,14 +34,14 @@ class PackedModel:
         weights = [p for p in model.parameters() if p.dim() == 2]
         is_small = all(weight.numel() <= LARGE_WEIGHT for weight in weights)
         is_plain = not any(loras(model))
-        return HAS_AVX512 and cpu.takes(model.embed.weight) and is_small and is_plain and model.spec.head_dim % 16 == 0
+        return cpu.takes(model.embed.weight) and is_small and is_plain and model.spec.head_dim % 16 == 0
 
     def decode(self, rows: Rows) -> Tensor:
         """Logits B x V after the newest token of each active row; its keys and values go into the cache."""
         active, B = rows.active_B.numpy(), rows.active_B.shape[0]
         state = rows.state.numpy()[active]
         columns = (state[:, row_state.LAST], state[:, row_state.LENGTH], active * rows.table.shape[1], np.arange(B))
-        block = min(layers().BLOCK, -(-B // torch.get_num_threads() // 8) * 8)
+        block = min(layers().BLOCK, -(-B // torch.get_num_threads() // layers().ROWS) * layers().ROWS)
         firsts = np.minimum(np.arange(0, B + block, block), B)
         return self._logits(np.stack(columns, axis=1), firsts, rows.table, B)
 
@@ -60,7 +60,7 @@ class PackedModel:
             own[:, layers().TOKEN], own[:, layers().POSITION] = s.ids[s.start : s.end], np.arange(s.start, s.end)
         tokens[:, layers().PAGES] = np.repeat(np.arange(len(stretches)) * table.shape[1], lengths)
         tokens[kept, layers().RESULT] = np.arange(len(kept))
-        task = np.maximum.accumulate((ends - lengths) // layers().BLOCK)  # those that start in the same 64 tokens
+        task = np.maximum.accumulate((ends - lengths) // layers().BLOCK)  # those that start in the same block
         firsts = np.append((ends - lengths)[np.flatnonzero(np.diff(task, prepend=-1))], ends[-1])
         return self._logits(tokens, firsts, torch.from_numpy(table), len(kept))
 

@@ -8,15 +8,13 @@ from hone.kernels import cpu, gpu
 
 # Few tokens are not worth packing large weights for. Small ones (4 MB) are always multiplied by the compiled product: a
 # row of it does not depend on its neighbours, so a token's numbers are the same to the bit in any batch.
-# Without AVX-512 the tiles do not fit the registers.
 FEW_TOKENS, LARGE_WEIGHT = 32, 2**20
-HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """T x I to T x O."""
     is_worth_it = len(x_TI) >= FEW_TOKENS or weight_OI.numel() <= LARGE_WEIGHT
-    if not (HAS_AVX512 and is_worth_it and cpu.takes(x_TI) and x_TI.dim() == 2):
+    if not (is_worth_it and cpu.takes(x_TI) and x_TI.dim() == 2):
         return linear_reference(x_TI, weight_OI, bias_O)
     if torch.is_grad_enabled() and (x_TI.requires_grad or weight_OI.requires_grad):
         out: Tensor = _Linear.apply(x_TI, weight_OI, bias_O)  # type: ignore[no-untyped-call]

@@ -16,13 +16,34 @@ import logging
 import os
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-IS_AVAILABLE = importlib.util.find_spec("numba") is not None and os.environ.get("HONE_CPU_KERNELS", "1") != "0"
+from hone import machine
+
+@dataclass(frozen=True)
+class Isa:
+    """What the kernels need to know of an instruction set: floats in a vector, rows and vectors of a product's tile, and
+    what makes torch and numba keep to it on a processor that has more."""
+
+    lanes: int
+    rows: int
+    vectors: int
+
+
+ISAS = {"avx512": Isa(16, 8, 2), "avx2": Isa(8, 6, 2), "neon": Isa(4, 8, 2)}
+
+
+@functools.cache
+def isa() -> Isa:
+    return ISAS[machine.isa()]
+
+
+IS_AVAILABLE = importlib.util.find_spec("numba") is not None and machine.isa() != "none"
 
 
 def takes(x: Tensor) -> bool:

@@ -13,8 +13,9 @@ Backward computes the scores again from the log of their sum, so memory grows wi
 import numpy as np
 from numba import prange
 
-from hone.kernels.cpu import compiled, inlined
+from hone.kernels.cpu import compiled, inlined, isa
 from hone.kernels.cpu.lanes import (
+    LANES,
     add,
     exp,
     get,
@@ -26,52 +27,24 @@ from hone.kernels.cpu.lanes import (
     put,
     splat,
     store,
+    tile_of,
     total,
 )
 
-ROWS = 8  # rows of a tile: 8 x 16 accumulators
-BLOCK = 64  # query rows whose scores are held at once
+ROWS = isa().rows  # of a tile, ROWS x 16
+BLOCK = 64 // ROWS * ROWS  # query rows whose scores are held at once
+tile = tile_of(ROWS, 16 // LANES)
 _f = np.float32
 _MASKED = _f(-1e30)
-
-
-@inlined
-def tile(a, a_at, a_row, a_column, b, b_at, b_row, c, c_at, c_row, K, adds):
-    """C[8 x 16] = A[8 x K] B[K x 16], added to what is there if `adds`."""
-    x0 = x1 = x2 = x3 = x4 = x5 = x6 = x7 = splat(_f(0))
-    if adds:
-        x0, x1 = load(c, c_at), load(c, c_at + c_row)
-        x2, x3 = load(c, c_at + 2 * c_row), load(c, c_at + 3 * c_row)
-        x4, x5 = load(c, c_at + 4 * c_row), load(c, c_at + 5 * c_row)
-        x6, x7 = load(c, c_at + 6 * c_row), load(c, c_at + 7 * c_row)
-    for k in range(K):
-        row = load(b, b_at + k * b_row)
-        i = a_at + k * a_column
-        x0 = multiply_add(get(a, i), row, x0)
-        x1 = multiply_add(get(a, i + a_row), row, x1)
-        x2 = multiply_add(get(a, i + 2 * a_row), row, x2)
-        x3 = multiply_add(get(a, i + 3 * a_row), row, x3)
-        x4 = multiply_add(get(a, i + 4 * a_row), row, x4)
-        x5 = multiply_add(get(a, i + 5 * a_row), row, x5)
-        x6 = multiply_add(get(a, i + 6 * a_row), row, x6)
-        x7 = multiply_add(get(a, i + 7 * a_row), row, x7)
-    store(c, c_at, x0)
-    store(c, c_at + c_row, x1)
-    store(c, c_at + 2 * c_row, x2)
-    store(c, c_at + 3 * c_row, x3)
-    store(c, c_at + 4 * c_row, x4)
-    store(c, c_at + 5 * c_row, x5)
-    store(c, c_at + 6 * c_row, x6)
-    store(c, c_at + 7 * c_row, x7)
 
 
 @inlined
 def copy_rows(x, at, row, count, padded, scale, E, out, out_at):
     """out[padded x E] = x[count x E] * scale, then zeros."""
     for i in range(count):
-        for e in range(0, E, 16):
+        for e in range(0, E, LANES):
             store(out, out_at + i * E + e, multiply(splat(scale), load(x, at + i * row + e)))
-    for i in range(count * E, padded * E, 16):
+    for i in range(count * E, padded * E, LANES):
         store(out, out_at + i, splat(_f(0)))
 
 
@@ -90,7 +63,7 @@ def copy_columns(x, at, row, count, padded, E, out, out_at, N):
 def add_rows(x, at, count, E, out, out_at, row):
     """out[count x E] += x[count x E]."""
     for i in range(count):
-        for e in range(0, E, 16):
+        for e in range(0, E, LANES):
             there = out_at + i * row + e
             store(out, there, add(load(out, there), load(x, at + i * E + e)))
 
@@ -140,22 +113,22 @@ def forward(H, K, E, q, q_row, k, k_row, v, v_row, sequences, groups, out, logsu
                     columns = min(N, P16 + (first + r + ROWS + 15) // 16 * 16)
                     for i in range(r, r + ROWS):
                         tops, sums = splat(_MASKED), splat(_f(0))
-                        for j in range(i * N, i * N + columns, 16):
+                        for j in range(i * N, i * N + columns, LANES):
                             tops = maximum(tops, load(scores, j))
                         top = largest(tops)
-                        for j in range(i * N, i * N + columns, 16):
+                        for j in range(i * N, i * N + columns, LANES):
                             weights = exp(add(load(scores, j), splat(-top)))
                             store(scores, j, weights)
                             sums = add(sums, weights)
                         whole = total(sums)
-                        for j in range(i * N, i * N + columns, 16):
+                        for j in range(i * N, i * N + columns, LANES):
                             store(scores, j, multiply(splat(_f(1) / whole), load(scores, j)))
                         if i < count:
                             put(logsum, (start + first + i) * H + h, top + np.log(whole))
                     for e in range(0, E, 16):
                         tile(scores, r * N, N, 1, values, e, E, mixed, r * E + e, E, columns, False)
                 for i in range(count):
-                    for e in range(0, E, 16):
+                    for e in range(0, E, LANES):
                         store(out, ((start + first + i) * H + h) * E + e, load(mixed, i * E + e))
 
 
@@ -177,11 +150,12 @@ def backward(H, K, E, grad, out, q, q_row, k, k_row, v, v_row, sequences, groups
             copy_columns(k, start * k_row + kh * E, k_row, length, N - P16, E, keys_T, P16, N)
             copy_columns(v, prefix * v_row + kh * E, v_row, P, P16, E, values_T, 0, N)
             copy_columns(v, start * v_row + kh * E, v_row, length, N - P16, E, values_T, P16, N)
-            of_keys, of_values = np.zeros(N * E, np.float32), np.zeros(N * E, np.float32)
+            # Whole tiles may go past the last key by less than ROWS: there is room for what nobody reads.
+            of_keys, of_values = np.zeros((N + ROWS) * E, np.float32), np.zeros((N + ROWS) * E, np.float32)
             block = min(BLOCK, (length + ROWS - 1) // ROWS * ROWS)
             queries, grads = np.empty(block * E, np.float32), np.empty(block * E, np.float32)
             of_queries = np.empty(block * E, np.float32)
-            scores, slopes = np.empty(block * N, np.float32), np.empty(block * N, np.float32)
+            scores, slopes = np.zeros(block * N + ROWS, np.float32), np.zeros(block * N + ROWS, np.float32)
             for h in range(kh * repeats, (kh + 1) * repeats):
                 for first in range(0, length, BLOCK):
                     count = min(BLOCK, length - first)
@@ -198,15 +172,15 @@ def backward(H, K, E, grad, out, q, q_row, k, k_row, v, v_row, sequences, groups
                             if i < count:
                                 at = ((start + first + i) * H + h) * E
                                 products = splat(_f(0))
-                                for e in range(0, E, 16):
+                                for e in range(0, E, LANES):
                                     products = multiply_add(load(grads, i * E + e), load(out, at + e), products)
                                 inner = total(products)
                                 top = get(logsum, (start + first + i) * H + h)
-                            for j in range(i * N, i * N + columns, 16):
+                            for j in range(i * N, i * N + columns, LANES):
                                 weights = exp(add(load(scores, j), splat(-top)))
                                 store(scores, j, weights)
                                 store(slopes, j, multiply(weights, add(load(slopes, j), splat(-inner))))
-                            for j in range(i * N + columns, (i + 1) * N, 16):
+                            for j in range(i * N + columns, (i + 1) * N, LANES):
                                 store(scores, j, splat(_f(0)))
                                 store(slopes, j, splat(_f(0)))
                         for e in range(0, E, 16):
@@ -220,7 +194,7 @@ def backward(H, K, E, grad, out, q, q_row, k, k_row, v, v_row, sequences, groups
                                 tile(slopes, a, 1, N, queries, b, E, of_keys, c * E + e, E, rows - skip, True)
                                 tile(scores, a, 1, N, grads, b, E, of_values, c * E + e, E, rows - skip, True)
                     for i in range(count):
-                        for e in range(0, E, 16):
+                        for e in range(0, E, LANES):
                             store(grad_q, ((start + first + i) * H + h) * E + e, load(of_queries, i * E + e))
             add_rows(of_keys, 0, P, E, grad_k, (prefix * K + kh) * E, K * E)
             add_rows(of_values, 0, P, E, grad_v, (prefix * K + kh) * E, K * E)

@@ -5,6 +5,8 @@ from numba import prange
 
 from hone.kernels.cpu import compiled, inlined
 from hone.kernels.cpu.lanes import (
+    LANES,
+    dots,
     exp,
     floats,
     get,
@@ -14,9 +16,7 @@ from hone.kernels.cpu.lanes import (
     prefetch,
     put,
     put_integer,
-    splat,
     store,
-    totals,
 )
 from hone.kernels.row_state import (
     COUNT,
@@ -35,24 +35,6 @@ from hone.kernels.row_state import (
 )
 
 _f, _u = np.float32, np.uint64
-
-
-@inlined
-def _scores(query, q_at, keys, at, step, E):
-    """Products of a query with 16 keys, which lie `step` apart."""
-    x0 = x1 = x2 = x3 = x4 = x5 = x6 = x7 = splat(_f(0))
-    x8 = x9 = x10 = x11 = x12 = x13 = x14 = x15 = splat(_f(0))
-    for e in range(0, E, 16):
-        q, k = load(query, q_at + e), at + e
-        x0, x1 = multiply_add(q, load(keys, k), x0), multiply_add(q, load(keys, k + step), x1)
-        x2, x3 = multiply_add(q, load(keys, k + 2 * step), x2), multiply_add(q, load(keys, k + 3 * step), x3)
-        x4, x5 = multiply_add(q, load(keys, k + 4 * step), x4), multiply_add(q, load(keys, k + 5 * step), x5)
-        x6, x7 = multiply_add(q, load(keys, k + 6 * step), x6), multiply_add(q, load(keys, k + 7 * step), x7)
-        x8, x9 = multiply_add(q, load(keys, k + 8 * step), x8), multiply_add(q, load(keys, k + 9 * step), x9)
-        x10, x11 = multiply_add(q, load(keys, k + 10 * step), x10), multiply_add(q, load(keys, k + 11 * step), x11)
-        x12, x13 = multiply_add(q, load(keys, k + 12 * step), x12), multiply_add(q, load(keys, k + 13 * step), x13)
-        x14, x15 = multiply_add(q, load(keys, k + 14 * step), x14), multiply_add(q, load(keys, k + 15 * step), x15)
-    return totals(x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15)
 
 
 @inlined
@@ -85,7 +67,9 @@ def mix_row(H, K, E, q, q_at, keys, values, PAGE, L, table, pages, out, out_at):
             for i in range(0, 16 * step, 16):
                 prefetch(keys, ahead + i)
         for h in range(H):
-            store(scores, h * row + first, _scores(query, h * E, keys, at + h // group * E, step, E))
+            for j in range(0, 16, LANES):
+                some = dots(query, h * E, keys, at + j * step + h // group * E, step, E)
+                store(scores, h * row + first + j, some)
     for h in range(H):
         top, weight = _f(-1e30), _f(0)
         for j in range(h * row, h * row + L):
@@ -105,13 +89,13 @@ def mix_row(H, K, E, q, q_at, keys, values, PAGE, L, table, pages, out, out_at):
             for i in range(0, 16 * step, 16):
                 prefetch(values, ahead + i)
         for h in range(H):
-            for e in range(0, E, 16):
+            for e in range(0, E, LANES):
                 sum_so_far, here = load(mixed, h * E + e), at + h // group * E + e
                 for j in range(count):
                     share = get(scores, h * row + first + j)
                     sum_so_far = multiply_add(share, load(values, here + j * step), sum_so_far)
                 store(mixed, h * E + e, sum_so_far)
-    for i in range(0, H * E, 16):
+    for i in range(0, H * E, LANES):
         store(out, out_at + i, load(mixed, i))
 
 

@@ -1,8 +1,9 @@
-"""Vectors of 16 floats for functions that numba compiles: what C has as intrinsics, portable through LLVM.
+"""Vectors of floats for functions that numba compiles: what C has as intrinsics, portable through LLVM.
 
 numba vectorises simple loops by itself, but keeps no tile of a matrix product in registers. A `Lanes` value is one
-LLVM vector, so a handful of them are accumulators that never touch memory. Memory is an address (an int) or a flat
-float32 array; `get` and `put` take an index as it is, where numba's own [] would first ask whether it is negative.
+LLVM vector as wide as the processor's: 16 floats with AVX-512, 8 with AVX2, 4 with NEON. `tile` makes the core of a
+product from such vectors. Memory is an address (an int) or a flat float32 array; `get` and `put` take an index as it
+is, where numba's own [] would first ask whether it is negative.
 
 `floats(address, shape)` is an array for reading. What a kernel writes goes out by `put` and `store`: numba takes an
 array that was made from an address for a local one, and removes what is written to it.
@@ -16,14 +17,16 @@ from numba import carray, njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
 
-LANES = 16
+from hone.kernels.cpu import isa
+
+LANES = isa().lanes
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
 class Lanes(types.Type):
     def __init__(self) -> None:
-        super().__init__(name="Lanes16")
+        super().__init__(name=f"Lanes{LANES}")
 
 
 lanes = Lanes()
@@ -126,13 +129,13 @@ def get_integer(typing: Any, memory: Any, at: Any) -> Any:
 
 @intrinsic
 def load(typing: Any, memory: Any, at: Any) -> Any:
-    """memory[at : at + 16]"""
+    """memory[at : at + LANES]"""
     return lanes(memory, types.intp), _load_lanes
 
 
 @intrinsic
 def store(typing: Any, memory: Any, at: Any, x: Any) -> Any:
-    """memory[at : at + 16] = x"""
+    """memory[at : at + LANES] = x"""
     return types.void(memory, types.intp, lanes), _store_lanes
 
 
@@ -182,7 +185,7 @@ def integers(address: Any, shape: Any) -> Any:
 
 @intrinsic
 def splat(typing: Any, scalar: Any) -> Any:
-    """All 16 lanes the same."""
+    """All lanes the same."""
     return _operation(_fill, lanes, types.float32)
 
 
@@ -216,7 +219,7 @@ def maximum(typing: Any, x: Any, y: Any) -> Any:
 
 @intrinsic
 def total(typing: Any, x: Any) -> Any:
-    """Sum of the 16 lanes."""
+    """Sum of the lanes."""
 
     def emit(builder: Any, a: Any) -> Any:
         zero = ir.Constant(_FLOAT, 0.0)
@@ -226,43 +229,8 @@ def total(typing: Any, x: Any) -> Any:
 
 
 @intrinsic
-def totals(
-    typing: Any,
-    a: Any,
-    b: Any,
-    c: Any,
-    d: Any,
-    e: Any,
-    f: Any,
-    g: Any,
-    h: Any,
-    i: Any,
-    j: Any,
-    k: Any,
-    l: Any,
-    m: Any,
-    n: Any,
-    o: Any,
-    p: Any,
-) -> Any:
-    """`total` of each of 16, as lanes: both halves of all are added, then both halves of those, …"""
-
-    def emit(builder: Any, *rows: Any) -> Any:
-        pieces, width = list(rows), LANES // 2
-        while len(pieces) > 1:
-            low = [start + x for start in range(0, 2 * LANES, 2 * width) for x in range(width)]
-            indices = [ir.Constant(ir.VectorType(_INT, LANES), [x + half for x in low]) for half in (0, width)]
-            pairs = zip(pieces[::2], pieces[1::2], strict=True)
-            pieces = [builder.fadd(*(builder.shuffle_vector(x, y, z) for z in indices)) for x, y in pairs]
-            width //= 2
-        return pieces[0]
-
-    return _operation(emit, lanes, *[lanes] * LANES)
-
-
-@intrinsic
 def largest(typing: Any, x: Any) -> Any:
-    """Largest of the 16 lanes."""
+    """Largest of the lanes."""
     return _operation(
         lambda builder, a: _call(builder, "llvm.vector.reduce.fmax", a, returns=_FLOAT, flags=("nnan",)),
         types.float32,
@@ -274,7 +242,9 @@ def largest(typing: Any, x: Any) -> Any:
 def exp(typing: Any, x: Any) -> Any:
     """e^x of a scalar or of lanes, in fp32, without a branch: at most 2 units off in the last place.
 
-    x = n ln 2 + r, e^r by the polynomial of Cephes' expf. Below -87 it is e^-87 (1e-38), above 88 it is e^88.
+    x = n ln 2 + r, e^r by the polynomial of Cephes' expf. Below -87 it is 0, above 88 it is e^88. The 0 is for speed: a
+    masked score would be 1e-38, a share of it smaller than normal numbers, and Intel's processors take a hundred cycles
+    for each of those.
     """
 
     def emit(builder: Any, a: Any) -> Any:
@@ -290,6 +260,7 @@ def exp(typing: Any, x: Any) -> Any:
         def fma(p: Any, q: Any, r: Any) -> Any:
             return _call(builder, "llvm.fma", p, q, r)
 
+        is_zero = builder.fcmp_ordered("<", a, constant(-87.0))
         a = _call(builder, "llvm.minnum", _call(builder, "llvm.maxnum", a, constant(-87.0)), constant(88.0))
         n = _call(builder, "llvm.rint", builder.fmul(a, constant(1.44269502162933349609375)))
         r = fma(n, constant(-0.693359375), a)
@@ -300,7 +271,115 @@ def exp(typing: Any, x: Any) -> Any:
             y = fma(y, r, constant(coefficient))
         y = builder.fadd(fma(y, builder.fmul(r, r), r), constant(1.0))
         power = builder.shl(builder.add(builder.fptosi(n, integer), whole(127)), whole(23))
-        return builder.fmul(y, builder.bitcast(power, a.type))
+        return builder.select(is_zero, constant(0.0), builder.fmul(y, builder.bitcast(power, a.type)))
 
     kind = lanes if x is lanes else types.float32
     return _operation(emit, kind, kind)
+
+
+# ---------------------------------------------------------------------------------------------- products
+
+
+def tile_of(rows: int, vectors: int) -> Any:
+    """The core of a product, rows x (vectors * LANES) numbers of C, which stay in registers until they are done.
+
+    tile(a, a_at, a_row, a_column, b, b_at, b_row, c, c_at, c_row, K, adds): C = A B, added to what is there if `adds`.
+    A[m, k] stands at a_at + m * a_row + k * a_column, row k of B at b_at + k * b_row, row m of C at c_at + m * c_row.
+    Each number of C is a sum over k in order, whatever the other rows are.
+    """
+
+    @intrinsic
+    def tile(
+        typing: Any, a: Any, a_at: Any, a_row: Any, a_column: Any, b: Any, b_at: Any, b_row: Any, c: Any, c_at: Any,
+        c_row: Any, K: Any, adds: Any,
+    ) -> Any:  # fmt: skip
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            _, a_at, a_row, a_column, _, b_at, b_row, _, c_at, c_row, K, adds = arguments
+            kinds, number = signature.args, ir.Constant
+            first = {i: _address(context, builder, kinds[i], arguments[i], arguments[i + 1]) for i in (0, 4, 7)}
+            width = range(vectors)
+
+            def vector_at(address: Any, v: int) -> Any:
+                return builder.bitcast(builder.gep(address, [number(a_at.type, v * LANES)]), _VECTOR.as_pointer())
+
+            rows_of_C = [builder.gep(first[7], [builder.mul(c_row, number(c_row.type, m))]) for m in range(rows)]
+            places = [vector_at(row, v) for row in rows_of_C for v in width]
+            before = builder.block
+            with builder.if_then(adds):
+                there = [builder.load(place, align=4) for place in places]
+                loaded = builder.block
+            start = builder.block
+            zero = number(_VECTOR, [0.0] * LANES)
+            sums = [_phi(builder, _VECTOR, (zero, before), (x, loaded)) for x in there]
+            head, body, end = (builder.append_basic_block(name) for name in ("head", "body", "end"))
+            builder.branch(head)
+            builder.position_at_end(head)
+            k = _phi(builder, K.type, (number(K.type, 0), start))
+            sums = [_phi(builder, _VECTOR, (x, start)) for x in sums]
+            builder.cbranch(builder.icmp_signed("<", k, K), body, end)
+            builder.position_at_end(body)
+            row_of_B = builder.gep(first[4], [builder.mul(k, b_row)])
+            right = [builder.load(vector_at(row_of_B, v), align=4) for v in width]
+            column = builder.gep(first[0], [builder.mul(k, a_column)])
+            for m in range(rows):
+                left = _fill(builder, builder.load(builder.gep(column, [builder.mul(a_row, number(a_row.type, m))])))
+                for v in width:
+                    i = m * vectors + v
+                    sums[i].add_incoming(_call(builder, "llvm.fma", left, right[v], sums[i]), body)
+            k.add_incoming(builder.add(k, number(K.type, 1)), body)
+            builder.branch(head)
+            builder.position_at_end(end)
+            for place, x in zip(places, sums, strict=True):
+                builder.store(x, place, align=4)
+            return context.get_dummy_value()
+
+        at = types.intp
+        return types.void(a, at, at, at, b, at, at, c, at, at, at, types.boolean), generate
+
+    return tile
+
+
+@intrinsic
+def dots(typing: Any, x: Any, x_at: Any, rows: Any, at: Any, step: Any, E: Any) -> Any:
+    """Products of x[x_at : x_at + E] with LANES rows of E numbers, which lie `step` apart from rows[at] on, as lanes."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, x_at, _, at, step, E = arguments
+        kinds, number = signature.args, ir.Constant
+        first, row = (_address(context, builder, kinds[i], arguments[i], arguments[i + 1]) for i in (0, 2))
+        starts = [builder.gep(row, [builder.mul(step, number(step.type, i))]) for i in range(LANES)]
+        before, head, body, end = builder.block, *(builder.append_basic_block(name) for name in ("head", "body", "end"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        e = _phi(builder, E.type, (number(E.type, 0), before))
+        sums = [_phi(builder, _VECTOR, (number(_VECTOR, [0.0] * LANES), before)) for _ in starts]
+        builder.cbranch(builder.icmp_signed("<", e, E), body, end)
+        builder.position_at_end(body)
+
+        def vector(start: Any) -> Any:
+            return builder.load(builder.bitcast(builder.gep(start, [e]), _VECTOR.as_pointer()), align=4)
+
+        left = vector(first)
+        for start, x in zip(starts, sums, strict=True):
+            x.add_incoming(_call(builder, "llvm.fma", left, vector(start), x), body)
+        e.add_incoming(builder.add(e, number(E.type, LANES)), body)
+        builder.branch(head)
+        builder.position_at_end(end)
+        # Both halves of all are added, then both halves of those, …
+        pieces, width = sums, LANES // 2
+        while len(pieces) > 1:
+            low = [start + x for start in range(0, 2 * LANES, 2 * width) for x in range(width)]
+            indices = [number(ir.VectorType(_INT, LANES), [x + half for x in low]) for half in (0, width)]
+            pairs = zip(pieces[::2], pieces[1::2], strict=True)
+            pieces = [builder.fadd(*(builder.shuffle_vector(x, y, z) for z in indices)) for x, y in pairs]
+            width //= 2
+        return pieces[0]
+
+    return lanes(x, types.intp, rows, types.intp, types.intp, types.intp), generate
+
+
+def _phi(builder: Any, kind: Any, *incoming: tuple[Any, Any]) -> Any:
+    phi = builder.phi(kind)
+    for value, block in incoming:
+        phi.add_incoming(value, block)
+    return phi
