@@ -4,6 +4,10 @@ SEED ?= 0
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := $(UV) run --no-sync
 
+# Compiled Python is kept, also where the environment asks for none (images of containers often do): without it every
+# command spends seconds on compiling what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test lint test-gpu chaos docs
 
 setup: .venv/.ready

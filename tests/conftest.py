@@ -1,10 +1,21 @@
-"""Before anything imports torch: the instruction set that HONE_CPU_ISA asks for; where tests run side by side, a thread
-that waits sleeps instead of spinning."""
+"""Before anything imports torch: the instruction set that HONE_CPU_ISA asks for, threads that sleep when they wait.
+
+Then how patient tests are: deadlines are for machines of usual speed, and longer where importing torch takes longer."""
 
 import os
+import time
 
 from hone import machine
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 machine.prepare()
+start = time.perf_counter()
+import torch  # noqa: E402, F401
+
+machine.started_in(time.perf_counter() - start)
+# What tests start ends with them, also when they are killed.
+os.environ["HONE_PARENT_PID"] = str(os.getpid())
+
+
+def patience(seconds):
+    """A deadline on this machine, in seconds: twice as long beside other tests."""
+    return seconds * 2 * machine.silence() / machine.SILENCE

@@ -9,10 +9,12 @@ import errno
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable
 
-from hone import machine
+from hone import STARTED, machine
 
+LAST_SECONDS = 10.0  # in which a process whose parent is gone may end what it has started
 COMMANDS = {  # name: (configuration, what runs it, summary)
     "sft": (
         "hone.config.sft:SFTConfig",
@@ -123,28 +125,43 @@ def _run(command: str, argv: list[str]) -> int:
             from hone.monitors.log import start_logging
 
             start_logging(config.log_level)
-            import_object(main_path)(config)
+            main = import_object(main_path)
+            machine.started_in(time.perf_counter() - STARTED)
+            main(config)
 
     return _guard(command, work)
 
 
 def end_with_parent() -> None:
-    """A component ends when its launcher is gone, however that went."""
-    parent = os.environ.pop("HONE_PARENT_PID", None)
-    if parent is None:
+    """A component ends when its launcher is gone, however that went. HONE_PARENT_PID may be an ancestor further up."""
+    parent = int(os.environ.pop("HONE_PARENT_PID", "0"))
+    if not parent:
         return
+    is_direct = os.getppid() == parent
     import signal
     import threading
-    import time
 
     def watch() -> None:
-        while os.getppid() == int(parent):
+        while os.getppid() == parent if is_direct else is_alive(parent):
             time.sleep(0.5)
+        if callable(signal.getsignal(signal.SIGTERM)):  # it has something to end, perhaps a process that stands still
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(LAST_SECONDS)
         if os.getpgrp() == os.getpid():  # with all that was started from here
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _dry_run(command: str, config) -> None:  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores, the processor's vectors. Imports nothing until it is asked.
+"""What this process may use of the machine (cores, the processor's vectors) and how slow it is.
 
 `prepare` comes before torch and numba are imported, since their threads and instruction sets are chosen then.
 """
@@ -8,6 +8,9 @@ import os
 import platform
 from pathlib import Path
 
+SILENCE = 15.0  # seconds without a sign of life after which a process is called silent, on a machine of usual speed
+USUAL_START, SLOWEST = 3.0, 3.0  # seconds that imports take there; how much longer deadlines get at most
+_slowness = 1.0
 ISAS = ("avx512", "avx2", "neon", "none")
 # What keeps torch, its MKL and oneDNN, and numba to AVX2 on a processor that has more.
 _TO_AVX2 = {
@@ -19,10 +22,51 @@ _TO_AVX2 = {
 }
 
 
+# A thread that waits looks so often whether it is needed, some 20 to 50 us long, and then sleeps. libgomp's own 300,000
+# looks take milliseconds, in which a thread that has nothing to do keeps a core from one that has.
+_LOOKS = "1000"
+
+
 def prepare() -> None:
     """Sets what torch and numba read from the environment when they are imported, where the user has not."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _LOOKS)
+        os.environ.setdefault("KMP_BLOCKTIME", "0")  # the same of LLVM's OpenMP, in ms (macOS)
+    os.environ.setdefault("OMP_NUM_THREADS", str(cores()))
     if os.environ.get("HONE_CPU_ISA") == "avx2":
         os.environ.update(_TO_AVX2)
+
+
+def cores() -> int:
+    """How many threads may compute at once: OMP_NUM_THREADS, or the cores that affinity and cgroup leave."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdigit() and int(wanted):
+        return int(wanted)
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(count, int(_quota(Path("/sys/fs/cgroup")) or count)))
+
+
+def _quota(root: Path) -> float | None:
+    """Cores' worth of time that the control group may use (version 2, then 1); None without a limit."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota, period = ((root / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        except OSError:
+            return None
+    return None if quota in ("max", "-1") else max(1.0, int(quota) / int(period))
+
+
+def started_in(seconds: float) -> None:
+    """Tells how long this process took to import what it needs: where that is long, everything is."""
+    global _slowness
+    _slowness = min(max(1.0, seconds / USUAL_START), SLOWEST)
+
+
+def silence() -> float:
+    """Seconds without a sign of life after which another process is called silent: longer on a slow machine."""
+    return SILENCE * _slowness
 
 
 @functools.cache

@@ -1,7 +1,9 @@
 """Real processes: the commands of this environment, a model trained by one of them, a served model."""
 
+import contextlib
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -9,10 +11,14 @@ import time
 import urllib.request
 from pathlib import Path
 
+import httpx
 import pytest
+
+from tests.conftest import patience
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+http = httpx.Client(timeout=patience(30))
 TINY = "examples/reverse_text_tiny"
 RL_ENV = '{"id": "reverse-text", "args": {"texts": "generated", "min_chars": 4, "max_chars": 8, "num_examples": 64}}'
 
@@ -21,10 +27,63 @@ def command(*words, ok=True, cwd=ROOT, env=None, timeout=120):
     """Runs a command; its exit code must (not) be 0 as `ok` says. A mistake shows no traceback."""
     words = [BIN / words[0], *map(str, words[1:])]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}
-    done = subprocess.run(words, capture_output=True, text=True, cwd=cwd, env=environment, timeout=timeout)
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=patience(timeout))
+    finally:
+        end(process)
+    done = subprocess.CompletedProcess(words, process.returncode, out, err)
     assert (done.returncode == 0) == ok, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return done
+
+
+def start(*words, log=subprocess.DEVNULL, **kwargs):
+    """A command in the background, in a session of its own; whoever starts it calls `end`."""
+    words, cwd = list(map(str, words)), kwargs.pop("cwd", ROOT)
+    return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, cwd=cwd, start_new_session=True, **kwargs)
+
+
+def end(process):
+    """Ends what may still run of it, and what it has started: in order if it can, a component that stands still too."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(15)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def until(ready, process=None, seconds=60, words=lambda: "", pause=0.02):
+    """Waits for something that a process is to do, while it lives."""
+    deadline = time.monotonic() + patience(seconds)
+    while not ready():
+        assert process is None or process.poll() is None, words()
+        assert time.monotonic() < deadline, words()
+        time.sleep(pause)
+
+
+@pytest.fixture
+def started():
+    """`start`, and the end of all that was started by it when the test is over, however it went."""
+    processes = []
+
+    def begin(*words, **kwargs):
+        processes.append(start(*words, **kwargs))
+        return processes[-1]
+
+    yield begin
+    for process in reversed(processes):
+        end(process)
 
 
 @pytest.fixture(scope="session")
@@ -67,24 +126,26 @@ class Server:
 
     def __init__(self, *options, log, program=(BIN / "inference",)):
         self.log = log
-        words = [*program, *map(str, options), "--server.port", "0"]
-        self.process = subprocess.Popen(words, stdout=log.open("w"), stderr=subprocess.STDOUT, cwd=ROOT)
-        deadline = time.monotonic() + 60
-        while " at http://" not in log.read_text():
-            assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
-        self.url = "http" + log.read_text().split(" at http")[1].split()[0]
-        while True:
-            try:
-                urllib.request.urlopen(self.url.removesuffix("/v1") + "/health", timeout=5).close()
-                return
-            except OSError:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+        self.process = start(*program, *options, "--server.port", "0", log=log.open("w"))
+        try:
+            until(lambda: " at http://" in log.read_text(), self.process, words=log.read_text)
+            self.url = "http" + log.read_text().split(" at http")[1].split()[0]
+            until(lambda: answers(self.url), self.process, words=log.read_text)
+        except BaseException:
+            end(self.process)
+            raise
 
     def stop(self):
-        self.process.terminate()
-        assert self.process.wait(20) == 0, self.log.read_text()
+        end(self.process)
+        assert self.process.returncode == 0, self.log.read_text()
+
+
+def answers(url):
+    try:
+        urllib.request.urlopen(url.removesuffix("/v1") + "/health", timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 @pytest.fixture(scope="session")

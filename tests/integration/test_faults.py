@@ -3,6 +3,7 @@ late, disks that are full, directories that another run has left."""
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -13,7 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from .conftest import BIN, ROOT, TINY, Server, command
+from tests.conftest import patience
+
+from .conftest import BIN, TINY, Server, command, end, start
 from .test_services import SMALL, TINY_RL, Started, gone, metrics, processes
 
 FAULTY = (BIN / "python", Path(__file__).with_name("faulty_server.py"))
@@ -106,12 +109,12 @@ def fill(place, when):
             file.write(bytes(4096))
 
 
-def test_a_rank_of_the_trainer_that_dies_is_named_and_the_run_goes_on_after_it(trained, tmp_path):
+def test_a_rank_of_the_trainer_that_dies_is_named_and_the_run_goes_on_after_it(trained, tmp_path, started):
     options = ("--max-async-level", 0, "--trainer-gpu-ids", "[0, 1]", "--ckpt.interval", 1)
-    run = Started(tmp_path / "run", trained, "--max-steps", 5000, *options)
+    run = Started(started, tmp_path / "run", trained, "--max-steps", 5000, *options)
     ranks = [pid for pid in children(run.process.pid) if command_line(pid)[1:4] == ["-m", "hone", "trainer"]]
     os.kill(max(ranks), signal.SIGKILL)
-    assert run.process.wait(15) == 1 and gone(tmp_path / "run")
+    assert run.process.wait(patience(15)) == 1 and gone(tmp_path / "run")
     assert run.log.read_text().splitlines()[-1] == "rl: error: trainer rank 1 was killed (SIGKILL)"
     steps = len(metrics(tmp_path / "run"))
     processes(tmp_path / "run", trained, *options, "--max-steps", steps + 2, "--clean", "false", "--resume", "auto")
@@ -148,8 +151,7 @@ class Still:
             BIN / "rl", *TINY_RL, "--inference", "@", f"{TINY}/rl/infer.toml", "--model.name", model, *SMALL,
             "--output-dir", out, "--inference.server.port", 0, *ON_POLICY, "--orchestrator.env", WORKER,
         ]  # fmt: skip
-        log = self.log.open("w")
-        self.process = subprocess.Popen(list(map(str, words)), stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        self.process = start(*words, log=self.log.open("w"))
 
     def is_there(self):
         assert self.process.poll() is None, self.log.read_text()
@@ -166,11 +168,7 @@ class Still:
         return next(p for p in children(self.process.pid) if command_line(p)[1:4] == ["-m", "hone", name])
 
     def end(self):
-        if self.process.poll() is None:
-            for pid in children(self.process.pid):
-                os.kill(pid, signal.SIGKILL)  # one that stands still does not see that its launcher is gone
-            self.process.kill()
-        self.process.wait()
+        end(self.process)
 
 
 def command_line(pid):
@@ -232,9 +230,9 @@ class Minute(threading.Thread):
     def run(self):
         try:
             self.start_late()
-            for part in ("inference", "orchestrator", "trainer", "worker"):
+            for part in ("inference", "orchestrator", r"trainer", "worker"):
                 self.runs[part] = Still(part, self.root / part, self.model)
-            waiting, deadline = list(self.runs.values()), time.monotonic() + 120
+            waiting, deadline = list(self.runs.values()), time.monotonic() + patience(120)
             while waiting:  # each as soon as it is there: it would be at its end when the others are
                 assert time.monotonic() < deadline, [run.part for run in waiting]
                 for run in [run for run in waiting if run.is_there()]:
@@ -245,8 +243,8 @@ class Minute(threading.Thread):
             for part, run in self.runs.items():
                 if part != "worker":  # that one has been replaced by now
                     os.kill(run.stopped, signal.SIGCONT)
-            self.codes |= {part: run.process.wait(180) for part, run in self.runs.items()}
-            self.codes |= {"late": [process.wait(180) for process in self.processes]}
+            self.codes |= {part: run.process.wait(patience(180)) for part, run in self.runs.items()}
+            self.codes |= {"late": [process.wait(patience(180)) for process in self.processes]}
         except BaseException as error:
             self.error = error
 
@@ -266,8 +264,7 @@ class Minute(threading.Thread):
                 "--max-async-level", 0, "--max-steps", 1, *options,
             ]  # fmt: skip
             log = (self.root / f"late_{name}.log").open("w")
-            words = list(map(str, words))
-            self.processes.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT))
+            self.processes.append(start(*words, log=log))
 
     def end(self):
         for one in self.late:
@@ -275,8 +272,7 @@ class Minute(threading.Thread):
         for run in self.runs.values():
             run.end()
         for process in self.processes:
-            process.kill()
-            process.wait()
+            end(process)
         self.join(30)
         self.server.stop()
 
@@ -292,7 +288,7 @@ def under_way(trained, tmp_path_factory):
 
 @pytest.fixture
 def minute(under_way):
-    under_way.join(400)
+    under_way.join(patience(400))
     if under_way.error is not None:
         raise under_way.error
     return under_way
@@ -301,16 +297,16 @@ def minute(under_way):
 @pytest.mark.parametrize(
     ("part", "who", "words"),
     [
-        ("inference", "orchestrator", "(/health did not answer within 15 s); what was asked of it is asked again"),
-        ("orchestrator", "trainer", "No sign of life from the orchestrator for 15 s"),
-        ("trainer", "orchestrator", "No sign of life from the trainer for 15 s"),
-        ("worker", "orchestrator", "gives no sign of life for 15 s: it is killed, and its"),
+        ("inference", "orchestrator", r"\(/health did not answer within \d+ s\); what was asked of it is asked again"),
+        ("orchestrator", "trainer", r"No sign of life from the orchestrator for \d+ s"),
+        ("trainer", "orchestrator", r"No sign of life from the trainer for \d+ s"),
+        ("worker", "orchestrator", r"gives no sign of life for \d+ s: it is killed, and its"),
     ],
 )
 def test_what_stands_still_for_a_minute_is_named_by_the_others_and_changes_nothing(part, who, words, minute):
     root, log = minute.root, minute.runs[part].log.read_text()
-    assert minute.codes[part] == 0 and words in log, log
-    assert words in (root / part / "logs" / f"{who}.log").read_text()
+    assert minute.codes[part] == 0 and re.search(words, log), log
+    assert re.search(words, (root / part / "logs" / f"{who}.log").read_text())
     if part != "worker":
         assert " is back" in log
     mine, other = (root / name / "weights" / f"step_{STEPS}" for name in (part, "orchestrator"))

@@ -2,10 +2,9 @@
 
 import json
 
-import httpx
 import pytest
 
-from .conftest import TINY, command
+from .conftest import TINY, command, http
 
 SOURCE = """
 import hone.environments as vf
@@ -62,9 +61,9 @@ def test_a_conversation_is_one_sequence_of_the_tokens_that_were_sampled(kind, tr
 def test_a_server_goes_on_from_the_tokens_of_a_conversation(server, trained):
     messages = [{"role": "user", "content": "abc"}]
     body = {"model": str(trained), "messages": messages, "max_tokens": 6, "return_token_ids": True, "seed": 1}
-    first = httpx.post(f"{server.url}/chat/completions", json=body).json()
+    first = http.post(f"{server.url}/chat/completions", json=body).json()
     (choice,) = first["choices"]
     before = first["prompt_token_ids"] + choice["token_ids"]
     messages += [choice["message"], {"role": "user", "content": "more"}]
-    again = httpx.post(f"{server.url}/chat/completions", json={**body, "conversation_ids": before}).json()
+    again = http.post(f"{server.url}/chat/completions", json={**body, "conversation_ids": before}).json()
     assert again["prompt_token_ids"][: len(before)] == before

@@ -2,15 +2,13 @@
 
 import json
 import os
-import subprocess
-import time
-import urllib.request
 
 import pytest
 
 from hone.models.hf import load_model, save_model
+from tests.conftest import patience
 
-from .conftest import BIN, ROOT, TINY, command
+from .conftest import BIN, ROOT, TINY, answers, command, end, until
 
 pytestmark = pytest.mark.usefixtures("port_8000")
 FEW = ("--max-steps", 2, "--orchestrator.batch-size", 32)
@@ -18,43 +16,28 @@ URL = "http://localhost:8000/v1"
 
 
 @pytest.fixture
-def page(tmp_path):
+def page(tmp_path, started):
     """A directory to type in: the examples, and a warmed-up model where their configurations look for it."""
     for name in ("examples", "src", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
     model = ROOT / TINY / "model"
     save_model(load_model(model, random_init=True, seed=0), model, tmp_path / "outputs" / "weights" / "step_700")
-    shells = []
 
     def type_(*words, background=False):
         if not background:
             return command(*words, cwd=tmp_path, env={"WANDB_MODE": "offline"})
-        log = (tmp_path / f"{words[0]}.log").open("w")
-        shells.append(
-            subprocess.Popen([BIN / words[0], *map(str, words[1:])], cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT)
-        )
-        return shells[-1]
+        return started(BIN / words[0], *words[1:], cwd=tmp_path, log=(tmp_path / f"{words[0]}.log").open("w"))
 
-    yield type_
-    for shell in shells:
-        shell.terminate()
-        shell.wait(20)
+    return type_
 
 
-def until_served(seconds=60):
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            urllib.request.urlopen("http://localhost:8000/health", timeout=5).close()
-            return
-        except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+def until_served():
+    until(lambda: answers(URL))
 
 
 def stop(shell):
-    shell.terminate()
-    assert shell.wait(20) == 0
+    end(shell)
+    assert shell.returncode == 0
 
 
 def steps(tmp_path, name="metrics.jsonl"):
@@ -79,7 +62,7 @@ def test_the_rl_page(page, tmp_path):
     few = ("--max-steps", 2)
     shell = page("orchestrator", "@", f"{TINY}/rl/orch.toml", *few, "--batch-size", 32, background=True)
     page("trainer", "@", f"{TINY}/rl/train.toml", *few)
-    assert shell.wait(30) == 0, (tmp_path / "orchestrator.log").read_text()
+    assert shell.wait(patience(30)) == 0, (tmp_path / "orchestrator.log").read_text()
     assert steps(tmp_path) == [1, 2]
     stop(server)
 
@@ -102,7 +85,7 @@ def test_the_multi_node_commands_on_one_node(page, tmp_path, monkeypatch):
         "python", "-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node", 1, "--local-ranks-filter", 0,
         "src/hone/trainer/rl/train.py", "@", f"{TINY}/rl/train.toml", "--max-steps", 2, "--output-dir", shared,
     )  # fmt: skip
-    assert shell.wait(30) == 0, (tmp_path / "orchestrator.log").read_text()
+    assert shell.wait(patience(30)) == 0, (tmp_path / "orchestrator.log").read_text()
     assert len((shared / "metrics.jsonl").read_text().splitlines()) == 2
     assert not any("secret" in path.read_text() for path in (shared / "configs").iterdir())
 

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -17,8 +16,9 @@ from hone.kernels import cpu
 from hone.models.hf import load_model, save_model
 from hone.models.proof import checksum
 from hone.trainer.checkpoint import is_whole
+from tests.conftest import patience
 
-from .conftest import BIN, ROOT, TINY, Server, command
+from .conftest import BIN, ROOT, TINY, Server, command, http, until
 
 TINY_RL = ("--trainer", "@", f"{TINY}/rl/train.toml", "--orchestrator", "@", f"{TINY}/rl/orch.toml")
 SMALL = (
@@ -47,7 +47,7 @@ def descendants_of_run(out):
 
 
 def gone(out, seconds=10.0):
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience(seconds)
     while descendants_of_run(out):
         if time.monotonic() > deadline:
             return False
@@ -65,28 +65,25 @@ def processes(out, model, *options, **kwargs):
 class Started:
     """An `rl` of processes in the background, at work."""
 
-    def __init__(self, out, model, *options):
+    def __init__(self, started, out, model, *options):
         self.out, self.log = out, out.with_suffix(".log")
         words = [
             BIN / "rl", *TINY_RL, "--inference", "@", f"{TINY}/rl/infer.toml", "--model.name", model,
             "--output-dir", out, *SMALL, *PORT, "--log-interval", 1, *options,
         ]  # fmt: skip
-        self.process = subprocess.Popen(
-            list(map(str, words)), stdout=self.log.open("w"), stderr=subprocess.STDOUT, cwd=ROOT
-        )
-        deadline = time.monotonic() + 90
-        while not any((out / "checkpoints").glob("step_[3-9]")):
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.05)
+        self.process = started(*words, log=self.log.open("w"))
+        until(lambda: any((out / "checkpoints").glob("step_[3-9]")), self.process, 90, self.log.read_text)
 
     def pid_of(self, name):
         (pid,) = [pid for pid, words in descendants_of_run(self.out).items() if words[1:4] == ["-m", "hone", name]]
         return pid
 
 
+to_the_bit = pytest.mark.skipif(not cpu.IS_AVAILABLE, reason="torch's own products depend on the batch")
+
+
+@to_the_bit
 def test_processes_give_the_same_rewards_and_weights_as_one_process(trained, tmp_path):
-    if not cpu.IS_AVAILABLE:
-        pytest.skip("torch's own products depend on the batch in the last bits")
     options = ("--max-steps", 6)
     processes(tmp_path / "several", trained, "--max-async-level", 0, *options)
     command(
@@ -115,6 +112,7 @@ def test_a_trainer_of_several_processes_that_share_the_model(trained, tmp_path):
     assert (tmp_path / "two" / "weights" / "step_3" / "model.safetensors").exists() and gone(tmp_path, 0.5)
 
 
+@to_the_bit
 def test_weights_that_travel_from_memory_to_memory_are_those_of_files(trained, tmp_path):
     options = ("--max-async-level", 0, "--max-steps", 5)
     for kind in ("filesystem", "nccl"):
@@ -128,11 +126,11 @@ def test_weights_that_travel_from_memory_to_memory_are_those_of_files(trained, t
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_a_server_started_again_gets_weights_from_memory(trained, tmp_path):
+def test_a_server_started_again_gets_weights_from_memory(trained, tmp_path, started):
     options = ("--max-async-level", 1, "--max-steps", 20, "--ckpt.interval", 1, "--weight-broadcast.type", "nccl")
-    run = Started(tmp_path / "run", trained, *options)
+    run = Started(started, tmp_path / "run", trained, *options)
     os.kill(run.pid_of("inference"), signal.SIGKILL)
-    assert run.process.wait(90) == 0, run.log.read_text()
+    assert run.process.wait(patience(90)) == 0, run.log.read_text()
     log = run.log.read_text()
     assert "inference was killed (SIGKILL); started again" in log and " is back, with version " in log
     assert len(metrics(tmp_path / "run")) == 20
@@ -161,11 +159,11 @@ def test_a_resumed_run_goes_on_from_its_checkpoint(trained, tmp_path):
 
 
 @pytest.mark.parametrize("victim", ["orchestrator", "trainer", "launcher"])
-def test_the_death_of_any_process_ends_all(victim, trained, tmp_path):
-    run = Started(tmp_path / "run", trained, "--max-steps", 5000, "--ckpt.interval", 1)
+def test_the_death_of_any_process_ends_all(victim, trained, tmp_path, started):
+    run = Started(started, tmp_path / "run", trained, "--max-steps", 5000, "--ckpt.interval", 1)
     os.kill(run.process.pid if victim == "launcher" else run.pid_of(victim), signal.SIGKILL)
     assert gone(tmp_path / "run")
-    assert run.process.wait(10) != 0
+    assert run.process.wait(patience(10)) != 0
     if victim != "launcher":
         last = run.log.read_text().splitlines()[-1]
         assert last == f"rl: error: {victim} was killed (SIGKILL)", run.log.read_text()
@@ -229,12 +227,12 @@ def test_several_environments_with_shares_and_algorithms_of_their_own(trained, t
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_launcher_leaves_nothing_behind(number, trained, tmp_path):
-    run = Started(tmp_path / "run", trained, "--max-steps", 5000, "--ckpt.interval", 1)
+def test_an_interrupted_launcher_leaves_nothing_behind(number, trained, tmp_path, started):
+    run = Started(started, tmp_path / "run", trained, "--max-steps", 5000, "--ckpt.interval", 1)
     second = processes(tmp_path / "run", trained, "--clean", ok=False)
     assert "a run is at work in" in second.stderr and run.process.poll() is None
     run.process.send_signal(number)
-    assert run.process.wait(10) == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+    assert run.process.wait(patience(10)) == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
     assert gone(tmp_path / "run", 1.0) and "Traceback" not in run.log.read_text()
 
 
@@ -244,27 +242,24 @@ def test_a_key_of_the_environment_reaches_both_sides_and_no_file(trained, tmp_pa
     assert len(files) > 4 and not any("hush" in path.read_text() for path in files)
 
 
-def test_a_restarted_orchestrator_goes_on_and_a_taken_over_run_ends(trained, tmp_path):
+def test_a_restarted_orchestrator_goes_on_and_a_taken_over_run_ends(trained, tmp_path, started):
     server = Server("--model.name", trained, log=tmp_path / "server.log")
     out = tmp_path / "run"
     shared = ("--model.name", trained, "--output-dir", out, "--log-interval", 1)
 
-    def start(name, *options):
+    def begin(name, *options):
         words = [BIN / name, "@", f"{TINY}/rl/{'orch' if name == 'orchestrator' else 'train'}.toml", *shared, *options]
-        log = (tmp_path / f"{name}.log").open("a")
-        return subprocess.Popen(list(map(str, words)), stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        return started(*words, log=(tmp_path / f"{name}.log").open("a"))
 
     def orchestrator():
-        return start("orchestrator", "--client.base-url", server.url, "--batch-size", 32, "--max-steps", 5000)
+        return begin("orchestrator", "--client.base-url", server.url, "--batch-size", 32, "--max-steps", 5000)
 
     def until_step(number):
-        deadline = time.monotonic() + 60
-        while not (out / "metrics.jsonl").exists() or len(metrics(out)) < number:
-            assert time.monotonic() < deadline, (tmp_path / "orchestrator.log").read_text()
-            time.sleep(0.05)
+        log = tmp_path / "orchestrator.log"
+        until(lambda: (out / "metrics.jsonl").exists() and len(metrics(out)) >= number, words=log.read_text)
 
     try:
-        trainer = start("trainer", "--max-steps", 5000)
+        trainer = begin("trainer", "--max-steps", 5000)
         first = orchestrator()
         until_step(3)
         first.kill()
@@ -273,14 +268,11 @@ def test_a_restarted_orchestrator_goes_on_and_a_taken_over_run_ends(trained, tmp
         until_step(len(metrics(out)) + 3)
         trainer.kill()
         trainer.wait()
-        trainer = start("trainer", "--max-steps", 5000)  # clean, as its file says: another run
-        assert second.wait(40) == 1
+        trainer = begin("trainer", "--max-steps", 5000)  # clean, as its file says: another run
+        assert second.wait(patience(40)) == 1
         log = (tmp_path / "orchestrator.log").read_text()
         assert log.splitlines()[-1].startswith("orchestrator: error: ") and "another run has taken over" in log
     finally:
-        for process in (trainer, first, second):
-            process.kill()
-            process.wait()
         server.stop()
 
 
@@ -316,10 +308,10 @@ def test_a_server_kept_alive_serves_the_model_of_each_run(trained, tmp_path):
                 "rl", *TINY_RL, "--model.name", model, "--output-dir", out, *SMALL, "--max-steps", 2,
                 "--orchestrator.client.base-url", server.url,
             )  # fmt: skip
-            state = httpx.get(f"{root}/version").json()
+            state = http.get(f"{root}/version").json()
             assert (state["version"], state["model"]) == (2, str(model))
             assert state["checksum"] == checksum(load_model(out / "weights" / "step_2"))
-            (served,) = httpx.get(f"{server.url}/models").json()["data"]
+            (served,) = http.get(f"{server.url}/models").json()["data"]
             assert served["id"] == str(model)
     finally:
         server.stop()
@@ -333,9 +325,9 @@ def test_several_servers_share_the_groups(trained, tmp_path):
             "rl", *TINY_RL, "--model.name", trained, "--output-dir", tmp_path / "run", *SMALL, "--max-steps", 2,
             "--orchestrator.client.base-url", urls,
         )  # fmt: skip
-        states = [httpx.get(f"{server.url.removesuffix('/v1')}/version").json() for server in servers]
+        states = [http.get(f"{server.url.removesuffix('/v1')}/version").json() for server in servers]
         assert [state["version"] for state in states] == [2, 2] and states[0]["checksum"] == states[1]["checksum"]
-        served = [httpx.get(f"{server.url.removesuffix('/v1')}/version").json()["completions"] for server in servers]
+        served = [http.get(f"{server.url.removesuffix('/v1')}/version").json()["completions"] for server in servers]
         assert sum(served) == 64 and min(served) >= 16
     finally:
         for server in servers:
@@ -344,31 +336,31 @@ def test_several_servers_share_the_groups(trained, tmp_path):
 
 def test_control_routes(server, trained):
     root, chat = server.url.removesuffix("/v1"), f"{server.url}/chat/completions"
-    assert httpx.post(f"{root}/pause?mode=never").status_code == 400
-    assert httpx.post(f"{root}/pause?mode=wait").json() == {"is_paused": True}
+    assert http.post(f"{root}/pause?mode=never").status_code == 400
+    assert http.post(f"{root}/pause?mode=wait").json() == {"is_paused": True}
     body = {"model": str(trained), "messages": [{"role": "user", "content": "abc"}], "max_tokens": 3}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(chat, json=body, timeout=0.5)
-    assert httpx.get(f"{root}/version").json()["is_paused"]
-    assert httpx.post(f"{root}/resume").json() == {"is_paused": False}
-    assert httpx.post(chat, json=body).status_code == 200
-    answer = httpx.post(f"{root}/update_weights", json={"weight_dir": "/nowhere", "version": 1})
+        http.post(chat, json=body, timeout=0.5)
+    assert http.get(f"{root}/version").json()["is_paused"]
+    assert http.post(f"{root}/resume").json() == {"is_paused": False}
+    assert http.post(chat, json=body).status_code == 200
+    answer = http.post(f"{root}/update_weights", json={"weight_dir": "/nowhere", "version": 1})
     assert answer.status_code == 400 and "is not a model directory" in answer.text
-    assert httpx.post(f"{root}/score", json={"ids": [1, 10**6]}).status_code == 400
-    one, two = (httpx.post(f"{root}/score", json={"ids": ids}).json()["logprobs"] for ids in ([1, 2, 3], [4, 5]))
+    assert http.post(f"{root}/score", json={"ids": [1, 10**6]}).status_code == 400
+    one, two = (http.post(f"{root}/score", json={"ids": ids}).json()["logprobs"] for ids in ([1, 2, 3], [4, 5]))
     assert len(one) == 2
-    both = httpx.post(f"{root}/score", json={"ids": [[1, 2, 3], [4, 5]]}).json()["logprobs"]
+    both = http.post(f"{root}/score", json={"ids": [[1, 2, 3], [4, 5]]}).json()["logprobs"]
     assert both == [pytest.approx(one, abs=1e-5), pytest.approx(two, abs=1e-5)]
-    cold = httpx.post(f"{root}/score", json={"ids": [4, 5], "temperature": 0.5}).json()["logprobs"]
+    cold = http.post(f"{root}/score", json={"ids": [4, 5], "temperature": 0.5}).json()["logprobs"]
     assert cold != pytest.approx(two, abs=1e-3)
-    assert httpx.post(f"{root}/score", json={"ids": []}).status_code == 400
+    assert http.post(f"{root}/score", json={"ids": []}).status_code == 400
 
 
 def test_control_routes_ask_for_the_key(trained, tmp_path):
     server = Server("--model.name", trained, "--api-key", "k", "--server.host", "127.0.0.1", log=tmp_path / "log")
     try:
         root = server.url.removesuffix("/v1")
-        assert httpx.post(f"{root}/pause").status_code == 401
-        assert httpx.get(f"{root}/version", headers={"Authorization": "Bearer k"}).status_code == 200
+        assert http.post(f"{root}/pause").status_code == 401
+        assert http.get(f"{root}/version", headers={"Authorization": "Bearer k"}).status_code == 200
     finally:
         server.stop()

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from hone.launch.processes import free_port
 from hone.models.attention import PackedAttention
 from hone.models.hf import load_model
+from tests.conftest import patience
 
-from .conftest import BIN, RL_ENV, ROOT, TINY, command
+from .conftest import BIN, RL_ENV, ROOT, TINY, command, until
 
 
 def metrics(out, name="metrics.jsonl"):
@@ -142,7 +143,7 @@ def test_sampler_and_trainer_agree_at_learning_rate_zero(rl, trained, tmp_path, 
     assert_same_weights(weights(tmp_path / "run", 2), load_file(trained / "model.safetensors"))
 
 
-def test_a_killed_run_resumes_as_if_nothing_had_happened(rl, trained, tmp_path):
+def test_a_killed_run_resumes_as_if_nothing_had_happened(rl, trained, tmp_path, started):
     rl("--max-steps", 6, out=tmp_path / "whole")
     out = tmp_path / "killed"
     words = [
@@ -150,11 +151,8 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(rl, trained, tmp_path):
         "--orchestrator.rollouts-per-example", "8", "--orchestrator.sampling.max-tokens", "16", "--seq-len", "64",
         "--max-steps", "500", "--trainer.optim.lr", "1e-4", "--output-dir", out, "--ckpt.interval", "2",
     ]  # fmt: skip
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, cwd=ROOT)
-    deadline = time.monotonic() + 60
-    while not (out / "checkpoints" / "step_2").exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.002)
+    process = started(*words)
+    until((out / "checkpoints" / "step_2").exists, process, pause=0.002)
     process.send_signal(signal.SIGKILL)
     process.wait()
     step = int(max((out / "checkpoints").glob("step_?"), key=lambda p: p.name).name[5:])
@@ -166,7 +164,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(rl, trained, tmp_path):
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["step_6"]
 
 
-def test_sft_killed_at_ten_random_moments_ends_as_if_it_had_not_been(tmp_path):
+def test_sft_killed_at_ten_random_moments_ends_as_if_it_had_not_been(tmp_path, started):
     data, rng = tmp_path / "sft.jsonl", random.Random(0)
     command("python", "-m", "reverse_text", "--out", data, "-n", 400)
     words = [
@@ -176,11 +174,8 @@ def test_sft_killed_at_ten_random_moments_ends_as_if_it_had_not_been(tmp_path):
     command(*words, tmp_path / "straight")
     out = tmp_path / "killed"
     for moment in sorted(rng.sample(range(1, 39), 10)):
-        process = subprocess.Popen([*words, out], stdout=subprocess.DEVNULL, cwd=ROOT)
-        log, deadline = out / "metrics_sft.jsonl", time.monotonic() + 60
-        while not log.exists() or log.read_text().count("\n") < moment:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.001)
+        process, log = started(*words, out), out / "metrics_sft.jsonl"
+        until(lambda log=log, n=moment: log.exists() and log.read_text().count("\n") >= n, process, pause=0.001)
         time.sleep(rng.uniform(0, 0.02))
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -225,7 +220,7 @@ def torchrun(*words, ranks=2):
     """Processes on this machine, by the file, as in the seeds."""
     subprocess.run(
         [BIN / "torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port()), *map(str, words)],
-        cwd=ROOT, check=True, timeout=120,
+        cwd=ROOT, check=True, timeout=patience(120),
     )  # fmt: skip
 
 
@@ -348,14 +343,12 @@ def test_wandb_logs_offline_and_is_refused_without_the_extra(rl, tmp_path):
     assert "hone-rl[wandb]" in refused.stderr and not (tmp_path / "other").exists()
 
 
-def test_ctrl_c_ends_a_run_at_once_and_says_so(trained, tmp_path):
+def test_ctrl_c_ends_a_run_at_once_and_says_so(trained, tmp_path, started):
     words = [BIN / "rl", "--model.name", trained, "--orchestrator.env", RL_ENV, "--max-steps", "5000"]
     words += ["--seq-len", "64", "--orchestrator.sampling.max-tokens", "16", "--output-dir", tmp_path / "run"]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "run" / "rollouts" / "step_2").exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
+    log = tmp_path / "log"
+    process = started(*words, log=log.open("w"))
+    until((tmp_path / "run" / "rollouts" / "step_2").exists, process, words=log.read_text)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode == 130 and errors.strip() == "rl: interrupted"
+    assert process.wait(patience(20)) == 130
+    assert log.read_text().splitlines()[-1] == "rl: interrupted" and "Traceback" not in log.read_text()

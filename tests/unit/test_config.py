@@ -1,8 +1,8 @@
 """Configuration: files, overrides, precedence, and the words for mistakes."""
 
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from hone.config.inference import InferenceConfig
 from hone.config.rl import RLConfig, TrainerRunConfig
 from hone.config.sft import SFTConfig
 from hone.launch.processes import component_configs
+from tests.conftest import patience
 
 RL = """
 max_steps = 20
@@ -129,10 +130,10 @@ def test_help_is_quick_and_imports_no_torch(command):
         f"try: cli.{command}()\nexcept SystemExit as e: code = e.code\n"
         "sys.exit(code or ('torch' in sys.modules))"
     )
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(30))
     assert done.returncode == 0 and "--model.name" in done.stdout
-    assert time.perf_counter() - start < 1.0
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < patience(0.5)  # of a processor
 
 
 def test_the_reference_page_is_current():

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from hone import machine
 from hone.config.rl import OrchestratorRunConfig
 from hone.models.proof import canary_ids, checksum, score
 from hone.models.spec import ModelSpec
@@ -59,7 +60,7 @@ def test_deliveries_appear_whole_and_old_ones_go(tmp_path):
 
 def test_a_pulse_is_believed_when_it_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(waiting, "BEAT", 0.05)
-    monkeypatch.setattr(waiting, "SILENCE", 0.4)
+    monkeypatch.setattr(machine, "SILENCE", 0.4)
     (tmp_path / "alive").mkdir()
     (tmp_path / "alive" / "trainer").write_text("3")  # of a run that was killed
     seen = PulseOf(tmp_path / "alive" / "trainer")
@@ -73,26 +74,28 @@ def test_a_pulse_is_believed_when_it_changes(tmp_path, monkeypatch):
 
 def test_a_peer_that_falls_silent_is_named_and_one_that_ends_is_not(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(waiting, "BEAT", 0.05)
-    monkeypatch.setattr(waiting, "SILENCE", 0.3)
+    monkeypatch.setattr(machine, "SILENCE", 1.0)
+    monkeypatch.setattr(machine, "_slowness", 1.0)
     well, ill = (Pulse(tmp_path / name) for name in ("well", "ill"))
-    with (
-        caplog.at_level(logging.INFO, logger="test"),
-        Watch({"trainer rank 1": tmp_path / "ill", "orchestrator": tmp_path / "well", "nobody": tmp_path / "no"}, LOG),
-    ):
+    peers = {"trainer rank 1": tmp_path / "ill", "orchestrator": tmp_path / "well", "nobody": tmp_path / "no"}
+    watch = Watch(peers, LOG)
+
+    def said(count):
+        wait_for(Wait("the log", 60.0, LOG), lambda: len(caplog.records) >= count or None)
+        return [record.getMessage() for record in caplog.records]
+
+    with caplog.at_level(logging.INFO, logger="test"), watch:
         with well, ill:
-            time.sleep(0.3)
+            wait_for(
+                Wait("pulses", 60.0, LOG), lambda: all(watch.peers[x].is_beating() for x in list(peers)[:2]) or None
+            )
             ill._stop.set()  # as one that was stopped
-            time.sleep(0.6)
+            assert said(1) == ["No sign of life from the trainer rank 1 for 1 s: has it died, or been stopped?"]
             ill._stop.clear()
-            again = Pulse(tmp_path / "ill")
-            with again:
-                time.sleep(0.3)
-        time.sleep(0.6)
-    words = [record.getMessage() for record in caplog.records]
-    assert words == [
-        "No sign of life from the trainer rank 1 for 0 s: has it died, or been stopped?",
-        "The trainer rank 1 is back",
-    ]
+            with Pulse(tmp_path / "ill"):
+                assert said(2)[1] == "The trainer rank 1 is back"
+        time.sleep(1.5)  # in which nobody is missed who has ended
+    assert len(caplog.records) == 2
 
 
 def test_a_wait_ends_at_its_deadline_with_its_name():

@@ -19,14 +19,16 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from hone import machine
 from hone.environments.environment import Environment, ModelClient
 from hone.records import Completion, Example, Rollout, Sampling, Turn
 
 ANSWER = 5.0  # seconds that a worker may take to answer while it does not block
-LOOK, SILENCE = 3.0, 15.0  # seconds between looks at one with work; of one that blocks a thread still answers
+LOOK = 3.0  # seconds between looks at one with work; of one that blocks a thread still answers
+START = 120.0  # seconds that one may take to import its environment and to be heard for the first time
 
 log = logging.getLogger("hone.orchestrator")
 LINE = 2**28  # bytes of a message, at most
@@ -59,16 +61,25 @@ class Isolated(Environment):
             await worker.close()
 
 
+@dataclass
+class _Waiting:
+    """A rollout at a worker: whoever waits for it, its model, and the process that has it."""
+
+    future: asyncio.Future[dict[str, Any]]
+    client: ModelClient
+    process: asyncio.subprocess.Process | None = None
+
+
 class Worker:
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
         self.name, self.arguments = name, arguments
         self.process: asyncio.subprocess.Process | None = None
-        self.waiting: dict[int, tuple[asyncio.Future[dict[str, Any]], ModelClient]] = {}
+        self.waiting: dict[int, _Waiting] = {}
         self.numbers = itertools.count()
         self._reader: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting, self._heard = asyncio.Lock(), asyncio.Event()
-        self._last = 0.0  # when it was heard
+        self._last, self._is_up = 0.0, False  # when it was heard, whether it was at all
 
     @property
     def load(self) -> int:
@@ -78,9 +89,9 @@ class Worker:
         """Raises ConnectionError where the worker died, RuntimeError with what the environment raised."""
         number = next(self.numbers)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self.waiting[number] = future, client
+        one = self.waiting[number] = _Waiting(future, client)
         try:
-            await self._start()
+            one.process = await self._start()
             self._send({"begin": number, "example": asdict(example), "sampling": asdict(sampling)})
             done = await future
         except asyncio.CancelledError:  # out of time
@@ -106,15 +117,16 @@ class Worker:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _start(self) -> None:
+    async def _start(self) -> asyncio.subprocess.Process:
         async with self._starting:
             if self.process is not None and self.process.returncode is None:
-                return
+                return self.process
             words = [sys.executable, "-m", "hone.environments.worker", self.name, json.dumps(self.arguments)]
             pipe = asyncio.subprocess.PIPE
             self.process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, limit=LINE)
             self._reader = asyncio.create_task(self._read(self.process))
             self._run(self._watch(self.process))
+            return self.process
 
     def _send(self, message: dict[str, Any]) -> None:
         if self.process is not None and self.process.stdin is not None:
@@ -126,23 +138,23 @@ class Worker:
         while line := await process.stdout.readline():
             message: dict[str, Any] = json.loads(line)
             kind, number = next(iter(message.items()))
-            self._last = time.monotonic()
+            self._last, self._is_up = time.monotonic(), True
             if kind != "alive":
                 self._heard.set()
-            future, client = self.waiting.get(number, (None, None))
-            if future is None or client is None or future.done():
+            one = self.waiting.get(number)
+            if one is None or one.future.done():
                 continue
             if kind == "chat":
-                self._run(self._chat(number, client, message))
+                self._run(self._chat(number, one.client, message))
             elif kind == "done":
-                future.set_result(message["rollout"])
+                one.future.set_result(message["rollout"])
             else:
-                future.set_exception(RuntimeError(message["words"]))
+                one.future.set_exception(RuntimeError(message["words"]))
         code = await process.wait()
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
-        for future, _ in self.waiting.values():
-            if not future.done():
-                future.set_exception(ConnectionError(f"the worker of {self.name} {how}"))
+        for one in self.waiting.values():
+            if one.process is process and not one.future.done():  # others are at the worker after it
+                one.future.set_exception(ConnectionError(f"the worker of {self.name} {how}"))
 
     async def _chat(self, number: int, client: ModelClient, message: dict[str, Any]) -> None:
         try:
@@ -154,17 +166,18 @@ class Worker:
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Kills it when it gives no sign of life while it has work."""
-        self._last = time.monotonic()
+        self._last, self._is_up = time.monotonic(), False
         while process.returncode is None:
             before = time.monotonic()
             self._send({"alive": -1})
             await asyncio.sleep(LOOK)
             if time.monotonic() - before > 2 * LOOK:  # we slept ourselves
                 self._last = time.monotonic()
-            if time.monotonic() - self._last > SILENCE and process.returncode is None:
+            limit = machine.silence() if self._is_up else START
+            if time.monotonic() - self._last > limit and process.returncode is None:
                 log.warning(
                     "The worker of %s (%d) gives no sign of life for %.0f s: it is killed, and its %d rollouts are "
-                    "tried again", self.name, process.pid, SILENCE, len(self.waiting),
+                    "tried again", self.name, process.pid, limit, len(self.waiting),
                 )  # fmt: skip
                 process.kill()
 

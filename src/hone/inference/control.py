@@ -7,8 +7,8 @@ machine alone.
                                          with "source": HOST:PORT the weights come from the trainer there; 409 where
                                          that has gone on to a later version
     POST /resume                         go on
-    GET  /version                        version, checksum, dtype, model, completions so far, is_paused; ?each=true:
-                                         the fingerprint of each weight too
+    GET  /version                        version, checksum, device, dtype, model, completions so far, is_paused;
+                                         ?each=true: the fingerprint of each weight too
     POST /progress                       {"known": {NAME: N}}: running, waiting, and of named requests the tokens since
     POST /score                          {"ids": […] or several, "temperature": 1.0}: logprobs of every token after the
                                          first
@@ -31,6 +31,7 @@ from pydantic import BaseModel, Field
 
 from hone.engine.engine import Engine
 from hone.inference.service import EngineService
+from hone.kernels import cpu
 from hone.models.hf import load_model, load_weights
 from hone.models.lora import merge_adapter
 from hone.models.proof import checksum_of, fingerprints, scores
@@ -115,6 +116,7 @@ class Served:
         return {
             "version": self.engine.version,
             "checksum": checksum_of(model, of_each),
+            "device": cpu.words(model.embed.weight.device.type),
             "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
             "model": self.name,
             "completions": self.engine.completions,

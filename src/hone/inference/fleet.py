@@ -20,9 +20,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
+from hone import machine
 from hone.inference.client import HttpClient, ServerLost
 from hone.records import Completion, Message, Sampling, Turn
-from hone.transport.waiting import SILENCE, Wait
+from hone.transport.waiting import Wait
 
 T = TypeVar("T")
 LOOK = 2.0  # seconds between looks at a server
@@ -255,8 +256,8 @@ class Fleet:
             await asyncio.gather(asyncio.sleep(LOOK), *map(look, self.up))
 
     async def _is_there(self, server: Server) -> None:
-        if not await server.client.is_up(SILENCE):
-            self.lost(server, f"/health did not answer within {SILENCE:.0f} s")
+        if not await server.client.is_up(machine.silence()):
+            self.lost(server, f"/health did not answer within {machine.silence():.0f} s")
 
     async def _hear(self, server: Server) -> None:
         known = {

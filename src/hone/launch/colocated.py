@@ -18,6 +18,7 @@ from hone.engine.engine import Engine
 from hone.environments import Environment, load_environments
 from hone.evals.held_out import evaluate
 from hone.inference.service import EngineService, LocalClient
+from hone.kernels import cpu
 from hone.models.loading import Loaded, load
 from hone.monitors.lines import evaluation_line, orchestrator_line, summary_line, trainer_line, why_no_signal
 from hone.monitors.log import SUCCESS, component_log
@@ -89,7 +90,7 @@ async def train(
     trainer_log.info(
         "Training %s (%.2fM parameters, %s on %s) on %d examples of %s, steps %d to %d",
         config.model.name, sum(p.numel() for p in loaded.model.parameters()) / 1e6,
-        str(loaded.model.embed.weight.dtype)[6:], trainer.device, orchestrator.count,
+        str(loaded.model.embed.weight.dtype)[6:], cpu.words(str(trainer.device)), orchestrator.count,
         ", ".join(environments), first, config.max_steps,
     )  # fmt: skip
     export = Export(loaded.model, trainer.ranks, loaded.dtype)

@@ -21,6 +21,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from hone import machine
 from hone.config.help import to_toml
 from hone.config.inference import InferenceConfig
 from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
@@ -109,9 +110,9 @@ def free_port() -> int:
 
 
 def threads(config: RLConfig) -> dict[str, str]:
-    """Where sampling and training share the cores of a CPU, a thread that waits sleeps instead of spinning."""
-    shares = config.max_async_level > 0 and "OMP_WAIT_POLICY" not in os.environ
-    return {"OMP_WAIT_POLICY": "passive"} if shares else {}
+    """The processes that compute share what one would use."""
+    count = len(config.trainer_gpu_ids) + (config.inference is not None)
+    return {"OMP_NUM_THREADS": str(max(1, machine.cores() // count))}
 
 
 def environments_of_ranks(count: int) -> list[dict[str, str]]:
@@ -119,8 +120,7 @@ def environments_of_ranks(count: int) -> list[dict[str, str]]:
     if count == 1:
         return [{}]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
-    cores = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))}
-    return [meeting | cores | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(count)]
+    return [meeting | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(count)]
 
 
 def visible_gpus(ids: list[int] | None, config: RLConfig) -> dict[str, str]:

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from hone import machine
+
 T = TypeVar("T")
-BEAT, SILENCE, REMIND, POLL = 0.5, 15.0, 30.0, 0.004  # seconds
+BEAT, REMIND, POLL = 0.5, 30.0, 0.004  # seconds
 DEATH = 120.0  # seconds of silence after which nobody is expected back: a machine that slept has woken by then
 
 
@@ -72,11 +74,11 @@ class PulseOf:
             self._looked, value = now, self._read()
             if value is not None and value != self._last:
                 self._last, self._changed = value, now
-        return self._changed is not None and now - self._changed < SILENCE
+        return self._changed is not None and now - self._changed < machine.silence()
 
     def is_silent(self) -> bool:
         """Whether nothing changed for long enough to call it dead."""
-        return not self.is_beating() and time.monotonic() - (self._changed or self._since) > SILENCE
+        return not self.is_beating() and time.monotonic() - (self._changed or self._since) > machine.silence()
 
     def is_dead(self) -> bool:
         """Whether it has been silent for too long to come back."""
@@ -110,7 +112,7 @@ class Watch(Beside):
                 elif who in heard and who not in missed:
                     missed.add(who)
                     self.log.warning(
-                        "No sign of life from the %s for %.0f s: has it died, or been stopped?", who, SILENCE
+                        "No sign of life from the %s for %.0f s: has it died, or been stopped?", who, machine.silence()
                     )
 
 

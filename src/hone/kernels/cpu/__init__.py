@@ -25,10 +25,10 @@ from torch import Tensor
 
 from hone import machine
 
+
 @dataclass(frozen=True)
 class Isa:
-    """What the kernels need to know of an instruction set: floats in a vector, rows and vectors of a product's tile, and
-    what makes torch and numba keep to it on a processor that has more."""
+    """What the kernels need to know of an instruction set: floats in a vector, rows and vectors of a product's tile."""
 
     lanes: int
     rows: int
@@ -44,6 +44,12 @@ def isa() -> Isa:
 
 
 IS_AVAILABLE = importlib.util.find_spec("numba") is not None and machine.isa() != "none"
+
+
+def words(device: str) -> str:
+    """A type of device as log lines name it: a CPU with its kernels and threads."""
+    kernels = machine.isa() if IS_AVAILABLE else "plain torch"
+    return f"cpu ({kernels}, {torch.get_num_threads()} threads)" if device == "cpu" else device
 
 
 def takes(x: Tensor) -> bool:

@@ -294,16 +294,20 @@ def tile_of(rows: int, vectors: int) -> Any:
         c_row: Any, K: Any, adds: Any,
     ) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _, a_at, a_row, a_column, _, b_at, b_row, _, c_at, c_row, K, adds = arguments
+            _, _, a_row, a_column, _, _, b_row, _, _, c_row, K, adds = arguments
             kinds, number = signature.args, ir.Constant
             first = {i: _address(context, builder, kinds[i], arguments[i], arguments[i + 1]) for i in (0, 4, 7)}
             width = range(vectors)
 
             def vector_at(address: Any, v: int) -> Any:
-                return builder.bitcast(builder.gep(address, [number(a_at.type, v * LANES)]), _VECTOR.as_pointer())
+                return builder.bitcast(builder.gep(address, [number(a_row.type, v * LANES)]), _VECTOR.as_pointer())
 
             rows_of_C = [builder.gep(first[7], [builder.mul(c_row, number(c_row.type, m))]) for m in range(rows)]
             places = [vector_at(row, v) for row in rows_of_C for v in width]
+            starts_of_A = [
+                _as_it_is(builder, builder.gep(first[0], [builder.mul(a_row, number(a_row.type, m))]))
+                for m in range(rows)
+            ]
             before = builder.block
             with builder.if_then(adds):
                 there = [builder.load(place, align=4) for place in places]
@@ -320,9 +324,9 @@ def tile_of(rows: int, vectors: int) -> Any:
             builder.position_at_end(body)
             row_of_B = builder.gep(first[4], [builder.mul(k, b_row)])
             right = [builder.load(vector_at(row_of_B, v), align=4) for v in width]
-            column = builder.gep(first[0], [builder.mul(k, a_column)])
-            for m in range(rows):
-                left = _fill(builder, builder.load(builder.gep(column, [builder.mul(a_row, number(a_row.type, m))])))
+            column = builder.mul(k, a_column)
+            for m, start_of_A in enumerate(starts_of_A):
+                left = _fill(builder, builder.load(builder.gep(start_of_A, [column])))
                 for v in width:
                     i = m * vectors + v
                     sums[i].add_incoming(_call(builder, "llvm.fma", left, right[v], sums[i]), body)
@@ -341,10 +345,10 @@ def tile_of(rows: int, vectors: int) -> Any:
 
 @intrinsic
 def dots(typing: Any, x: Any, x_at: Any, rows: Any, at: Any, step: Any, E: Any) -> Any:
-    """Products of x[x_at : x_at + E] with LANES rows of E numbers, which lie `step` apart from rows[at] on, as lanes."""
+    """Products of x[x_at : x_at + E] with LANES rows of E numbers, `step` apart from rows[at] on, as lanes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, x_at, _, at, step, E = arguments
+        *_, step, E = arguments
         kinds, number = signature.args, ir.Constant
         first, row = (_address(context, builder, kinds[i], arguments[i], arguments[i + 1]) for i in (0, 2))
         starts = [builder.gep(row, [builder.mul(step, number(step.type, i))]) for i in range(LANES)]
@@ -376,6 +380,14 @@ def dots(typing: Any, x: Any, x_at: Any, rows: Any, at: Any, step: Any, E: Any) 
         return pieces[0]
 
     return lanes(x, types.intp, rows, types.intp, types.intp, types.intp), generate
+
+
+def _as_it_is(builder: Any, address: Any) -> Any:
+    """An address that the compiler knows nothing about. Else it walks from row to row of A by additions that wait for
+    each other, as long as the arithmetic itself takes with AVX2."""
+    whole = builder.ptrtoint(address, ir.IntType(64))
+    hidden = builder.asm(ir.FunctionType(whole.type, [whole.type]), "", "=r,0", [whole], side_effect=False)
+    return builder.inttoptr(hidden, address.type)
 
 
 def _phi(builder: Any, kind: Any, *incoming: tuple[Any, Any]) -> Any:

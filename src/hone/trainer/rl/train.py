@@ -19,6 +19,7 @@ import numpy as np
 
 from hone.config.help import to_toml
 from hone.config.rl import BenchConfig, TrainerRunConfig
+from hone.kernels import cpu
 from hone.models.hf import write_description, write_model
 from hone.models.loading import Loaded, load
 from hone.models.proof import canary_ids, checksum_of, fingerprints, score
@@ -74,7 +75,8 @@ def main(config: TrainerRunConfig) -> None:
         log.info(
             "Training %s (%.2fM parameters, %s on %s%s), steps %d to %d, with an orchestrator over %s",
             config.model.name, sum(p.numel() for p in loaded.model.parameters()) / 1e6, str(loaded.dtype)[6:],
-            trainer.device.type, f" x {ranks.count}" if ranks.count > 1 else "", first, config.max_steps, run.path,
+            cpu.words(trainer.device.type), f" x {ranks.count}" if ranks.count > 1 else "", first, config.max_steps,
+            run.path,
         )  # fmt: skip
     ranks.wait()  # the run has its id
     run.id = run.id_on_disk()

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hone.config.help import to_toml
 from hone.config.sft import DataConfig, SFTConfig
+from hone.kernels import cpu
 from hone.models.loading import Loaded, load
 from hone.models.lora import add_lora, seed_dropout
 from hone.models.transformer import Transformer
@@ -142,7 +143,7 @@ class Trainer:
         parameters = sum(p.numel() for p in self.model.parameters())
         self.log.info(
             "Training %s (%.2fM parameters, %s on %s) on %s conversations, steps %d to %d",
-            config.model.name, parameters / 1e6, str(self.loaded.dtype)[6:], self.device, data.count,
+            config.model.name, parameters / 1e6, str(self.loaded.dtype)[6:], cpu.words(str(self.device)), data.count,
             done + 1, max_steps,
         )  # fmt: skip
         start = time.perf_counter()
