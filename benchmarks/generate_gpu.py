@@ -1,6 +1,7 @@
 """Output tokens a second on one GPU, against vLLM: Qwen3-0.6B's shape, random weights, ends of sequences ignored.
 
     python benchmarks/generate_gpu.py [--vllm PYTHON] [--rounds N]
+    python benchmarks/generate_gpu.py --shapes        other models, batches and lengths (shapes_gpu.py)
 
 Each engine has the GPU to itself: ours runs, then vLLM, then ours again, each in a process of its own and on the same
 work. `--vllm` is a Python that has vLLM; without it ours runs alone. Start-up is from the start of the process to its
@@ -106,7 +107,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", help="a Python that has vLLM")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--shapes", nargs="*", metavar="OPTION", help="a sweep instead: shapes_gpu.py, with its options"
+    )
     arguments = parser.parse_args()
+    if arguments.shapes is not None:
+        from shapes_gpu import main as sweep
+
+        return sweep(arguments.shapes)
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory))
         rate = bandwidth()

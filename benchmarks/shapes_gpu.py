@@ -1,0 +1,145 @@
+"""Decoding by shape of model, batch and length on one GPU, each as a share of its limit: `generate_gpu.py --shapes`.
+
+    python benchmarks/shapes_gpu.py [--models NAME …] [--lengths 64+128 512+512 4096+1024] [--batches 1 8 32 128]
+
+Random weights, bf16, logprobs on. A decode step's limit is the larger of two times: weights and every key and value
+read once at the measured bandwidth, products at the measured rate of a large one. Its time is that of all tokens less
+that of the first, over the steps between. Batches that the card's memory cannot hold are left out, and the largest that
+it holds is measured instead. A process a model, one line of JSON a row.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from functools import partial
+
+from peer import finish, median
+from training import QWEN3_06B, matrix_rate, our_model
+
+_LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+MODELS = {
+    "Qwen3-0.6B": QWEN3_06B,
+    "Llama-3.2-1B": {
+        **QWEN3_06B, **_LLAMA, "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+    },
+    "Qwen3-1.7B": {**QWEN3_06B, "hidden_size": 2048, "intermediate_size": 6144},
+    "Qwen3-4B": {
+        **QWEN3_06B, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+    },
+    "Qwen2.5-7B": {
+        **QWEN3_06B, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064,
+        "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "tie_word_embeddings": False, "max_position_embeddings": 32768,
+    },
+    "Qwen3-8B": {
+        **QWEN3_06B, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+KEPT_FREE = 6e9  # bytes beside weights and cache: activations of a prefill, graphs
+
+
+def timed(engine, draw: random.Random, batch: int, prompt: int, tokens: int) -> float:
+    """Seconds until each of `batch` random prompts has so many tokens."""
+    from hone.records import GenerateRequest, Sampling
+
+    vocabulary = range(1000, engine.model.spec.vocab_size)
+    requests = [
+        GenerateRequest(draw.choices(vocabulary, k=prompt), Sampling(1.0, tokens, seed=i), frozenset())
+        for i in range(batch)
+    ]
+    engine.set_version(engine.version + 1)  # nothing is reused from the run before
+    start = time.perf_counter()
+    engine.generate(requests)
+    return time.perf_counter() - start
+
+
+def measure(name: str, lengths: list[tuple[int, int]], batches: list[int], rounds: int, rate: float) -> None:
+    """Prints a row for each batch and length."""
+    import torch
+
+    from hone.engine.cache import KVCache
+    from hone.engine.engine import Engine
+
+    model = our_model(MODELS[name])
+    spec, flops = model.spec, matrix_rate()
+    weights = sum(p.numel() for p in model.parameters()) * 2
+    read = weights - (0 if spec.tie_word_embeddings else model.embed.weight.numel() * 2)  # of its rows few are read
+    of_token = KVCache.bytes_per_token(spec, torch.bfloat16)
+    room = torch.cuda.mem_get_info()[0] - KEPT_FREE
+    for prompt, output in lengths:
+        most = int(room / of_token / (prompt + output + 64))
+        fitting = [batch for batch in batches if batch <= most]
+        if len(fitting) < len(batches):
+            fitting.append(most // 8 * 8)
+        engine = Engine(model, max_batch_size=max(fitting), max_model_len=prompt + output, kv_cache_gib=room / 2**30)
+        for batch in fitting:
+            seconds = partial(timed, engine, random.Random(batch), batch, prompt)
+            seconds(output)  # captures graphs, compiles
+            first = median([seconds(1) for _ in range(rounds)])
+            whole = [seconds(output) for _ in range(rounds)]
+            step = (median(whole) - first) / (output - 1)
+            context = prompt + output / 2
+            by_bytes = (read + batch * context * of_token) / rate
+            by_flops = batch * spec.flops_per_token(context) / flops
+            limit = max(by_bytes, by_flops)
+            row = {
+                "model": name, "batch": batch, "lengths": f"{prompt}+{output}",
+                "tokens_per_s": batch * output / median(whole), "step_ms": step * 1e3, "limit_ms": limit * 1e3,
+                "of_limit": limit / step, "bound": "bytes" if by_bytes > by_flops else "flops", "first_token_s": first,
+            }  # fmt: skip
+            print(json.dumps(row), flush=True)
+        del engine
+        torch.cuda.empty_cache()
+
+
+def main(words: list[str] | None = None) -> None:
+    from generate_gpu import bandwidth
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--lengths", nargs="+", default=["64+128", "512+512", "4096+1024"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128, 256])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rate", type=float, help="bytes a second; measured unless given")
+    options = parser.parse_args(words)
+    lengths = [(int(a), int(b)) for a, b in (word.split("+") for word in options.lengths)]
+    if options.rate and len(options.models) == 1:
+        measure(options.models[0], lengths, options.batches, options.rounds, options.rate)
+        return
+    rate, figures = bandwidth(), {}
+    print(f"memory: {rate / 1e12:.2f} TB/s", flush=True)
+    print(
+        "| model | lengths | batch | tokens/s | ms a step | limit | share |\n|---|---|---|---|---|---|---|", flush=True
+    )
+    for name in options.models:
+        process = subprocess.Popen(
+            [
+                sys.executable, __file__, "--models", name, "--rate", str(rate), "--rounds", str(options.rounds),
+                "--lengths", *options.lengths, "--batches", *map(str, options.batches),
+            ],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        for line in process.stdout:
+            row = json.loads(line)
+            print(f"| {name} | {row['lengths']} | {row['batch']} | {row['tokens_per_s']:,.0f} | {row['step_ms']:.2f} | "
+                  f"{row['limit_ms']:.2f} ({row['bound']}) | {row['of_limit']:.0%} |", flush=True)  # fmt: skip
+            figures[f"{name}_{row['lengths']}_{row['batch']}"] = row["of_limit"]
+        if process.wait():
+            print(f"{name}: ended with exit code {process.returncode}", flush=True)
+    finish(**figures)
+
+
+if __name__ == "__main__":
+    main()
