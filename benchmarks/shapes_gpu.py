@@ -5,10 +5,11 @@
 Random weights, bf16, logprobs on. A decode step's limit is the larger of two times: weights and every key and value
 read once at the measured bandwidth, products at the measured rate of a large one. Its time is that of all tokens less
 that of the first, over the steps between. Batches that the card's memory cannot hold are left out, and the largest that
-it holds is measured instead. A process a model, one line of JSON a row.
+it holds is measured instead. A process for each model and length, one line of JSON a row.
 """
 
 import argparse
+import itertools
 import json
 import random
 import subprocess
@@ -65,8 +66,8 @@ def timed(engine, draw: random.Random, batch: int, prompt: int, tokens: int) -> 
     return time.perf_counter() - start
 
 
-def measure(name: str, lengths: list[tuple[int, int]], batches: list[int], rounds: int, rate: float) -> None:
-    """Prints a row for each batch and length."""
+def measure(name: str, prompt: int, output: int, batches: list[int], rounds: int, rate: float) -> None:
+    """Prints a row for each batch."""
     import torch
 
     from hone.engine.cache import KVCache
@@ -78,30 +79,27 @@ def measure(name: str, lengths: list[tuple[int, int]], batches: list[int], round
     read = weights - (0 if spec.tie_word_embeddings else model.embed.weight.numel() * 2)  # of its rows few are read
     of_token = KVCache.bytes_per_token(spec, torch.bfloat16)
     room = torch.cuda.mem_get_info()[0] - KEPT_FREE
-    for prompt, output in lengths:
-        most = int(room / of_token / (prompt + output + 64))
-        fitting = [batch for batch in batches if batch <= most]
-        if len(fitting) < len(batches):
-            fitting.append(most // 8 * 8)
-        engine = Engine(model, max_batch_size=max(fitting), max_model_len=prompt + output, kv_cache_gib=room / 2**30)
-        for batch in fitting:
-            seconds = partial(timed, engine, random.Random(batch), batch, prompt)
-            seconds(output)  # captures graphs, compiles
-            first = median([seconds(1) for _ in range(rounds)])
-            whole = [seconds(output) for _ in range(rounds)]
-            step = (median(whole) - first) / (output - 1)
-            context = prompt + output / 2
-            by_bytes = (read + batch * context * of_token) / rate
-            by_flops = batch * spec.flops_per_token(context) / flops
-            limit = max(by_bytes, by_flops)
-            row = {
-                "model": name, "batch": batch, "lengths": f"{prompt}+{output}",
-                "tokens_per_s": batch * output / median(whole), "step_ms": step * 1e3, "limit_ms": limit * 1e3,
-                "of_limit": limit / step, "bound": "bytes" if by_bytes > by_flops else "flops", "first_token_s": first,
-            }  # fmt: skip
-            print(json.dumps(row), flush=True)
-        del engine
-        torch.cuda.empty_cache()
+    most = int(room / of_token / (prompt + output + 64))
+    fitting = [batch for batch in batches if batch <= most]
+    if len(fitting) < len(batches):
+        fitting.append(most // 8 * 8)
+    engine = Engine(model, max_batch_size=max(fitting), max_model_len=prompt + output, kv_cache_gib=room / 2**30)
+    for batch in fitting:
+        seconds = partial(timed, engine, random.Random(batch), batch, prompt)
+        seconds(output)  # captures graphs, compiles
+        first = median([seconds(1) for _ in range(rounds)])
+        whole = [seconds(output) for _ in range(rounds)]
+        step = (median(whole) - first) / (output - 1)
+        context = prompt + output / 2
+        by_bytes = (read + batch * context * of_token) / rate
+        by_flops = batch * spec.flops_per_token(context) / flops
+        limit = max(by_bytes, by_flops)
+        row = {
+            "model": name, "batch": batch, "lengths": f"{prompt}+{output}",
+            "tokens_per_s": batch * output / median(whole), "step_ms": step * 1e3, "limit_ms": limit * 1e3,
+            "of_limit": limit / step, "bound": "bytes" if by_bytes > by_flops else "flops", "first_token_s": first,
+        }  # fmt: skip
+        print(json.dumps(row), flush=True)
 
 
 def main(words: list[str] | None = None) -> None:
@@ -114,30 +112,24 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--rate", type=float, help="bytes a second; measured unless given")
     options = parser.parse_args(words)
-    lengths = [(int(a), int(b)) for a, b in (word.split("+") for word in options.lengths)]
-    if options.rate and len(options.models) == 1:
-        measure(options.models[0], lengths, options.batches, options.rounds, options.rate)
+    if options.rate and len(options.models) == len(options.lengths) == 1:
+        prompt, output = map(int, options.lengths[0].split("+"))
+        measure(options.models[0], prompt, output, options.batches, options.rounds, options.rate)
         return
     rate, figures = bandwidth(), {}
     print(f"memory: {rate / 1e12:.2f} TB/s", flush=True)
-    print(
-        "| model | lengths | batch | tokens/s | ms a step | limit | share |\n|---|---|---|---|---|---|---|", flush=True
-    )
-    for name in options.models:
-        process = subprocess.Popen(
-            [
-                sys.executable, __file__, "--models", name, "--rate", str(rate), "--rounds", str(options.rounds),
-                "--lengths", *options.lengths, "--batches", *map(str, options.batches),
-            ],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+    print("| model | lengths | batch | tokens/s | ms a step | limit | share |", "|---" * 7 + "|", sep="\n", flush=True)
+    for name, length in itertools.product(options.models, options.lengths):
+        words = ["--models", name, "--lengths", length, "--rate", rate, "--rounds", options.rounds]
+        words = [sys.executable, __file__, *words, "--batches", *options.batches]
+        process = subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, text=True)
         for line in process.stdout:
             row = json.loads(line)
             print(f"| {name} | {row['lengths']} | {row['batch']} | {row['tokens_per_s']:,.0f} | {row['step_ms']:.2f} | "
                   f"{row['limit_ms']:.2f} ({row['bound']}) | {row['of_limit']:.0%} |", flush=True)  # fmt: skip
             figures[f"{name}_{row['lengths']}_{row['batch']}"] = row["of_limit"]
         if process.wait():
-            print(f"{name}: ended with exit code {process.returncode}", flush=True)
+            print(f"{name} {length}: ended with exit code {process.returncode}", flush=True)
     finish(**figures)
 
 

@@ -77,6 +77,14 @@ def test_a_group_reads_its_prompt_once(model):
     assert_logprobs(model, requests, done)
 
 
+def test_a_long_prompt_alone_is_divided_among_blocks(model):
+    requests = [request(p, seed=i, max_tokens=100) for i, p in enumerate(prompts([1500, 640, 70]))]
+    engine = Engine(model, max_batch_size=64, max_model_len=2048, kv_cache_gib=1)
+    done = engine.generate(requests)
+    assert any(key.stretches and key.is_wide for key in engine.graphs.graphs), "the kernel for stretches did not run"
+    assert_logprobs(model, requests, done)
+
+
 def test_a_long_prompt_in_pieces_and_a_prefix_that_is_known(model):
     (long,) = prompts([1500])
     engine = Engine(model, max_batch_size=8, max_model_len=2048, kv_cache_gib=1, prefill_tokens=256)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 WORTH_SHARING = 4096  # tokens that a step must be spared, to pay for the kernel that reads pages for groups
 ENOUGH_BLOCKS = 100  # of the kernel that reads shared pages: shorter stretches cost more to put together
+FEW_BLOCKS = 1.0  # a multiprocessor has so many of those that read own pages, or fewer: then prompts are divided
+MOST_PARTS = 32  # stretches of one prompt
+LONG_PROMPT = 512  # tokens of a prompt that is worth dividing among several blocks
 LONG = 384  # mean tokens of a sequence from which wide blocks are faster
 
 
@@ -83,11 +86,16 @@ class DecodeGraphs:
                 taken[row] += 1
         parts = gpu.power_of_2(max(taken.values())) if taken else 0
         heads = engine.model.spec.num_key_value_heads
-        is_wide = not stretches and (mean > LONG or B * heads <= 4 * gpu.processors())
+        is_shared = any(len(members) > 1 for _, _, members in self.plan)
+        is_wide = not is_shared and (mean > LONG or B * heads <= 4 * gpu.processors())
         return Key(min(B, engine.max_batch_size), kind, has_adapters, stretches, parts, is_wide)
 
     def _stretches(self) -> list[tuple[int, int, list[int]]]:
-        """Pages first … end and the rows that share them: of groups whose prompts are the same in full pages."""
+        """Pages first … end and the rows that share them: of groups whose prompts are the same in full pages.
+
+        Where that spares little and few sequences decode, of each long prompt alone: several blocks then read what one
+        would, while most of the chip waits.
+        """
         from hone.kernels.gpu.decode import MEMBERS
 
         engine, size = self.engine, self.engine.pool.size
@@ -96,15 +104,19 @@ class DecodeGraphs:
             full = len(sequence.prompt) // size
             if full:
                 groups[full, sequence.pages[full - 1]].append(row)
+        heads = engine.model.spec.num_key_value_heads
         shared = {key: rows for key, rows in groups.items() if len(rows) > 1}
         spared = sum(full * size * (len(rows) - 1) for (full, _), rows in shared.items())
         if spared < WORTH_SHARING:
-            return []
+            if len(engine.decoding) * heads > FEW_BLOCKS * gpu.processors():
+                return []
+            shared = {
+                (full, row): [row] for (full, _), rows in groups.items() for row in rows if full * size >= LONG_PROMPT
+            }
         crowds = [
             (full, rows[i : i + MEMBERS]) for (full, _), rows in shared.items() for i in range(0, len(rows), MEMBERS)
         ]
-        heads = engine.model.spec.num_key_value_heads
-        length = 8
+        length = max([8, *(gpu.power_of_2(-(-full // MOST_PARTS)) for full, _ in crowds)])
         while length > 1 and sum(-(-full // length) for full, _ in crowds) * heads < ENOUGH_BLOCKS:
             length //= 2
         return [(at, min(at + length, full), rows) for full, rows in crowds for at in range(0, full, length)]
