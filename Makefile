@@ -8,7 +8,7 @@ RUN := $(UV) run --no-sync
 # command spends seconds on compiling what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test lint test-gpu chaos docs
+.PHONY: setup demo test test-isas test-newest lint test-gpu chaos docs
 
 setup: .venv/.ready
 
@@ -31,6 +31,17 @@ lint: setup
 
 test: lint  ## what CI runs; files of tests side by side, since most of their time is starting processes
 	$(RUN) pytest -n 2 --dist loadfile
+
+test-isas: setup  ## what depends on the processor's vectors once more, with narrower ones where it has such
+	@for isa in $$($(RUN) python -m hone.machine); do echo "As on a processor with $$isa:"; \
+	HONE_CPU_ISA=$$isa $(RUN) python -m hone.kernels.cpu && \
+	HONE_CPU_ISA=$$isa $(RUN) pytest -n 2 --dist loadfile tests/unit/test_kernels.py tests/unit/test_packed.py \
+	  tests/unit/test_engine.py tests/integration/test_services.py || exit 1; done
+
+test-newest: $(UV)  ## unit tests with the newest Python that the package is for, where it is at hand
+	@$(UV) python find --no-project --offline 3.13 >/dev/null 2>&1 || { echo "no Python 3.13 here: not tested with it"; exit 0; }; \
+	export UV_PROJECT_ENVIRONMENT=.venv-3.13; \
+	$(UV) sync --quiet --locked --python 3.13 && $(RUN) pytest -n 2 --dist loadfile tests/unit
 
 test-gpu:  ## on a machine with a GPU, with the Python there (docs/gpu.md)
 	PYTHONPATH=src:environments/reverse_text:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests/gpu

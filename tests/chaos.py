@@ -27,6 +27,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from hone.cli import end_with_parent
+
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 TINY = "examples/reverse_text_tiny"
@@ -58,20 +60,15 @@ def pid_of(part: str, out: Path, launcher: int) -> int | None:
     """The process of a part, by its command line."""
     if part == "launcher":
         return launcher
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                words = Path(f"/proc/{entry.name}/cmdline").read_text().split("\0")
-            except OSError:
-                continue
-            if words[1:4] == ["-m", "hone", "orchestrator" if part == "worker" else part] and str(out) in words[5]:
-                return int(entry.name) if part != "worker" else child_of(int(entry.name))
+    listed = subprocess.run(["ps", "-axww", "-o", "pid=,ppid=,stat=,command="], capture_output=True, text=True).stdout
+    rows = [line.split(None, 3) for line in listed.splitlines()]
+    alive = {int(row[0]): (int(row[1]), row[3].split()) for row in rows if len(row) == 4 and row[2][0] != "Z"}
+    name = "orchestrator" if part == "worker" else part
+    for pid, (_, words) in alive.items():
+        if words[1:4] == ["-m", "hone", name] and str(out) in words[5]:
+            its_own = [child for child, (parent, _) in alive.items() if parent == pid]
+            return pid if part != "worker" else its_own[0] if its_own else None
     return None
-
-
-def child_of(pid: int) -> int | None:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(children[0]) if children else None
 
 
 def is_over(out: Path, steps: int) -> bool:
@@ -125,6 +122,8 @@ def main() -> None:
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--only", choices=PAUSE)
     options = parser.parse_args()
+    end_with_parent()
+    os.environ["HONE_PARENT_PID"] = str(os.getpid())
     work, draw, steps = Path(tempfile.mkdtemp(prefix="chaos_")), random.Random(options.seed), options.steps
     model, start = work / "model", time.perf_counter()
     data = work / "sft.jsonl"

@@ -20,12 +20,14 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
+from hone.cli import end_with_parent
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 BIN = Path(sys.executable).parent
 RECIPE = "examples/reverse_text_tiny"
 RL_TEXTS = {"texts": "generated", "min_chars": 4, "max_chars": 10}
-SFT_TEXTS = ("--min-chars", "20", "--max-chars", "32")
+SFT_TEXTS = ("--min-chars", "18", "--max-chars", "30")
 EVAL_PROMPTS = 256
 
 
@@ -100,7 +102,7 @@ def plot(sft: Path, rl: Path, file: Path) -> None:
     figure, axes = plt.subplots(2, 2, figsize=(10, 6), constrained_layout=True)
     (top_left, top_right), (bottom_left, bottom_right) = axes
     top_left.plot([r["step"] for r in sft_rows], [r["loss/mean"] for r in sft_rows], color="tab:blue")
-    top_left.set(title="SFT: loss on texts of 20 to 32 characters", xlabel="step", ylabel="nats a token", yscale="log")
+    top_left.set(title="SFT: loss on texts of 18 to 30 characters", xlabel="step", ylabel="nats a token", yscale="log")
     mean, spread = column("reward/mean"), column("reward/std")
     top_right.plot(step, mean, color="tab:green", label="reward")
     low, high = [m - s for m, s in zip(mean, spread)], [min(m + s, 1) for m, s in zip(mean, spread)]
@@ -125,6 +127,8 @@ def main() -> None:
     parser.add_argument("--rl-steps", type=int)
     args = parser.parse_args()
     out, seed = args.out, str(args.seed)
+    end_with_parent()
+    os.environ["HONE_PARENT_PID"] = str(os.getpid())  # what is started here ends with this program
     shutil.rmtree(ROOT / out, ignore_errors=True)
     os.environ["HF_HUB_OFFLINE"] = "1"
     stages: dict[str, float] = {}

@@ -11,7 +11,6 @@ from pathlib import Path
 SILENCE = 15.0  # seconds without a sign of life after which a process is called silent, on a machine of usual speed
 USUAL_START, SLOWEST = 3.0, 3.0  # seconds that imports take there; how much longer deadlines get at most
 _slowness = 1.0
-ISAS = ("avx512", "avx2", "neon", "none")
 # What keeps torch, its MKL and oneDNN, and numba to AVX2 on a processor that has more.
 _TO_AVX2 = {
     "ATEN_CPU_CAPABILITY": "avx2",
@@ -71,20 +70,26 @@ def silence() -> float:
 
 @functools.cache
 def isa() -> str:
-    """The instruction set of the CPU's kernels, one of ISAS: what the processor has, or what HONE_CPU_ISA asks for.
+    """The instruction set of the CPU's kernels, what the processor has or what HONE_CPU_ISA asks for.
 
-    "none" is plain torch. Raises ValueError where HONE_CPU_ISA asks for what is not there.
+    avx512, avx2 or neon; none is plain torch. Raises ValueError where HONE_CPU_ISA asks for what is not there.
     """
-    import torch
 
-    wanted = os.environ.get("HONE_CPU_ISA")
-    prepare()
-    if platform.machine().lower() in ("aarch64", "arm64"):
-        there = "neon"
-    else:
-        there = {"AVX512": "avx512", "AVX2": "avx2"}.get(torch.backends.cpu.get_cpu_capability(), "none")
-    possible = ISAS[ISAS.index(there) :] if there in ("avx512", "avx2") else (there, "none")
-    possible = tuple(dict.fromkeys(name for name in possible if name != "neon" or there == "neon"))
+    wanted, possible = os.environ.get("HONE_CPU_ISA"), isas()
     if wanted and wanted not in possible:
         raise ValueError(f"HONE_CPU_ISA={wanted}: this processor runs {', '.join(possible)}")
-    return wanted or there
+    return wanted or possible[0]
+
+
+def isas() -> tuple[str, ...]:
+    """The instruction sets that this processor runs, the widest first."""
+    import torch
+
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return ("neon", "none")
+    widest = {"AVX512": 0, "AVX2": 1}.get(torch.backends.cpu.get_cpu_capability(), 2)
+    return ("avx512", "avx2", "none")[widest:]
+
+
+if __name__ == "__main__":  # narrower ones, for tests
+    print(*[name for name in isas()[1:] if name != "none"])

@@ -63,6 +63,13 @@ def end(process):
     process.wait()
 
 
+def processes_now():
+    """All processes by number, those that have ended and wait to be read aside: the parent's number, the command."""
+    listed = subprocess.run(["ps", "-axww", "-o", "pid=,ppid=,stat=,command="], capture_output=True, text=True).stdout
+    rows = [line.split(None, 3) for line in listed.splitlines()]
+    return {int(row[0]): (int(row[1]), row[3].split()) for row in rows if len(row) == 4 and row[2][0] != "Z"}
+
+
 def until(ready, process=None, seconds=60, words=lambda: "", pause=0.02):
     """Waits for something that a process is to do, while it lives."""
     deadline = time.monotonic() + patience(seconds)

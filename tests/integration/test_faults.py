@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import patience
 
-from .conftest import BIN, TINY, Server, command, end, start
+from .conftest import BIN, TINY, Server, command, end, processes_now, start
 from .test_services import SMALL, TINY_RL, Started, gone, metrics, processes
 
 FAULTY = (BIN / "python", Path(__file__).with_name("faulty_server.py"))
@@ -112,7 +112,7 @@ def fill(place, when):
 def test_a_rank_of_the_trainer_that_dies_is_named_and_the_run_goes_on_after_it(trained, tmp_path, started):
     options = ("--max-async-level", 0, "--trainer-gpu-ids", "[0, 1]", "--ckpt.interval", 1)
     run = Started(started, tmp_path / "run", trained, "--max-steps", 5000, *options)
-    ranks = [pid for pid in children(run.process.pid) if command_line(pid)[1:4] == ["-m", "hone", "trainer"]]
+    ranks = [pid for pid, words in children(run.process.pid).items() if words[1:4] == ["-m", "hone", "trainer"]]
     os.kill(max(ranks), signal.SIGKILL)
     assert run.process.wait(patience(15)) == 1 and gone(tmp_path / "run")
     assert run.log.read_text().splitlines()[-1] == "rl: error: trainer rank 1 was killed (SIGKILL)"
@@ -165,18 +165,15 @@ class Still:
         os.kill(self.stopped, signal.SIGSTOP)
 
     def pid_of(self, name):
-        return next(p for p in children(self.process.pid) if command_line(p)[1:4] == ["-m", "hone", name])
+        return next(p for p, words in children(self.process.pid).items() if words[1:4] == ["-m", "hone", name])
 
     def end(self):
         end(self.process)
 
 
-def command_line(pid):
-    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-
-
 def children(pid):
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """By number, the command of each."""
+    return {child: words for child, (parent, words) in processes_now().items() if parent == pid}
 
 
 class Late:

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import httpx
 import pytest
@@ -18,7 +17,7 @@ from hone.models.proof import checksum
 from hone.trainer.checkpoint import is_whole
 from tests.conftest import patience
 
-from .conftest import BIN, ROOT, TINY, Server, command, http, until
+from .conftest import BIN, ROOT, TINY, Server, command, http, processes_now, until
 
 TINY_RL = ("--trainer", "@", f"{TINY}/rl/train.toml", "--orchestrator", "@", f"{TINY}/rl/orch.toml")
 SMALL = (
@@ -34,16 +33,7 @@ def metrics(out):
 
 def descendants_of_run(out):
     """Processes whose command line names the run directory, wherever they hang."""
-    found = {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                words = Path(f"/proc/{entry.name}/cmdline").read_text().split("\0")
-            except OSError:
-                continue
-            if any(str(out) in word for word in words):
-                found[int(entry.name)] = words
-    return found
+    return {pid: words for pid, (_, words) in processes_now().items() if any(str(out) in word for word in words)}
 
 
 def gone(out, seconds=10.0):

@@ -63,15 +63,15 @@ def _numba() -> tuple[Any, bool]:
     here = Path(__file__).parent
     sources = b"".join(path.read_bytes() for path in [*sorted(here.glob("*.py")), here.parent / "row_state.py"])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hone" / "kernels"
-    directory = cache / hashlib.sha256(sources).hexdigest()[:12]
+    directory = cache / f"{hashlib.sha256(sources).hexdigest()[:12]}-{machine.isa()}"
     log, keeps = logging.getLogger("hone"), True
     try:
         if not directory.exists():
             directory.mkdir(parents=True, exist_ok=True)
-            log.info("Compiling the CPU kernels into %s: half a minute, once", directory)
+            log.info("Compiling the CPU kernels into %s: a minute or less, once", directory)
         tempfile.TemporaryFile(dir=directory).close()  # numba asks for a place to write, also to read
     except OSError as error:
-        log.warning("The CPU kernels are compiled for this run alone, which takes half a minute: %s", error)
+        log.warning("The CPU kernels are compiled for this run alone, which takes a minute or less: %s", error)
         keeps = False
     os.environ["NUMBA_CACHE_DIR"] = str(directory)
     if "numba" not in sys.modules:  # somebody else's numba may already have started its threads

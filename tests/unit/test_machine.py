@@ -1,0 +1,84 @@
+"""What a process may use of the machine, and what it is told where that is asked for wrongly."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hone import machine
+from tests.conftest import patience
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(code, **environment):
+    ours = ("HONE_CPU", "ATEN_", "NUMBA_CPU", "OMP_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)} | environment
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, capture_output=True, text=True, env=kept, cwd=ROOT, timeout=patience(60))
+
+
+def test_threads_follow_affinity_and_what_the_user_says(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert 1 <= machine.cores() <= (os.cpu_count() or 1)
+    if hasattr(os, "sched_setaffinity"):
+        one = sorted(os.sched_getaffinity(0))[0]
+        done = run(f"import os; os.sched_setaffinity(0, [{one}]); from hone import machine; print(machine.cores())")
+        assert done.stdout.strip() == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert machine.cores() == 7
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"cpu.max": "150000 100000"}, 1.5),
+        ({"cpu.max": "50000 100000"}, 1.0),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3.0),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({}, None),
+    ],
+)
+def test_the_time_that_a_control_group_leaves_counts(files, quota, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert machine._quota(tmp_path) == quota
+
+
+def test_a_thread_that_waits_soon_sleeps_unless_the_user_says_otherwise(monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    machine.prepare()
+    assert "GOMP_SPINCOUNT" not in os.environ and os.environ["OMP_NUM_THREADS"] == str(machine.cores())
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    machine.prepare()
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.delenv("KMP_BLOCKTIME")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86-64")
+def test_an_instruction_set_can_be_forced_and_one_that_is_not_there_is_refused():
+    code = "from hone import machine; machine.prepare(); from hone.kernels import cpu; print(cpu.words('cpu'))"
+    assert run(code, HONE_CPU_ISA="avx2").stdout.startswith("cpu (avx2, ")
+    assert run(code, HONE_CPU_ISA="none").stdout.startswith("cpu (plain torch, ")
+    code = "from hone.cli import sft; import sys; sys.argv = ['sft', '@', 'examples/reverse_text_tiny/sft.toml']; sft()"
+    refused = run(code, HONE_CPU_ISA="avx1")
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    assert "HONE_CPU_ISA=avx1" in refused.stderr and "avx2, none" in refused.stderr
+
+
+def test_deadlines_are_longer_where_starting_takes_longer(monkeypatch):
+    monkeypatch.setattr(machine, "_slowness", 1.0)
+    machine.started_in(0.5)
+    assert machine.silence() == 15.0
+    machine.started_in(6.0)
+    assert machine.silence() == 30.0
+    machine.started_in(100.0)
+    assert machine.silence() == 45.0
