@@ -109,14 +109,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", help="a Python that has vLLM")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--shapes", nargs="*", metavar="OPTION", help="a sweep instead: shapes_gpu.py, with its options"
-    )
-    arguments = parser.parse_args()
-    if arguments.shapes is not None:
+    parser.add_argument("--shapes", action="store_true", help="a sweep: shapes_gpu.py, with its options")
+    arguments, others = parser.parse_known_args()
+    if arguments.shapes:
         from shapes_gpu import main as sweep
 
-        return sweep(arguments.shapes)
+        return sweep(others)
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory))
         rate = bandwidth()

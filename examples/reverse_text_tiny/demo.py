@@ -29,6 +29,8 @@ RECIPE = "examples/reverse_text_tiny"
 RL_TEXTS = {"texts": "generated", "min_chars": 4, "max_chars": 10}
 SFT_TEXTS = ("--min-chars", "18", "--max-chars", "30")
 EVAL_PROMPTS = 256
+# Of exact answers, sampled: least and most over ten seeds with AVX-512 and ten with AVX2 (benchmarks/RESULTS.md).
+EXPECTED = {"base": (0.0, 0.0), "sft": (0.03, 0.45), "rl": (0.93, 1.0)}
 
 
 def show(command: list[str], background: bool = False) -> None:
@@ -195,7 +197,7 @@ def summarise(report: dict, base: dict, sft: dict, rl: dict, out: Path) -> None:
 
     console = Console(highlight=False)
     table = Table(title=f"Reversing {EVAL_PROMPTS} held-out texts of 4 to 10 characters (seed {report['seed']})")
-    for heading in ("", "reward", "exact, sampled", "exact, greedy", "seconds"):
+    for heading in ("", "reward", "exact, sampled", "expected", "exact, greedy", "seconds"):
         table.add_column(heading, justify="right" if heading else "left")
     seconds = report["stage_seconds"]
     for name, label, spent in (
@@ -205,7 +207,8 @@ def summarise(report: dict, base: dict, sft: dict, rl: dict, out: Path) -> None:
     ):
         table.add_row(
             label, f"{report[f'{name}_reward']:.3f}", f"{report[f'{name}_exact']:.3f}",
-            f"{report[f'{name}_greedy_exact']:.3f}", f"{spent:.1f}" if spent else "",
+            "{:.2f} to {:.2f}".format(*EXPECTED[name]), f"{report[f'{name}_greedy_exact']:.3f}",
+            f"{spent:.1f}" if spent else "",
         )  # fmt: skip
     console.print()
     console.print(table)
