@@ -120,7 +120,7 @@ class Optimizer:
 
     def norm(self, grads: list[Tensor]) -> float:
         """Of all gradients together."""
-        norm = nn.utils.get_total_norm(grads)
+        norm = _total_norm(grads)
         return float(self.ranks.sum(norm.square()).sqrt() if self.is_sharded else norm)
 
     def is_bad(self, norm: float) -> bool:
@@ -141,6 +141,14 @@ class Optimizer:
         """After a state was loaded in place: the parameters are what their masters say."""
         if self.masters is not self.parameters:
             torch._foreach_copy_([*self.parameters], [*self.masters])
+
+
+def _total_norm(grads: list[Tensor]) -> Tensor:
+    """Of all together. On a CPU row by row: torch's sum of a whole tensor depends on the number of threads."""
+    if grads[0].device.type != "cpu":
+        return nn.utils.get_total_norm(grads)
+    rows = [torch.linalg.vector_norm(x.flatten(1) if x.dim() > 1 else x[:, None], dim=1) for x in grads]
+    return torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64).to(grads[0].dtype)
 
 
 def _floats(tensors: list[Tensor]) -> list[Tensor]:
