@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from hone import machine
 from hone.inference import fleet as module
 from hone.inference.client import ServerLost
 from hone.inference.fleet import Fleet
@@ -214,4 +215,5 @@ def test_a_server_that_falls_silent_is_lost_and_what_nobody_waits_for_is_given_u
 
     with caplog.at_level(logging.INFO, logger="test"):
         run(program, monkeypatch, 2)
-    assert "Lost the server at here (/health did not answer within 15 s)" in caplog.text and "is back" in caplog.text
+    lost = f"Lost the server at here (/health did not answer within {machine.silence():.0f} s)"
+    assert lost in caplog.text and "is back" in caplog.text
