@@ -198,7 +198,7 @@ def summarise(report: dict, base: dict, sft: dict, rl: dict, out: Path) -> None:
     console = Console(highlight=False)
     table = Table(title=f"Reversing {EVAL_PROMPTS} held-out texts of 4 to 10 characters (seed {report['seed']})")
     for heading in ("", "reward", "exact, sampled", "expected", "exact, greedy", "seconds"):
-        table.add_column(heading, justify="right" if heading else "left")
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=not heading)
     seconds = report["stage_seconds"]
     for name, label, spent in (
         ("base", "random weights", 0.0),
