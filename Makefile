@@ -41,9 +41,11 @@ test-isas: setup  ## what depends on the processor's vectors once more, with nar
 	  -k "same_rewards or share_the_model or memory_to_memory or from_its_checkpoint" || exit 1; done
 
 test-newest: $(UV)  ## unit tests with the newest Python that the package is for, where it is at hand
-	@$(UV) python find --no-project --offline 3.13 >/dev/null 2>&1 || { echo "no Python 3.13 here: not tested with it"; exit 0; }; \
+	@newest=$$($(UV) python find --no-project --offline 3.13 2>/dev/null || \
+	  ls $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.13*/bin/python3.13 2>/dev/null | tail -1); \
+	[ -n "$$newest" ] || { echo "no Python 3.13 here: not tested with it"; exit 0; }; \
 	export UV_PROJECT_ENVIRONMENT=.venv-3.13; \
-	$(UV) sync --quiet --locked --python 3.13 && $(RUN) pytest -n 2 --dist loadfile tests/unit
+	$(UV) sync --quiet --locked --python $$newest && $(RUN) pytest -n 2 --dist loadfile tests/unit
 
 test-gpu:  ## on a machine with a GPU, with the Python there (docs/gpu.md)
 	PYTHONPATH=src:environments/reverse_text:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests/gpu

@@ -11,7 +11,7 @@ from hone.cli import COMMANDS, import_object
 from hone.config.base import ConfigError, Typed, load_config
 from hone.config.help import help_text, to_toml
 from hone.config.inference import InferenceConfig
-from hone.config.rl import RLConfig, TrainerRunConfig
+from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
 from hone.config.sft import SFTConfig
 from hone.launch.processes import component_configs
 from tests.conftest import patience
@@ -223,3 +223,7 @@ def test_an_algorithm_in_a_components_file_is_that_of_the_run(tmp_path):
     other = load_config(RLConfig, ["--orchestrator.env.id", "reverse-text", "--algorithm", "dapo", *name])
     assert config.algorithm == "dapo" and config.trainer.loss.type == "ppo"
     assert (config.trainer.loss, config.orchestrator.advantage) == (other.trainer.loss, other.orchestrator.advantage)
+    alone = load_config(OrchestratorRunConfig, ["@", files[0], *name])
+    assert (alone.advantage, alone.refill) == (other.orchestrator.advantage, True)
+    trainer = load_config(TrainerRunConfig, ["--algorithm", "dapo", "--loss.clip-low", "0.1", *name])
+    assert trainer.loss == other.trainer.loss.model_copy(update={"clip_low": 0.1})

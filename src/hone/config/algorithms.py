@@ -71,5 +71,11 @@ def with_algorithms(values: dict[str, Any]) -> dict[str, Any]:
     return merge(defaults, values)
 
 
+def as_its_algorithm(section: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Values of a component that runs by itself ("trainer", "orchestrator"), on top of those of its `algorithm`."""
+    whole: dict[str, Any] = with_algorithms({"algorithm": values.get("algorithm"), section: values})
+    return whole[section]
+
+
 def _of(name: Any) -> dict[str, Any]:
     return ALGORITHMS.get(name, {}) if isinstance(name, str) else {}

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from hone.config.algorithms import Algorithm, with_algorithms
+from hone.config.algorithms import Algorithm, as_its_algorithm, with_algorithms
 from hone.config.base import Config, ConfigError, merge
 from hone.config.lora import LoRAConfig, check_optimizer
 from hone.config.loss import LossConfig
@@ -74,6 +74,8 @@ class TrainerRunConfig(ResumableConfig, TrainerConfig):
     model: ModelConfig = ModelConfig(name="Qwen/Qwen3-0.6B")
     max_steps: Positive = 100
     """Optimiser steps."""
+    algorithm: Algorithm | None = None
+    """Sets the loss as an algorithm has it, where it is not given (docs/algorithms.md)."""
     bench: BenchConfig | None = None
     """Measure steps on random sequences, print a table and write nothing; when a key of it is given, as
     --bench.sequences 128."""
@@ -81,6 +83,10 @@ class TrainerRunConfig(ResumableConfig, TrainerConfig):
     """Steps that sampling may be ahead of training: so many versions of the weights are kept for it."""
     weights: WeightsConfig = WeightsConfig()
     weight_broadcast: BroadcastConfig = BroadcastConfig()
+
+    @classmethod
+    def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
+        return super().prepare(as_its_algorithm("trainer", values), origins, files_for)
 
 
 class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
@@ -93,6 +99,12 @@ class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
     """Steps that sampling may be ahead of training."""
     seq_len: Positive = 2048
     """Longest prompt plus completion: completions are asked for no longer than leaves room for their prompt."""
+    algorithm: Algorithm | None = None
+    """Sets advantage and filters as an algorithm has them, where they are not given (docs/algorithms.md)."""
+
+    @classmethod
+    def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
+        return super().prepare(as_its_algorithm("orchestrator", values), origins, files_for)
 
 
 class RLConfig(ResumableConfig):
