@@ -17,6 +17,7 @@ from hone.kernels.linear import linear, linear_reference
 from hone.kernels.logprobs import target_logprobs, target_logprobs_reference
 from hone.kernels.norm import add_norm, add_norm_reference
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
+from hone.kernels.orthogonal import orthogonal, orthogonal_reference
 from hone.kernels.rows import put_rows, put_rows_reference, take_rows, take_rows_reference
 from hone.kernels.swiglu import swiglu, swiglu_reference
 
@@ -99,6 +100,24 @@ def test_linear(T, inputs, outputs):
     exact = linear_reference(x.double(), weight.double(), bias.double())
     ours, torchs = ((f(x, weight, bias) - exact).abs().max() for f in (linear, linear_reference))
     assert ours <= 4 * torchs + 1e-6
+
+
+@both
+def test_orthogonal(dtype):
+    """Wide, tall and square at once, of sizes that fill no tile; singular values near 1; the same on one thread."""
+    shapes = [(128, 128), (1, 3), (47, 33), (33, 47), (130, 64), (5, 300)]
+    matrices = [random(*shape, dtype=dtype).detach() for shape in shapes]
+    found = orthogonal(matrices)
+    for matrix, one in zip(matrices, found, strict=True):
+        torch.testing.assert_close(one, orthogonal_reference(matrix), rtol=0, atol=1e-5)
+    assert 0.6 < torch.linalg.svdvals(found[-1]).min() and torch.linalg.svdvals(found[0]).max() < 1.3
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        if dtype == torch.float32 and cpu.IS_AVAILABLE:
+            assert all(map(torch.equal, found, orthogonal(matrices)))
+    finally:
+        torch.set_num_threads(threads)
 
 
 GROUPS = {  # prompt and completion lengths of each group

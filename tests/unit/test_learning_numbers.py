@@ -233,7 +233,8 @@ def test_optimizer_equals_torch_adamw(max_norm):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
 
 
-def test_muon_equals_torchs_on_every_part_of_a_fused_weight():
+def test_muon_equals_torchs_on_every_part_of_a_fused_weight(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # torch's rounds there; on a CPU ours does not
     model = small_model()
     spec = model.spec
     parts = {

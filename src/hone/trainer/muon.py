@@ -11,34 +11,30 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hone.kernels.orthogonal import orthogonal
 from hone.trainer.sharding import as_part_of, local, part_of, whole
 
 MOMENTUM = 0.95
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic whose iteration takes singular values near 1
-
-
-def orthogonal(x_MN: Tensor, steps: int = 5) -> Tensor:
-    """The nearest orthogonal matrix, roughly: U V^T of x = U S V^T, singular values between 0.7 and 1.2."""
-    a, b, c = COEFFICIENTS
-    is_tall = x_MN.shape[0] > x_MN.shape[1]
-    y = (x_MN.t() if is_tall else x_MN).bfloat16()
-    y = y / y.norm().clamp(min=1e-7)
-    for _ in range(steps):
-        gram = y @ y.t()
-        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-    return y.t() if is_tall else y
+AT_ONCE = 16  # parameters whose updates are in memory together
 
 
 def step(
-    weight: Tensor, grad: Tensor, momentum: Tensor, lr: float, weight_decay: float,
-    split: Callable[[Tensor], list[Tensor]],
+    weights: list[Tensor], grads: list[Tensor], momenta: list[Tensor], lr: float, weight_decay: float,
+    splits: list[Callable[[Tensor], list[Tensor]]],
 ) -> None:  # fmt: skip
-    """Moves a parameter that `split` cuts into the matrices stacked in it, each by itself.
+    """Moves parameters. A parameter's `split` cuts it into the matrices stacked in it, which move each by itself.
 
     A weight and momentum that are split over ranks are taken with this rank's part of the gradient; collective then.
     """
-    local(momentum).lerp_(grad, 1 - MOMENTUM)
-    update = whole(as_part_of(grad.lerp(local(momentum), MOMENTUM), weight))
-    moves = [orthogonal(part).to(update.dtype) * (0.2 * math.sqrt(max(part.shape))) for part in split(update)]
-    local(weight).mul_(1 - lr * weight_decay)
-    local(weight).add_(part_of(torch.cat(moves), weight), alpha=-lr)
+    for start in range(0, len(weights), AT_ONCE):
+        some = slice(start, start + AT_ONCE)
+        matrices = []
+        for weight, grad, momentum, split in zip(weights[some], grads[some], momenta[some], splits[some], strict=True):
+            local(momentum).lerp_(grad, 1 - MOMENTUM)
+            update = whole(as_part_of(grad.lerp(local(momentum), MOMENTUM), weight))
+            matrices.append(split(update))
+        moves = iter(orthogonal([matrix for parts in matrices for matrix in parts]))
+        for weight, parts in zip(weights[some], matrices, strict=True):
+            move = torch.cat([next(moves) * (0.2 * math.sqrt(max(part.shape))) for part in parts])
+            local(weight).mul_(1 - lr * weight_decay)
+            local(weight).add_(part_of(move, weight), alpha=-lr)

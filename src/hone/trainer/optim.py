@@ -106,9 +106,9 @@ class Optimizer:
                 masters, [grads[i] for i in members], exp_avg, exp_avg_sq, [], steps, lr=lr, beta1=beta1, beta2=beta2,
                 weight_decay=weight_decay, eps=1e-8, amsgrad=False, maximize=False,
             )  # fmt: skip
-        for i in self.by_muon:
-            split = partial(split_rows, self.spec, self.names[i])
-            muon.step(self.masters[i], grads[i], self.exp_avg[i], lr, self.config.weight_decay, split)
+        masters, moved, momenta = ([values[i] for i in self.by_muon] for values in (self.masters, grads, self.exp_avg))
+        splits = [partial(split_rows, self.spec, self.names[i]) for i in self.by_muon]
+        muon.step(masters, moved, momenta, lr, self.config.weight_decay, splits)
         self.clear()
         self.follow_masters()
         torch.autograd.graph.increment_version(self.parameters)  # the fused kernel leaves them uncounted

@@ -15,6 +15,7 @@ from hone.kernels.linear import product
 from hone.kernels.logprobs import target_logprobs
 from hone.kernels.norm import add_norm
 from hone.kernels.norm_rope import norm_rope
+from hone.kernels.orthogonal import orthogonal
 from hone.kernels.swiglu import swiglu
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
@@ -38,6 +39,7 @@ def main() -> None:
     logprobs.sum().backward()
     with torch.no_grad():
         product(x, x.t())
+        orthogonal([x])
         ones = torch.ones(T, dtype=torch.int64)
         rows = Rows(ones, torch.zeros(T, row_state.FIELDS, dtype=torch.int64), ones[:, None])
         keys, values = torch.zeros(2, 2, 16, 1, E)
