@@ -6,7 +6,7 @@ The factor gives updates the size that AdamW's have, so that both share one lear
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ AT_ONCE = 16  # parameters whose updates are in memory together
 
 def step(
     weights: list[Tensor], grads: list[Tensor], momenta: list[Tensor], lr: float, weight_decay: float,
-    splits: list[Callable[[Tensor], list[Tensor]]],
+    splits: Sequence[Callable[[Tensor], list[Tensor]]],
 ) -> None:  # fmt: skip
     """Moves parameters. A parameter's `split` cuts it into the matrices stacked in it, which move each by itself.
 
