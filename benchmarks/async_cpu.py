@@ -33,9 +33,9 @@ def run(*words: object) -> None:
 def warmed_up(home: Path) -> Path:
     """The tiny model after the recipe's SFT."""
     data, sft = home / "sft.jsonl", home / "sft"
-    run("python", "-m", "reverse_text", "--out", data, "-n", 16000, "--min-chars", 20, "--max-chars", 32)
+    run("python", "-m", "reverse_text", "--out", data, "-n", 16000, "--min-chars", 12, "--max-chars", 20)
     run("sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--output-dir", sft)
-    return sft / "weights" / "step_700"
+    return sft / "weights" / "step_300"
 
 
 def reinforced(model: Path, out: Path, steps: int, environment: str, *options: object) -> list[dict[str, float]]:

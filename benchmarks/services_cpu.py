@@ -52,10 +52,10 @@ def main() -> None:
         print(f"{'seed':>4} {'one process':>12} {'level 0':>9} {'level 1':>9}   final reward; seconds of RL")
         for seed in range(3):
             data, sft = home / f"sft_{seed}.jsonl", home / f"sft_{seed}"
-            run("python", "-m", "reverse_text", "--out", data, "-n", 16000, "--min-chars", 20, "--max-chars", 32,
+            run("python", "-m", "reverse_text", "--out", data, "-n", 16000, "--min-chars", 12, "--max-chars", 20,
                 "--seed", seed)  # fmt: skip
             run("sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--seed", seed, "--output-dir", sft)
-            shared = ("--model.name", sft / "weights" / "step_700", "--seed", seed)
+            shared = ("--model.name", sft / "weights" / "step_300", "--seed", seed)
             outs, seconds = {}, {}
             for name, options in {
                 "one": ("@", f"{TINY}/rl.toml"),

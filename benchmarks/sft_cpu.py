@@ -23,7 +23,7 @@ def ours(model: Path, data: Path) -> float:
         words = [
             Path(sys.executable).parent / "sft", "@", "examples/reverse_text_tiny/sft.toml", "--model.name", model,
             "--model.no-random-init", "--data.name", data, "--data.pack", "stack", "--data.batch-size", str(BATCH),
-            "--data.no-shuffle", "--max-steps", str(STEPS), "--output-dir", out,
+            "--data.no-shuffle", "--optim.type", "adamw", "--max-steps", str(STEPS), "--output-dir", out,
         ]  # fmt: skip
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
         rows = [json.loads(line) for line in (Path(out) / "metrics_sft.jsonl").open()][WARMUP:]

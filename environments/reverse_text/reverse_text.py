@@ -3,7 +3,7 @@
     reward = difflib ratio of the answer to the true reversal      metric exact_match = they are equal
 
 Texts come from the hub (default), are generated, or are read from a local file; `texts` says which.
-As a program it writes texts as SFT data: `python -m reverse_text --out sft.jsonl --min-chars 18 --max-chars 30`.
+As a program it writes texts as SFT data: `python -m reverse_text --out sft.jsonl --min-chars 12 --max-chars 20`.
 """
 
 import argparse

@@ -155,6 +155,7 @@ def trained(tmp_path_factory):
     data = ["-m", "reverse_text", "--out", out / "sft.jsonl", "-n", 400, "--min-chars", 4, "--max-chars", 10]
     sft = ["-m", "hone", "sft", "@", "examples/reverse_text_tiny/sft.toml", "--data.name", out / "sft.jsonl"]
     sft += ["--max-steps", 120, "--scheduler.warmup-steps", 5, "--data.batch-size", 2, "--data.seq-len", 256]
+    sft += ["--optim.type", "adamw"]
     for words in (data, [*sft, "--output-dir", out]):
         subprocess.run([sys.executable, *map(str, words)], check=True, cwd=ROOT)
     return out / "weights" / "step_120"

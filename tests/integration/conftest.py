@@ -101,7 +101,7 @@ def trained(tmp_path_factory):
     command("python", "-m", "reverse_text", "--out", data, "-n", 400, "--min-chars", 4, "--max-chars", 10)
     command(
         "sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--max-steps", 60, "--scheduler.warmup-steps", 5,
-        "--data.batch-size", 2, "--data.seq-len", 256, "--output-dir", directory / "out",
+        "--data.batch-size", 2, "--data.seq-len", 256, "--optim.type", "adamw", "--output-dir", directory / "out",
     )  # fmt: skip
     return directory / "out" / "weights" / "step_60"
 

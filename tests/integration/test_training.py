@@ -192,7 +192,8 @@ def test_sft_of_an_adapter_evaluates_goes_on_and_is_exported(tmp_path):
     command("python", "-m", "reverse_text", "--out", data, "-n", 100)
     words = [
         "sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--data.streaming", "--data.buffer", 50,
-        "--data.batch-size", 8, "--lora.rank", 4, "--lora.modules-to-save", "norm", "--optim.lr", 1e-2,
+        "--data.batch-size", 8, "--lora.rank", 4, "--lora.modules-to-save", "norm", "--optim.type", "adamw",
+        "--optim.lr", 1e-2,
         "--eval.env.id", "reverse-text", "--eval.env.args.texts", "generated", "--eval.interval", 2,
         "--eval.num-examples", 8, "--ckpt.interval", 2, "--output-dir",
     ]  # fmt: skip
@@ -267,7 +268,9 @@ def test_ranks_take_the_rl_step_of_one(optimizer, tmp_path):
     torchrun(script, tmp_path / "parts.json", *options, 'sharding="full"', ranks=3)
     one, two, parts = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two", "parts"))
     assert (one.pop("ranks"), two.pop("ranks"), parts.pop("ranks")) == (1, 2, 3)
-    limit = 1e-5 if optimizer == "adamw" else 1e-3  # Muon's products are in bf16; 1e-6: logprobs are rounded to 2e-7
+    limit = (
+        1e-5 if optimizer == "adamw" else 1e-4
+    )  # Newton-Schulz enlarges what is small; 1e-6: logprobs are rounded to 2e-7
     for name in set(one):
         if not name.startswith(("time/", "perf/")):
             assert two[name] == pytest.approx(one[name], rel=limit, abs=1e-6), name
