@@ -151,12 +151,14 @@ class EvalConfig(Config):
 
 
 class EngineConfig(Config):
-    max_batch_size: Positive = 256
-    """Sequences decoded together."""
+    max_batch_size: Positive | None = None
+    """Sequences decoded together. 256 unless given, and up to 1,024 where a GPU has room for so many of the longest."""
     max_model_len: Positive | None = None
     """Longest prompt plus completion; the model's own limit unless given."""
-    kv_cache_gib: Annotated[float, Field(gt=0)] = 8.0
-    """Most memory for keys and values."""
+    kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
+    """Most memory for keys and values. Unless given: 8 on a CPU, on a GPU what weights and training leave."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory that weights, training, keys and values may fill, where kv_cache_gib is not given."""
 
 
 class ServerConfig(Config):

@@ -29,6 +29,7 @@ from hone import STARTED
 from hone.config.inference import InferenceConfig
 from hone.config.sections import API_KEY_VARIABLE, LOOPBACK
 from hone.engine.engine import Engine
+from hone.engine.memory import room
 from hone.inference.control import Served, add_control
 from hone.inference.protocol import ChatRequest, Written, chat_response, error_body
 from hone.inference.service import EngineService
@@ -203,12 +204,8 @@ def serve(config: InferenceConfig) -> None:
     from hone.models.loading import load
 
     loaded = load(config.model, seed=config.seed)
-    engine = Engine(
-        loaded.model,
-        max_batch_size=config.max_batch_size,
-        max_model_len=config.max_model_len,
-        kv_cache_gib=config.kv_cache_gib,
-    )
+    length = config.max_model_len or loaded.model.spec.max_position_embeddings
+    engine = Engine(loaded.model, max_model_len=config.max_model_len, **room(config, loaded.model, length))
     service = EngineService(engine)
     served = Served(service, loaded.tokenizer, config.model.name)
     for name, directory in config.adapters.items():

@@ -15,6 +15,7 @@ from hone.config.help import to_toml
 from hone.config.rl import RLConfig
 from hone.config.sections import ServeConfig
 from hone.engine.engine import Engine
+from hone.engine.memory import room
 from hone.environments import Environment, load_environments
 from hone.evals.held_out import evaluate
 from hone.inference.service import EngineService, LocalClient
@@ -43,11 +44,10 @@ def main(config: RLConfig) -> None:
     run = RunDirectory(config.output_dir, "rl")
     trainer = RLTrainer(loaded.model, config.trainer, config.max_steps, run.bad_steps, seed=config.seed)
     limit, serving = loaded.model.spec.max_position_embeddings, config.inference or ServeConfig()
+    length = min(config.seq_len, serving.max_model_len or limit, limit)
+    most_tokens = config.orchestrator.batch_size * length
     engine = Engine(
-        loaded.model,
-        max_batch_size=serving.max_batch_size,
-        max_model_len=min(config.seq_len, serving.max_model_len or limit, limit),
-        kv_cache_gib=serving.kv_cache_gib,
+        loaded.model, max_model_len=length, **room(serving, loaded.model, length, trainer.step_bytes(most_tokens))
     )
     weight_steps = config.weights.steps(config.max_steps)
     sources = resume_from(run, config.resume)

@@ -33,6 +33,7 @@ from hone.trainer.checkpoint import resume_from
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 KILLS, WITHIN = 5, 60.0  # so many kills of inference within so many seconds end a run
+SHARED_GPU_GIB = 8.0  # of keys and values
 EVERYWHERE = (None, "0.0.0.0", "::")
 
 log = logging.getLogger("hone.rl")
@@ -91,6 +92,7 @@ def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
             )
         configs["inference"] = InferenceConfig.model_validate(
             config.inference.model_dump()
+            | beside_trainer(config)
             | {"server": {"host": server.host, "port": port}}
             | {key: common[key] for key in ("model", "seed", "log_level")}
         )
@@ -101,6 +103,14 @@ def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
     configs["orchestrator"] = OrchestratorRunConfig.model_validate(orchestrator)
     configs["trainer"] = TrainerRunConfig.model_validate(config.trainer.model_dump() | common | own)
     return configs
+
+
+def beside_trainer(config: RLConfig) -> dict[str, Any]:
+    """What a server is told that has its GPU together with the trainer: not to take what is free when it starts."""
+    parts = (config.inference_gpu_ids, config.trainer_gpu_ids)
+    server, trainer = (set(visible_gpus(ids, config).get("CUDA_VISIBLE_DEVICES", "").split(",")) for ids in parts)
+    given = config.inference and config.inference.kv_cache_gib
+    return {"kv_cache_gib": SHARED_GPU_GIB} if server & trainer - {""} and given is None else {}
 
 
 def free_port() -> int:

@@ -22,6 +22,7 @@ from hone.monitors.statistics import summary
 from hone.records import Batch, Sample
 from hone.trainer.bad_steps import handle
 from hone.trainer.loss import loss_function, policy_loss, token_weights
+from hone.trainer.memory import step_bytes
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import (
     flatten,
@@ -69,6 +70,11 @@ class RLTrainer:
             shard(part, ranks, config.sharding)
         self.optimizer = Optimizer(model, config.optim, ranks)
         model.recomputes = config.activation_checkpointing
+
+    def step_bytes(self, most_tokens: int) -> int:
+        """About the memory that a step of up to so many tokens takes, beside weights and the optimiser's state."""
+        tokens = min(self.config.micro_batch_tokens, most_tokens)
+        return step_bytes(self.model, tokens, self.config.activation_checkpointing)
 
     def step(self, batch: Batch) -> dict[str, float]:
         """One optimiser step. The loss is normalised by the loss tokens of the whole batch, however it is split.

@@ -1,0 +1,77 @@
+"""`rl` on one GPU by shape of model and of rollouts: a step's time, with memory as `rl` chooses it and with less.
+
+    python benchmarks/rl_gpu.py [--shapes NAME …] [--steps 6] [--limited]
+
+Random weights and a reward made of the text, so that every group has a signal and no completion ends early. Two steps
+warm up; a line of JSON a shape. `--limited` gives keys and values 8 GiB and 256 sequences instead of what is left.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from peer import ROOT, finish
+from shapes_gpu import MODELS
+
+TINY = ROOT / "examples" / "reverse_text_tiny" / "model"
+SYSTEM = 7  # tokens of a prompt beside the text
+SHAPES = {  # model, rollouts, of a group, prompt, completion
+    "0.6B 128 x (37+128)": ("Qwen3-0.6B", 128, 16, 37, 128),
+    "0.6B 1024 x (224+511)": ("Qwen3-0.6B", 1024, 16, 224, 511),
+    "4B 128 x (222+498)": ("Qwen3-4B", 128, 16, 222, 498),
+}
+LIMITED = ("--inference.kv-cache-gib", "8", "--inference.max-batch-size", "256")
+
+
+def measure(name: str, steps: int, options: tuple[str, ...]) -> dict:
+    model, rollouts, group, prompt, completion = SHAPES[name]
+    with tempfile.TemporaryDirectory(prefix="rl_gpu") as directory:
+        home = Path(directory)
+        (home / "model").mkdir()
+        for file in TINY.iterdir():
+            (home / "model" / file.name).write_bytes(file.read_bytes())
+        shape = {**MODELS[model], "eos_token_id": 259, "pad_token_id": 259}
+        (home / "model" / "config.json").write_text(json.dumps(shape))
+        characters = prompt - SYSTEM
+        env = {"id": "any_text", "args": {"texts": "generated", "min_chars": characters, "max_chars": characters}}
+        words = [
+            "rl", "--model.name", home / "model", "--model.random-init", "--output-dir", home / "run",
+            "--orchestrator.env", json.dumps(env), "--orchestrator.batch-size", rollouts,
+            "--orchestrator.rollouts-per-example", group, "--orchestrator.sampling.max-tokens", completion,
+            "--seq-len", prompt + completion, "--max-steps", steps, "--log-interval", 1, *options,
+        ]  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "hone", *map(str, words)], cwd=ROOT / "benchmarks", stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        print(done.stdout, file=sys.stderr, flush=True)
+        if done.returncode:
+            raise SystemExit(f"rl ended with {done.returncode}")
+        rows = [json.loads(line) for line in (home / "run" / "metrics.jsonl").open()]
+    print({k: v for k, v in rows[-1].items() if k.split("/")[0] in ("time", "perf", "progress")}, file=sys.stderr)
+    measured = rows[2:]
+    middle = lambda key: statistics.median(row[key] for row in measured)  # noqa: E731
+    return {
+        "shape": name, "options": " ".join(options), "step_s": middle("time/step"),
+        "generate_s": middle("time/generate"), "train_s": middle("time/train"), "generated_tokens_per_s": rollouts * completion / middle("time/generate"),
+        "first_step_s": rows[0]["time/step"], "memory_gib": middle("perf/peak_memory"),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--limited", action="store_true")
+    args = parser.parse_args()
+    for name in args.shapes:
+        row = measure(name, args.steps, LIMITED if args.limited else ())
+        finish(**row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""How much of a device keys and values may take, and how many sequences are then decoded together."""
+
+import logging
+from typing import TypedDict
+
+import torch
+
+from hone.config.sections import EngineConfig
+from hone.engine.cache import KVCache
+from hone.models.transformer import Transformer
+
+CPU_GIB = 8.0
+FEW, MANY = 256, 1024  # sequences: whatever the memory; where it holds as many of the longest
+log = logging.getLogger("hone")
+
+
+class Room(TypedDict):
+    max_batch_size: int
+    kv_cache_gib: float
+
+
+def room(config: EngineConfig, model: Transformer, length: int, reserved: int = 0) -> Room:
+    """As configured, else as the model's device has room for sequences of `length` tokens.
+
+    `reserved`: bytes that this process will need for other things.
+    """
+    weight = model.embed.weight
+    if not weight.is_cuda:
+        return Room(max_batch_size=config.max_batch_size or FEW, kv_cache_gib=config.kv_cache_gib or CPU_GIB)
+    free, total = torch.cuda.mem_get_info(weight.device)
+    free += torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
+    return share(config, KVCache.bytes_per_token(model.spec, weight.dtype) * length, free, total, reserved)
+
+
+def share(config: EngineConfig, of_sequence: int, free: int, total: int, reserved: int) -> Room:
+    """Of a GPU. `of_sequence`: bytes of the longest. Raises ValueError where not one of them has room."""
+    gib = config.kv_cache_gib
+    if gib is None:
+        gib = (free - (1 - config.gpu_memory_utilization) * total - reserved) / 2**30
+        if gib * 2**30 < of_sequence:
+            raise ValueError(
+                f"the GPU has {free / 2**30:.1f} GiB free, of which a training step may take {reserved / 2**30:.1f} "
+                f"and gpu_memory_utilization leaves {(1 - config.gpu_memory_utilization) * total / 2**30:.1f}; keys and "
+                f"values of the longest sequence take {of_sequence / 2**30:.2f}. Shorter sequences, fewer "
+                "trainer.micro_batch_tokens, trainer.activation_checkpointing or a kv_cache_gib of your own would fit"
+            )
+    sequences = int(gib * 2**30) // of_sequence
+    batch = config.max_batch_size or min(max(FEW, sequences), MANY)
+    log.info(
+        "Up to %d sequences decode at once; their keys and values take %.1f of the GPU's %.0f GiB",
+        batch, min(gib, batch * of_sequence / 2**30), total / 2**30,
+    )  # fmt: skip
+    return Room(max_batch_size=batch, kv_cache_gib=gib)
