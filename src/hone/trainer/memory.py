@@ -2,7 +2,7 @@
 
 from hone.models.transformer import Transformer
 
-TEMPORARY = 1.3  # of what is kept for going back; measured: benchmarks/RESULTS.md, training on one GPU
+TEMPORARY = 1.1  # of what is kept for going back; measured: benchmarks/RESULTS.md, `rl` on one GPU
 HEAD = 7 * 2**29  # a part of the logits in fp32, at most 1 GiB, with its gradient and what is made from it
 
 
