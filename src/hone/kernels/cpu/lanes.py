@@ -1,7 +1,7 @@
 """Vectors of floats for functions that numba compiles: what C has as intrinsics, portable through LLVM.
 
 numba vectorises simple loops by itself, but keeps no tile of a matrix product in registers. A `Lanes` value is one
-LLVM vector as wide as the processor's: 16 floats with AVX-512, 8 with AVX2, 4 with NEON. `tile` makes the core of a
+LLVM vector as wide as the processor's: 16 floats with AVX-512, 8 with AVX2, 4 with NEON. `tile_of` makes the core of a
 product from such vectors. Memory is an address (an int) or a flat float32 array; `get` and `put` take an index as it
 is, where numba's own [] would first ask whether it is negative.
 
