@@ -57,7 +57,8 @@ def measure(name: str, steps: int, options: tuple[str, ...]) -> dict:
     middle = lambda key: statistics.median(row[key] for row in measured)  # noqa: E731
     return {
         "shape": name, "options": " ".join(options), "step_s": middle("time/step"),
-        "generate_s": middle("time/generate"), "train_s": middle("time/train"), "generated_tokens_per_s": rollouts * completion / middle("time/generate"),
+        "generate_s": middle("time/generate"), "train_s": middle("time/train"),
+        "generated_tokens_per_s": rollouts * completion / middle("time/generate"),
         "first_step_s": rows[0]["time/step"], "memory_gib": middle("perf/peak_memory"),
     }  # fmt: skip
 

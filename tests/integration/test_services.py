@@ -143,7 +143,10 @@ def test_a_resumed_run_goes_on_from_its_checkpoint(trained, tmp_path):
     schedule = ("--trainer.scheduler.type", "constant")
     processes(tmp_path / "whole", trained, "--max-steps", 4, *options, *schedule)
     processes(tmp_path / "parts", trained, "--max-steps", 2, *options, *schedule)
-    processes(tmp_path / "parts", trained, "--max-steps", 4, *options, *schedule, "--resume")
+    more = ("--max-steps", 4, *options, *schedule, "--resume")
+    refused = processes(tmp_path / "parts", trained, *more, "--orchestrator.sampling.temperature", 0.7, ok=False)
+    assert "--resume: orchestrator.sampling.temperature differs from the run in" in refused.stderr
+    processes(tmp_path / "parts", trained, *more)
     mine, theirs = ([row["reward/mean"] for row in metrics(tmp_path / name)] for name in ("whole", "parts"))
     assert mine == theirs and len(mine) == 4
 

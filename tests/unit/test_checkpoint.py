@@ -16,7 +16,7 @@ from hone.models.transformer import Transformer
 from hone.orchestrator.run import progress_before
 from hone.records import Batch, Sample
 from hone.run_directory import RunDirectory
-from hone.trainer.checkpoint import Checkpoints, _metrics, differences, forget_after, restore, resume_from, to_keep
+from hone.trainer.checkpoint import Checkpoints, _metrics, forget_after, restore, resume_from, to_keep
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.train import hand_on
@@ -45,13 +45,17 @@ def run(tmp_path):
     return run
 
 
+def config_of(seed, **values):
+    return SFTConfig(model={"name": "m"}, data=DataConfig(name="d"), seed=seed, **values)
+
+
 def save(run, optimizer, step, policy, loss):
-    Checkpoints(run, optimizer, policy, Ranks()).save(step, True, {"seed": 0}, {"val/loss": loss})
+    Checkpoints(run, optimizer, policy, Ranks()).save(step, True, config_of(0).public(), {"val/loss": loss})
 
 
 def restored(run, resume=True, config=None):
     model = made()
-    return restore(resume_from(run, resume), Optimizer(model, OptimConfig()), config or {"seed": 0}), model
+    return restore(resume_from(run, resume), Optimizer(model, OptimConfig()), config or config_of(0)), model
 
 
 def test_the_last_whole_one_is_gone_on_from(run, caplog):
@@ -86,20 +90,9 @@ def test_what_resume_may_be(run, tmp_path):
     with pytest.raises(ValueError, match="--resume atuo: no checkpoint there; it is auto, never, or"):
         restored(run, "atuo")
     with pytest.raises(ValueError, match="seed differs from the run .*: it had 0, found 1"):
-        restored(run, True, {"seed": 1, "output_dir": "elsewhere"})
+        restored(run, True, config_of(1, output_dir="elsewhere"))
     with pytest.raises(ValidationError, match="exclude each other"):
         SFTConfig(model={"name": "m"}, data=DataConfig(name="d"), clean=True, resume="auto")
-
-
-def test_what_may_be_changed_on_going_on():
-    def run(**trainer):
-        return {"seed": 0, "inference": {"kv_cache_gib": 4}, "trainer": {"optim": {"lr": 1e-3}, **trainer}}
-
-    before = run(on_bad_step="stop", activation_checkpointing=False)
-    now = run(on_bad_step="skip", activation_checkpointing=True, new=1) | {"inference": {"kv_cache_gib": 2}}
-    assert list(differences(before, now)) == []
-    now["trainer"]["optim"] = {"lr": 1e-4}
-    assert list(differences(before, now)) == [("trainer.optim.lr", 1e-3, 1e-4)]
 
 
 def test_what_an_orchestrator_left_goes_along_to_another_directory(tmp_path):

@@ -1,5 +1,6 @@
 """Configuration: files, overrides, precedence, and the words for mistakes."""
 
+import json
 import resource
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hone.cli import COMMANDS, import_object
-from hone.config.base import ConfigError, Typed, load_config
+from hone.config.base import ConfigError, Typed, differences, load_config
 from hone.config.help import help_text, to_toml
 from hone.config.inference import InferenceConfig
 from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
@@ -227,3 +228,60 @@ def test_an_algorithm_in_a_components_file_is_that_of_the_run(tmp_path):
     assert (alone.advantage, alone.refill) == (other.orchestrator.advantage, True)
     trainer = load_config(TrainerRunConfig, ["--algorithm", "dapo", "--loss.clip-low", "0.1", *name])
     assert trainer.loss == other.trainer.loss.model_copy(update={"clip_low": 0.1})
+
+
+FREE_KEYS = (
+    "output_dir clean resume wandb ckpt log_level log_interval ranks_timeout max_steps max_seconds bench weights val "
+    "eval weight_broadcast deployment inference inference_gpu_ids trainer_gpu_ids on_bad_step sharding batch_timeout "
+    "activation_checkpointing micro_batch_tokens micro_batch_size client base_url api_key_var ready_timeout workers "
+    "rollout_timeout rollout_retries weights_timeout canary_tolerance"
+).split()  # of what a run may have otherwise when it goes on
+ENVS = [{"id": "a", "args": {"n": [1, {"x": 2}]}}, {"id": "b", "algorithm": "gspo"}]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SFTConfig(
+            model={"name": "m"}, data={"name": ["a", "b"], "weights": [1, 2]}, val={"name": "v"}, wandb={}, ckpt={},
+            lora={}, eval={"env": ENVS[:1]},
+        ),
+        RLConfig(
+            model={"name": "m"}, orchestrator={"env": ENVS, "eval": {"env": ENVS[:1]}, "teacher": {"model": "t"}},
+            trainer={"loss_of": {"b": {"type": "ppo"}}, "lora": {}}, wandb={}, ckpt={},
+        ),
+        TrainerRunConfig(model={"name": "m"}, lora={}, bench={}),
+    ],
+    ids=lambda config: type(config).__name__,
+)  # fmt: skip
+def test_a_run_that_goes_on_refuses_every_change_of_what_is_learnt(config):
+    """Each leaf of a configuration is free to change, or a change of it is found by its name."""
+
+    def places(value, at=()):
+        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        yield from ([at] if not inner else [place for key, one in inner for place in places(one, (*at, key))])
+
+    written, seen = json.dumps(config.public()), set()
+    assert list(differences(json.loads(written), config)) == []
+    for place in places(json.loads(written)):
+        before = at = json.loads(written)
+        for key in place[:-1]:
+            at = at[key]
+        at[place[-1]] = "changed"
+        name = ".".join(map(str, place))
+        is_free = place[:2] != ("data", "weights") and any(key in FREE_KEYS for key in place)
+        found = [key for key, _, _ in differences(before, config)]
+        assert not found if is_free else len(found) == 1 and name.startswith(found[0]), name
+        seen.add(is_free)
+    assert seen == {True, False}
+
+
+def test_a_run_that_goes_on_has_the_same_environments():
+    def run(*envs):
+        return RLConfig(model={"name": "m"}, orchestrator={"env": list(envs)})
+
+    before = run({"id": "a"}, {"id": "b", "workers": 2}).public()
+    assert list(differences(before, run({"id": "a", "workers": 1}, {"id": "b"}))) == []
+    assert [key for key, _, _ in differences(before, run({"id": "a"}, {"id": "c"}))] == ["orchestrator.env.1.id"]
+    assert [key for key, _, _ in differences(before, run({"id": "a"}))] == ["orchestrator.env"]
+    assert list(differences({**before, "gone": 1}, run({"id": "a"}, {"id": "b"}))) == []

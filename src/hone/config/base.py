@@ -12,12 +12,18 @@ import difflib
 import itertools
 import json
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 C = TypeVar("C", bound="Config")
+T = TypeVar("T")
+FREE = "may be changed when a run goes on"
+# Marks a key, or a section with all that is in it, whose value leaves what is learnt as it is: `--resume` takes a
+# changed one. What is not marked has to stay.
+Free = Annotated[T, FREE]
 COMMAND_LINE = "the command line"
 
 
@@ -38,6 +44,31 @@ class Config(BaseModel):
     def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
         """What was read, before it is validated; `files_for` names the keys that were given files of their own."""
         return values
+
+
+def differences(before: dict[str, Any], now: Config, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Keys, with dots, that are not free to change and differ: their value in a configuration written down, and now.
+
+    A key that one of them does not know, being of another version of Hone, is passed over.
+    """
+    public = now.public()
+    for key, field in type(now).model_fields.items():
+        if key in before and key in public and FREE not in field.metadata:
+            yield from _differences(f"{prefix}{key}", before[key], getattr(now, key), public[key])
+
+
+def _differences(key: str, before: Any, now: Any, public: Any) -> Iterator[tuple[str, Any, Any]]:
+    pairs: list[tuple[Any, Any, Any, Any]] = []
+    if isinstance(now, Config) and isinstance(before, dict):
+        yield from differences(before, now, f"{key}.")
+    elif isinstance(now, dict) and isinstance(before, dict) and now.keys() == before.keys():
+        pairs = [(name, before[name], now[name], public[name]) for name in now]
+    elif isinstance(now, list) and isinstance(before, list) and len(now) == len(before):
+        pairs = list(zip(range(len(now)), before, now, public, strict=True))
+    elif before != public:
+        yield key, before, public
+    for name, one, other, plain in pairs:
+        yield from _differences(f"{key}.{name}", one, other, plain)
 
 
 def _without_secrets(value: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from hone.config.algorithms import ALGORITHMS, Algorithm
-from hone.config.base import Config
+from hone.config.base import Config, Free
 from hone.config.sections import ClientConfig, EnvConfig, EvalConfig, Positive, SamplingConfig, Share, as_list, distinct
 
 GroupSize = Annotated[int, Field(ge=2)]
@@ -125,18 +125,18 @@ class OrchestratorConfig(GroupConfig):
     max_off_policy_steps: Annotated[int, Field(ge=0)] = 8
     """Groups with older tokens than this are given up and begun again."""
     buffer: BufferConfig = BufferConfig()
-    rollout_timeout: Annotated[float, Field(gt=0)] = 600.0
+    rollout_timeout: Free[Annotated[float, Field(gt=0)]] = 600.0
     """Seconds until a rollout is given up."""
-    rollout_retries: Annotated[int, Field(ge=0)] = 1
+    rollout_retries: Free[Annotated[int, Field(ge=0)]] = 1
     """How often a rollout that fails is tried again before the step goes on without it."""
-    eval: EvalConfig | None = None
+    eval: Free[EvalConfig | None] = None
     """Evaluate on environments while training, every version by itself."""
     teacher: TeacherConfig | None = None
     """For distillation, when a key of it is given."""
-    client: ClientConfig = ClientConfig()
-    weights_timeout: Annotated[float, Field(gt=0)] = 3600.0
+    client: Free[ClientConfig] = ClientConfig()
+    weights_timeout: Free[Annotated[float, Field(gt=0)]] = 3600.0
     """Seconds until waiting for a version of the weights is given up."""
-    canary_tolerance: Annotated[float, Field(gt=0)] | None = None
+    canary_tolerance: Free[Annotated[float, Field(gt=0)] | None] = None
     """Largest difference between the logprobs of trainer and server on the canary; 1e-3 in fp32 and 0.1 in bf16."""
 
     @model_validator(mode="after")

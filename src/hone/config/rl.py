@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from hone.config.algorithms import Algorithm, as_its_algorithm, with_algorithms
-from hone.config.base import Config, ConfigError, merge
+from hone.config.base import Config, ConfigError, Free, merge
 from hone.config.lora import LoRAConfig, check_optimizer
 from hone.config.loss import LossConfig
 from hone.config.orchestrator import OrchestratorConfig
@@ -35,19 +35,19 @@ class TrainerConfig(Config):
     loss: LossConfig = LossConfig()
     loss_of: dict[str, LossConfig] = Field(default={})
     """Losses of single environments, by name, where they have another; an environment's `algorithm` sets its own."""
-    micro_batch_tokens: Positive = 16384
+    micro_batch_tokens: Free[Positive] = 16384
     """Most tokens in one forward and backward pass."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Free[bool] = False
     """Keep the inputs of blocks alone and compute the rest once more going back: less memory, a third more work."""
     lora: LoRAConfig | None = None
     """Train adapters beside frozen weights, when a key of it is given, as --lora.rank 16."""
-    sharding: Sharding = "auto"
+    sharding: Free[Sharding] = "auto"
     """With several ranks. full: each stores a part of every weight and of the optimiser's state (FSDP2); none: each
     stores all. auto: full on GPUs, none on CPUs."""
-    on_bad_step: OnBadStep = "stop"
+    on_bad_step: Free[OnBadStep] = "stop"
     """When gradients are not finite, or over optim.skip_norm: end the run, or go on without that step. The samples go
     to bad_steps/ either way."""
-    batch_timeout: Annotated[float, Field(gt=0)] = 3600.0
+    batch_timeout: Free[Annotated[float, Field(gt=0)]] = 3600.0
     """Seconds until waiting for the rollouts of a step is given up."""
 
     @model_validator(mode="after")
@@ -72,17 +72,17 @@ class TrainerRunConfig(ResumableConfig, TrainerConfig):
     """The trainer as a process of its own."""
 
     model: ModelConfig = ModelConfig(name="Qwen/Qwen3-0.6B")
-    max_steps: Positive = 100
+    max_steps: Free[Positive] = 100
     """Optimiser steps."""
     algorithm: Algorithm | None = None
     """Sets the loss as an algorithm has it, where it is not given (docs/algorithms.md)."""
-    bench: BenchConfig | None = None
+    bench: Free[BenchConfig | None] = None
     """Measure steps on random sequences, print a table and write nothing; when a key of it is given, as
     --bench.sequences 128."""
     max_async_level: AsyncLevel = 1
     """Steps that sampling may be ahead of training: so many versions of the weights are kept for it."""
-    weights: WeightsConfig = WeightsConfig()
-    weight_broadcast: BroadcastConfig = BroadcastConfig()
+    weights: Free[WeightsConfig] = WeightsConfig()
+    weight_broadcast: Free[BroadcastConfig] = BroadcastConfig()
 
     @classmethod
     def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
     """The orchestrator as a process of its own."""
 
     model: ModelConfig = ModelConfig(name="Qwen/Qwen3-0.6B")
-    max_steps: Positive = 100
+    max_steps: Free[Positive] = 100
     """Optimiser steps."""
     max_async_level: AsyncLevel = 1
     """Steps that sampling may be ahead of training."""
@@ -108,11 +108,11 @@ class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
 
 
 class RLConfig(ResumableConfig):
-    max_steps: Positive = 100
+    max_steps: Free[Positive] = 100
     """Optimiser steps."""
     seq_len: Positive = 2048
     """Longest prompt plus completion."""
-    deployment: Literal["auto", "colocated", "processes"] = "auto"
+    deployment: Free[Literal["auto", "colocated", "processes"]] = "auto"
     """One process, or one each for inference, orchestrator and trainer. auto: one, unless there are files for
     components, orchestrator.client.base-url, or several GPUs."""
     algorithm: Algorithm | None = None
@@ -120,15 +120,15 @@ class RLConfig(ResumableConfig):
     environment may have one of its own."""
     max_async_level: AsyncLevel = 1
     """Steps that sampling may be ahead of training, between processes; in one process it never is."""
-    inference_gpu_ids: Annotated[list[int], BeforeValidator(as_list)] = Field(default=[0])
+    inference_gpu_ids: Free[Annotated[list[int], BeforeValidator(as_list)]] = Field(default=[0])
     """GPUs of the inference process."""
-    trainer_gpu_ids: Annotated[list[int], BeforeValidator(as_list)] = Field(default=[1])
+    trainer_gpu_ids: Free[Annotated[list[int], BeforeValidator(as_list)]] = Field(default=[1])
     """GPUs of the trainer, a process for each (without GPUs: as many processes)."""
-    weights: WeightsConfig = WeightsConfig()
-    weight_broadcast: BroadcastConfig = BroadcastConfig()
+    weights: Free[WeightsConfig] = WeightsConfig()
+    weight_broadcast: Free[BroadcastConfig] = BroadcastConfig()
     orchestrator: OrchestratorConfig
     trainer: TrainerConfig = TrainerConfig()
-    inference: ServeConfig | None = ServeConfig()
+    inference: Free[ServeConfig | None] = ServeConfig()
     """None: a server that runs already is used (so with files for components, but none for inference)."""
 
     @model_validator(mode="after")

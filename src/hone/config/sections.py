@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from hone.config.base import COMMAND_LINE, Config, untyped
+from hone.config.base import COMMAND_LINE, Config, Free, untyped
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -100,7 +100,7 @@ class EnvConfig(Config):
     """By which metrics know it; its id unless given. With names an environment may stand there twice."""
     args: Annotated[dict[str, Any], BeforeValidator(arguments)] = Field(default={})
     """Arguments of its load_environment."""
-    workers: Annotated[int, Field(ge=0)] = 0
+    workers: Free[Annotated[int, Field(ge=0)]] = 0
     """Processes of its own that it runs in, for environments that block, crash or hang; 0: in ours."""
 
     @property
@@ -190,13 +190,13 @@ Url = Annotated[str, AfterValidator(as_url)]
 
 
 class ClientConfig(Config):
-    base_url: Annotated[list[Url], BeforeValidator(as_list), Field(min_length=1)] = Field(
+    base_url: Free[Annotated[list[Url], BeforeValidator(as_list), Field(min_length=1)]] = Field(
         default=["http://localhost:8000/v1"]
     )
     """Where inference servers are; groups of rollouts are spread over them."""
-    api_key_var: str | None = None
+    api_key_var: Free[str | None] = None
     """Environment variable that holds their API key."""
-    ready_timeout: Annotated[float, Field(gt=0)] = 600.0
+    ready_timeout: Free[Annotated[float, Field(gt=0)]] = 600.0
     """Seconds until waiting for a server to come up is given up."""
 
 
@@ -215,29 +215,29 @@ class RunConfig(Config):
     """Base of the commands that train."""
 
     model: ModelConfig
-    output_dir: Path = Path("outputs")
+    output_dir: Free[Path] = Path("outputs")
     """Run directory: logs, metrics, rollouts, weights, checkpoints."""
-    clean: bool = False
+    clean: Free[bool] = False
     """Remove what an earlier run of this command left in output_dir."""
     seed: int = 0
     """Of everything random."""
-    wandb: WandbConfig | None = None
-    log_level: Literal["debug", "info", "warning"] = "info"
+    wandb: Free[WandbConfig | None] = None
+    log_level: Free[Literal["debug", "info", "warning"]] = "info"
     """How much is logged."""
-    log_interval: Positive = 1
+    log_interval: Free[Positive] = 1
     """Print every so many steps; the log file has them all."""
 
 
 class ResumableConfig(RunConfig):
     """Base of the commands that can go on where they were."""
 
-    ranks_timeout: Annotated[float, Field(gt=0)] = 1800.0
+    ranks_timeout: Free[Annotated[float, Field(gt=0)]] = 1800.0
     """Under torchrun: seconds that one process waits for another before the run is given up."""
 
-    resume: Annotated[bool | str, BeforeValidator(true_or_false)] = False
+    resume: Free[Annotated[bool | str, BeforeValidator(true_or_false)]] = False
     """Go on from the last whole checkpoint in output_dir; auto: from the start if there is none; never; or from the
     checkpoint given, a checkpoints/step_N."""
-    ckpt: CkptConfig | None = None
+    ckpt: Free[CkptConfig | None] = None
     """Checkpoints to resume from; none unless a key of it is given."""
 
     @property

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from hone.config.base import Config
+from hone.config.base import Config, Free
 from hone.config.lora import LoRAConfig, check_optimizer
 from hone.config.sections import (
     EvalConfig,
@@ -38,7 +38,7 @@ class DataConfig(Config):
     """Tokens in a row; longer conversations are dropped and counted."""
     batch_size: Positive = 128
     """Rows in an optimiser step."""
-    micro_batch_size: Positive | None = None
+    micro_batch_size: Free[Positive | None] = None
     """Rows in one forward and backward pass; fewer need less memory. The whole batch unless given."""
     pack: Literal["cat", "stack"] = "cat"
     """cat fills a row with whole conversations, which never see each other; stack puts one in a row."""
@@ -74,28 +74,28 @@ class ValConfig(Config):
 
 class SFTConfig(ResumableConfig):
     data: DataConfig
-    val: ValConfig | None = None
-    eval: EvalConfig | None = None
+    val: Free[ValConfig | None] = None
+    eval: Free[EvalConfig | None] = None
     """Evaluate on environments while training."""
-    bench: bool = False
+    bench: Free[bool] = False
     """Measure 10 steps after 3 for warming up, print a table and write nothing."""
-    max_steps: Positive | None = None
+    max_steps: Free[Positive | None] = None
     """Optimiser steps; one pass over the data unless given."""
-    max_seconds: Annotated[float, Field(gt=0)] | None = None
+    max_seconds: Free[Annotated[float, Field(gt=0)] | None] = None
     """Stop after so much wall time of training, if max_steps have not come first."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
     scheduler: SchedulerConfig = SchedulerConfig()
-    on_bad_step: OnBadStep = "stop"
+    on_bad_step: Free[OnBadStep] = "stop"
     """When gradients are not finite, or over optim.skip_norm: end the run, or go on without that step. The
     conversations go to bad_steps/ either way."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Free[bool] = False
     """Keep the inputs of blocks alone and compute the rest once more going back: less memory, a third more work."""
     lora: LoRAConfig | None = None
     """Train adapters beside frozen weights, when a key of it is given, as --lora.rank 16."""
-    sharding: Sharding = "auto"
+    sharding: Free[Sharding] = "auto"
     """With several ranks. full: each stores a part of every weight and of the optimiser's state (FSDP2); none: each
     stores all. auto: full on GPUs, none on CPUs."""
-    weights: WeightsConfig = WeightsConfig()
+    weights: Free[WeightsConfig] = WeightsConfig()
 
     @model_validator(mode="after")
     def _batch_divides(self) -> "SFTConfig":

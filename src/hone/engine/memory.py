@@ -40,8 +40,8 @@ def share(config: EngineConfig, of_sequence: int, free: int, total: int, reserve
         if gib * 2**30 < of_sequence:
             raise ValueError(
                 f"the GPU has {free / 2**30:.1f} GiB free, of which a training step may take {reserved / 2**30:.1f} "
-                f"and gpu_memory_utilization leaves {(1 - config.gpu_memory_utilization) * total / 2**30:.1f}; keys and "
-                f"values of the longest sequence take {of_sequence / 2**30:.2f}. Shorter sequences, fewer "
+                f"and gpu_memory_utilization leaves {(1 - config.gpu_memory_utilization) * total / 2**30:.1f}; keys "
+                f"and values of the longest sequence take {of_sequence / 2**30:.2f}. Shorter sequences, fewer "
                 "trainer.micro_batch_tokens, trainer.activation_checkpointing or a kv_cache_gib of your own would fit"
             )
     sequences = int(gib * 2**30) // of_sequence

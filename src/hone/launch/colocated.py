@@ -51,7 +51,7 @@ def main(config: RLConfig) -> None:
     )
     weight_steps = config.weights.steps(config.max_steps)
     sources = resume_from(run, config.resume)
-    first = 1 + restore(sources, trainer.optimizer, config.public())
+    first = 1 + restore(sources, trainer.optimizer, config)
     run.claim(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
     if sources:
         forget_after(first - 1, run)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hone import machine
+from hone.config.base import ConfigError, load_config
 from hone.config.help import to_toml
 from hone.config.inference import InferenceConfig
 from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
@@ -29,7 +30,7 @@ from hone.config.sections import API_KEY_VARIABLE, LOOPBACK
 from hone.inference.client import connect
 from hone.monitors.metrics import check_wandb
 from hone.run_directory import RunDirectory
-from hone.trainer.checkpoint import resume_from
+from hone.trainer.checkpoint import refuse_changes, resume_from
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 KILLS, WITHIN = 5, 60.0  # so many kills of inference within so many seconds end a run
@@ -46,6 +47,8 @@ def launch(config: RLConfig) -> None:
     sources = resume_from(run, config.resume)
     if config.inference is None:
         asyncio.run(require_servers(config))
+    if sources:
+        refuse_other_rollouts(sources[0], config)
     weight_steps = config.weights.steps(config.max_steps)
     run.check(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
     # The key travels in the environment: what is written down has no secrets.
@@ -71,6 +74,15 @@ def launch(config: RLConfig) -> None:
         watch(children)
     finally:
         end(children)
+
+
+def refuse_other_rollouts(source: Path, config: RLConfig) -> None:
+    """The trainer's checkpoints know its own configuration; what the orchestrator had is in the run's file."""
+    try:
+        before = load_config(RLConfig, ["@", str(source.parent.parent / "configs" / "rl.toml")])
+    except ConfigError:  # there is none, or of another version of Hone
+        return
+    refuse_changes(before.public(), config, source)
 
 
 def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:

@@ -16,13 +16,13 @@ import shutil
 import threading
 import warnings
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hone.config.base import Config, differences
 from hone.config.sections import CkptConfig
 from hone.monitors.metrics import read_rows
 from hone.run_directory import RunDirectory, steps_in
@@ -30,11 +30,6 @@ from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
 from hone.transport.files import read_progress, write_progress
 
-FREE_TO_CHANGE = {  # sections and keys, wherever they stand, that leave what is learnt as it is
-    "output_dir", "clean", "resume", "wandb", "log_level", "log_interval", "max_steps", "max_seconds", "ckpt",
-    "weights", "val", "eval", "deployment", "inference", "client", "inference_gpu_ids", "trainer_gpu_ids",
-    "batch_timeout", "on_bad_step", "ranks_timeout", "activation_checkpointing", "sharding", "weight_broadcast",
-}  # fmt: skip
 HEADER, TENSORS = "checkpoint.json", "trainer"
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves alone: so it shall
 
@@ -155,7 +150,7 @@ def resume_from(run: RunDirectory, resume: bool | str) -> list[Path]:
     return [found[step] for step in sorted(found, reverse=True)]
 
 
-def restore(sources: list[Path], optimizer: Optimizer, config: dict[str, Any], ranks: Ranks | None = None) -> int:
+def restore(sources: list[Path], optimizer: Optimizer, config: Config, ranks: Ranks | None = None) -> int:
     """Puts weights and optimiser back from the first of these that is whole; returns its step, 0 without any.
 
     Raises ValueError where the run would not be the same, and where all are damaged. All ranks restore together.
@@ -171,10 +166,7 @@ def restore(sources: list[Path], optimizer: Optimizer, config: dict[str, Any], r
     if not sources:
         return 0
     header = json.loads((sources[at] / HEADER).read_text())
-    for key, before, now in differences(header["config"], config):
-        raise ValueError(
-            f"--resume: {key} differs from the run in {sources[at].parent.parent}: it had {before}, found {now}"
-        )
+    refuse_changes(header["config"], config, sources[at])
     load_tensors(sources[at], optimizer.state())
     optimizer.follow_masters()
     step: int = header["step"]
@@ -182,14 +174,10 @@ def restore(sources: list[Path], optimizer: Optimizer, config: dict[str, Any], r
     return step
 
 
-def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Keys, with dots, that both configurations have and that are not free to change, with both values."""
-    for key in sorted(before.keys() & now.keys() - FREE_TO_CHANGE):
-        one, other = before[key], now[key]
-        if isinstance(one, dict) and isinstance(other, dict):
-            yield from differences(one, other, f"{prefix}{key}.")
-        elif one != other:
-            yield f"{prefix}{key}", one, other
+def refuse_changes(before: dict[str, Any], now: Config, source: Path) -> None:
+    """Raises ValueError where a run that goes on from a checkpoint would learn something else."""
+    for key, was, found in differences(before, now):
+        raise ValueError(f"--resume: {key} differs from the run in {source.parent.parent}: it had {was}, found {found}")
 
 
 def progress_of(sources: list[Path], step: int) -> dict[str, Any] | None:

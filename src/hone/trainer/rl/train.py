@@ -62,7 +62,7 @@ def main(config: TrainerRunConfig) -> None:
     loaded = load(config.model, seed=config.seed)
     trainer = RLTrainer(loaded.model, config, config.max_steps, run.bad_steps, ranks, config.seed)
     state = config.public()
-    first = 1 + restore(sources, trainer.optimizer, state, ranks)
+    first = 1 + restore(sources, trainer.optimizer, config, ranks)
     ranks.wait()  # nobody reads what the first is about to change
     log = component_log("trainer")
     if ranks.is_first:

@@ -66,7 +66,7 @@ def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
     run = RunDirectory(config.output_dir, "sft")
     sources = resume_from(run, config.resume)
     loaded, optimizer = prepare(config, ranks)
-    done = restore(sources, optimizer, config.public(), ranks)
+    done = restore(sources, optimizer, config, ranks)
     ranks.wait()  # nobody reads what the first is about to change
     if not ranks.is_first:
         Trainer(config, loaded, optimizer, run, None, component_log("sft"), ranks, evaluate).train(rows, val_rows, done)
