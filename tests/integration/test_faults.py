@@ -24,13 +24,15 @@ FAULTY = (BIN / "python", Path(__file__).with_name("faulty_server.py"))
 
 # ------------------------------------------------------------------------------ proof of delivery
 
+ADAPTER = ("--trainer.lora.rank", 4, "--trainer.optim.type", "adamw", "--trainer.optim.lr", 1e-2)
+
 
 @pytest.mark.parametrize(
     ("fault", "options", "words"),
     [
         ("corrupted", (), "of 35 weights 1 differ: model.layers.1.mlp.down_proj.weight"),
         ("stale", (), "of 35 weights 35 differ: model.embed_tokens.weight, model.norm.weight, "),
-        ("dropped-adapter", ("--trainer.lora.rank", 4, "--trainer.optim.lr", 1e-2), "self_attn.q_proj.weight, "),
+        ("dropped-adapter", ADAPTER, "self_attn.q_proj.weight, "),
     ],
 )
 def test_weights_that_did_not_arrive_end_the_run_at_that_step(fault, options, words, trained, tmp_path):
@@ -55,8 +57,7 @@ def test_only_the_adapter_travels_and_the_server_has_the_weights_of_the_trainer(
     out = tmp_path / "run"
     command(
         "rl", *TINY_RL, "--inference", "@", f"{TINY}/rl/infer.toml", "--model.name", trained, "--output-dir", out,
-        *SMALL, "--inference.server.port", 0, "--max-steps", 4, "--trainer.lora.rank", 4, "--trainer.optim.lr", 1e-2,
-        "--trainer.lora.modules-to-save", "embed_tokens",
+        *SMALL, "--inference.server.port", 0, "--max-steps", 4, *ADAPTER, "--trainer.lora.modules-to-save", "embed_tokens",
     )  # fmt: skip
     rows, whole = metrics(out), (trained / "model.safetensors").stat().st_size
     sizes = [row["weights/bytes"] for row in rows if "weights/bytes" in row]  # of versions that were not passed over
