@@ -17,7 +17,8 @@ def reward(out, model, algorithm, *options):
     command(
         "rl", "@", f"{TINY}/rl.toml", "--model.name", model, "--output-dir", out, "--max-steps", STEPS, "--algorithm",
         algorithm, "--orchestrator.env", SHORT, "--orchestrator.batch-size", 128, "--orchestrator.sampling.max-tokens",
-        12, "--trainer.scheduler.type", "constant", "--trainer.optim.type", "adamw", "--trainer.optim.lr", 1e-3, "--orchestrator.eval.env", SHORT,
+        12, "--trainer.scheduler.type", "constant", "--trainer.optim.type", "adamw", "--trainer.optim.lr", 1e-3,
+        "--orchestrator.eval.env", SHORT,
         "--orchestrator.eval.interval", STEPS, "--orchestrator.eval.max-tokens", 12, *options,
     )  # fmt: skip
     rows = map(json.loads, (out / "metrics.jsonl").open())

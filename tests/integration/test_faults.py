@@ -57,7 +57,8 @@ def test_only_the_adapter_travels_and_the_server_has_the_weights_of_the_trainer(
     out = tmp_path / "run"
     command(
         "rl", *TINY_RL, "--inference", "@", f"{TINY}/rl/infer.toml", "--model.name", trained, "--output-dir", out,
-        *SMALL, "--inference.server.port", 0, "--max-steps", 4, *ADAPTER, "--trainer.lora.modules-to-save", "embed_tokens",
+        *SMALL, "--inference.server.port", 0, "--max-steps", 4, *ADAPTER,
+        "--trainer.lora.modules-to-save", "embed_tokens",
     )  # fmt: skip
     rows, whole = metrics(out), (trained / "model.safetensors").stat().st_size
     sizes = [row["weights/bytes"] for row in rows if "weights/bytes" in row]  # of versions that were not passed over
