@@ -170,7 +170,9 @@ def test_starting_from_an_adapter(tmp_path):
 def test_what_cannot_be_configured():
     with pytest.raises(ValueError, match="lm_head is embed_tokens in this model"):
         add_lora(made(), LoRAConfig(modules_to_save=["lm_head"]), seed=0)
-    with pytest.raises(ValidationError, match="muon moves whole weights, which lora freezes"):
+    with pytest.raises(
+        ValidationError, match="optim.type: muon moves whole weights, which lora freezes; for adapters set it to adamw"
+    ):
         TrainerConfig.model_validate({"lora": {"rank": 4}, "optim": {"type": "muon"}})
     with pytest.raises(ValidationError, match="targets"):
         LoRAConfig(targets=["proj"])

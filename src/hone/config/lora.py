@@ -36,4 +36,4 @@ class LoRAConfig(Config):
 
 def check_optimizer(lora: LoRAConfig | None, optim: OptimConfig) -> None:
     if lora is not None and optim.type == "muon":
-        raise ValueError("optim.type muon moves whole weights, which lora freezes; adapters are moved by adamw")
+        raise ValueError("optim.type: muon moves whole weights, which lora freezes; for adapters set it to adamw")
