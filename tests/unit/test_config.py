@@ -285,3 +285,25 @@ def test_a_run_that_goes_on_has_the_same_environments():
     assert [key for key, _, _ in differences(before, run({"id": "a"}, {"id": "c"}))] == ["orchestrator.env.1.id"]
     assert [key for key, _, _ in differences(before, run({"id": "a"}))] == ["orchestrator.env"]
     assert list(differences({**before, "gone": 1}, run({"id": "a"}, {"id": "b"}))) == []
+
+
+def test_a_key_of_a_list_of_environments_is_set_in_each_or_in_the_one_that_is_named(tmp_path):
+    (tmp_path / "rl.toml").write_text(
+        'model.name = "m"\n[[orchestrator.env]]\nid = "reverse-text"\nargs = {max_chars = 4, seed = 1}\n'
+        '[[orchestrator.env]]\nid = "reverse-text"\nname = "long-ones"\n'
+    )
+    words = [
+        "@",
+        str(tmp_path / "rl.toml"),
+        "--orchestrator.env.max-tokens",
+        "7",
+        "--orchestrator.env.args.max-chars",
+        "9",
+    ]
+    one, two = load_config(RLConfig, words).orchestrator.env
+    assert (one.id, one.max_tokens, one.args) == ("reverse-text", 7, {"max_chars": 9, "seed": 1})
+    assert (two.known_as, two.max_tokens, two.args) == ("long-ones", 7, {"max_chars": 9})
+    one, two = load_config(RLConfig, [*words, "--orchestrator.env.long-ones.max-tokens", "30"]).orchestrator.env
+    assert (one.max_tokens, two.max_tokens, two.known_as) == (7, 30, "long-ones")
+    (only,) = load_config(RLConfig, [*words, "--orchestrator.env", '{"id": "other"}']).orchestrator.env
+    assert (only.id, only.max_tokens, only.args) == ("other", None, {})

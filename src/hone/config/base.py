@@ -122,12 +122,30 @@ def parse_argv(argv: list[str], free: dict[str, bool]) -> tuple[dict[str, Any], 
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """A new dict: tables merged key by key, anything else of `over` replaces that of `base`."""
+    """A new dict: tables merged key by key, anything else of `over` replaces that of `base`.
+
+    A table over a list of tables changes each of them, or the one whose name stands before the key.
+    """
     result = dict(base)
     for key, value in over.items():
-        both = isinstance(result.get(key), dict) and isinstance(value, dict)
-        result[key] = merge(result[key], value) if both else value
+        old = result.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            result[key] = merge(old, value)
+        elif isinstance(value, dict) and not isinstance(value, Whole) and _is_tables(old):
+            result[key] = _merge_each(old, value)
+        else:
+            result[key] = value
     return result
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+
+
+def _merge_each(entries: Any, over: dict[str, Any]) -> list[dict[str, Any]]:
+    names = [str(entry.get("name") or entry.get("id")).replace("-", "_") for entry in entries]
+    common = {key: value for key, value in over.items() if key not in names}
+    return [merge(merge(entry, common), over.get(name, {})) for name, entry in zip(names, entries, strict=True)]
 
 
 def _next(rest: list[str], what: str) -> str:
@@ -213,6 +231,10 @@ def _leaves(content: dict[str, Any], path: list[str]) -> list[str]:
     return keys
 
 
+class Whole(dict[str, Any]):
+    """A table that stands as one value on the command line: it replaces a list of tables."""
+
+
 class Typed(str):
     """Text of the command line that is yet to get its type, from its key."""
 
@@ -235,9 +257,10 @@ def _scalar(text: str) -> Any:
         return None
     if text[:1] in "[{":
         try:
-            return json.loads(text)
+            value = json.loads(text)
         except json.JSONDecodeError:
             return text
+        return Whole(value) if isinstance(value, dict) else value
     return Typed(text)
 
 

@@ -128,7 +128,7 @@ async def train(
         await service.run(partial(checkpoints.save, step, is_last, config.public(), values, collected.progress))
         console = {"console": is_last or step % config.log_interval == 0}
         if not collected.batch.samples:
-            orchestrator_log.warning("%s", why_no_signal(step, values))
+            orchestrator_log.warning("%s", why_no_signal(step, values), extra=console)
         orchestrator_log.log(SUCCESS, orchestrator_line(step, values), extra=console)
         trainer_log.log(SUCCESS, trainer_line(step, values), extra=console)
         orchestrator_log.info("%s", summary_line(step, values), extra=console)

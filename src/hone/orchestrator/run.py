@@ -164,10 +164,10 @@ class Rows:
     def sampled(self, step: int, collected: Collected, times: dict[str, float]) -> dict[str, float]:
         values = {**collected.metrics, **times}
         values["perf/throughput"] = values["progress/tokens"] / values["time/step"]
-        if not collected.batch.samples:
-            self.log.warning("%s", why_no_signal(step, values))
         is_last = step == self.config.max_steps
         console = {"console": is_last or step % self.config.log_interval == 0}
+        if not collected.batch.samples:
+            self.log.warning("%s", why_no_signal(step, values), extra=console)
         self.log.log(SUCCESS, orchestrator_line(step, values), extra=console)
         return values
 
