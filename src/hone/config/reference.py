@@ -9,7 +9,8 @@ Every key of every command, made from the types (`make docs`). Values come from 
 (`@ file.toml`, later files win), over the defaults. Keys are dotted; kebab case and snake case are the same. Lists are
 JSON or one bare value. A key of a list of tables, as `--orchestrator.env.max-tokens 64`, is set in each of them, with a
 name before it (`--orchestrator.env.NAME.max-tokens 64`) in that one. `None` clears a value (`"None"` in TOML); booleans
-are `--flag` and `--section.no-flag`. `--dry-run` prints the resolved configuration and writes it to `OUTPUT_DIR/configs/`.
+are `--flag` and `--section.no-flag`. `--dry-run` prints the resolved configuration and writes it to
+`OUTPUT_DIR/configs/`.
 """
 
 
