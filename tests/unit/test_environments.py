@@ -146,6 +146,16 @@ def test_unknown_environments_and_arguments_are_named():
         vf.load_environment("reverse-text", texts="nowhere.txt")
 
 
+def test_an_environment_that_cannot_be_imported_says_so_in_a_line(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "half_written.py").write_text("def load_environment():\n    return [\n")
+    with pytest.raises(ValueError, match=r"'half-written': .*half_written.py, line 2: '\[' was never closed"):
+        vf.load_environment("half-written")
+    (tmp_path / "needy.py").write_text("import no_such_thing\n")
+    with pytest.raises(ValueError, match="'needy' needs the module no_such_thing, which is not installed"):
+        vf.load_environment("needy")
+
+
 def test_an_unreachable_hub_is_an_error_that_says_so(monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("offline")))
     with pytest.raises(ValueError, match="cannot be loaded from the hub"):

@@ -156,6 +156,7 @@ def test_a_stream_has_no_end_follows_from_the_seed_and_mixes_by_weight(tokenizer
     ("content", "words"),
     [
         ('{"text": "x", "id": 1}', "needs the columns `messages`, or `prompt` and `completion`; it has id, text"),
+        ('{"messages": []}\n{"text": "x"}', r"a.jsonl, row 2, needs the columns .*; it has text"),
         ('{"messages": []}\n{"mess', "line 2 is not valid JSON"),
         ("[1]", "line 1 is not a JSON object"),
         ("", "has no rows"),

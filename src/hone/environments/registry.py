@@ -28,7 +28,12 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
             f"environment {env_id!r} is not installed (no module {module_name}); {hint}; one of your own: "
             f"PYTHONPATH=DIRECTORY_OF_{module_name}.py, or install its package"
         )
-    module = importlib.import_module(module_name)
+    try:
+        module = importlib.import_module(module_name)
+    except SyntaxError as error:
+        raise ValueError(f"environment {env_id!r}: {error.filename}, line {error.lineno}: {error.msg}") from None
+    except ModuleNotFoundError as error:
+        raise ValueError(f"environment {env_id!r} needs the module {error.name}, which is not installed") from None
     loader = getattr(module, "load_environment", None)
     if loader is None:
         raise ValueError(f"module {module_name} is not an environment: it has no load_environment()")

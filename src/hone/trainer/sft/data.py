@@ -38,15 +38,15 @@ class Source:
             rows = _read_hub(self.key, self.name, self.split, self.streaming)
         else:
             rows = _read_parquet(self.path) if self.path.suffix == ".parquet" else _read_jsonl(self.path)
-        is_first = True
-        for row in rows:
-            if is_first and "messages" not in row and not {"prompt", "completion"} <= set(row):
+        number = 0
+        for number, row in enumerate(rows, 1):
+            if row.get("messages") is None and not {"prompt", "completion"} <= set(row):
+                place = "" if number == 1 else f", row {number},"
                 raise ValueError(
-                    f"{self.key}: {self.name} needs the columns {COLUMNS}; it has {', '.join(sorted(row))}"
+                    f"{self.key}: {self.name}{place} needs the columns {COLUMNS}; it has {', '.join(sorted(row))}"
                 )
-            is_first = False
             yield row
-        if is_first:
+        if number == 0:
             raise ValueError(f"{self.key}: {self.name} has no rows")
 
 
