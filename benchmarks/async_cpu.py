@@ -35,7 +35,7 @@ def warmed_up(home: Path) -> Path:
     data, sft = home / "sft.jsonl", home / "sft"
     run("python", "-m", "reverse_text", "--out", data, "-n", 16000, "--min-chars", 12, "--max-chars", 20)
     run("sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--output-dir", sft)
-    return sft / "weights" / "step_300"
+    return sft / "weights" / "step_350"
 
 
 def reinforced(model: Path, out: Path, steps: int, environment: str, *options: object) -> list[dict[str, float]]:

@@ -55,7 +55,7 @@ def main() -> None:
             run("python", "-m", "reverse_text", "--out", data, "-n", 16000, "--min-chars", 12, "--max-chars", 20,
                 "--seed", seed)  # fmt: skip
             run("sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--seed", seed, "--output-dir", sft)
-            shared = ("--model.name", sft / "weights" / "step_300", "--seed", seed)
+            shared = ("--model.name", sft / "weights" / "step_350", "--seed", seed)
             outs, seconds = {}, {}
             for name, options in {
                 "one": ("@", f"{TINY}/rl.toml"),

@@ -21,7 +21,7 @@ def page(tmp_path, started):
     for name in ("examples", "src", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
     model = ROOT / TINY / "model"
-    save_model(load_model(model, random_init=True, seed=0), model, tmp_path / "outputs" / "weights" / "step_300")
+    save_model(load_model(model, random_init=True, seed=0), model, tmp_path / "outputs" / "weights" / "step_350")
 
     def type_(*words, background=False):
         if not background:
@@ -91,7 +91,7 @@ def test_the_multi_node_commands_on_one_node(page, tmp_path, monkeypatch):
 
 
 def test_the_reverse_text_page(page, tmp_path):
-    ready = tmp_path / "outputs" / "weights" / "step_300"
+    ready = tmp_path / "outputs" / "weights" / "step_350"
     page("python", "-c", "import reverse_text")
     server = page("inference", "--model.name", ready, background=True)
     until_served()
