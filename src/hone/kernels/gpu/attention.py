@@ -86,7 +86,8 @@ def attend(logits, v_NE, top, size, sum_ME):
     return higher, size, sum_ME
 
 
-@triton.jit
+# The number of tokens differs from step to step, and Triton would compile once more for the first that 16 divides.
+@triton.jit(do_not_specialize=["T"])
 def forward_kernel(
     q, k, v, out, logsum, tiles, scale, T, q_row, k_row, v_row,
     H: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PREFIX: tl.constexpr,
@@ -130,7 +131,7 @@ def forward_kernel(
     tl.store(logsum + h.to(tl.int64) * T + first + m, top + tl.log2(size), m < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def inner_kernel(out, grad, inner, T, H: tl.constexpr, E: tl.constexpr, N: tl.constexpr):
     """Sum of out x grad of each head of token t, H x T."""
     t = tl.program_id(0).to(tl.int64)
@@ -141,7 +142,7 @@ def inner_kernel(out, grad, inner, T, H: tl.constexpr, E: tl.constexpr, N: tl.co
     tl.store(inner + n.to(tl.int64) * T + t, tl.sum(x * y, axis=1), n < H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def keys_backward_kernel(
     q, k, v, grad, logsum, inner, dk, dv, parts, tiles, scale, root, T, q_row, k_row, v_row,
     H: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -199,7 +200,7 @@ def sum_parts_kernel(parts, dk, dv, tiles, root, K: tl.constexpr, E: tl.constexp
     tl.store(dv + row, dv_NE.to(dv.dtype.element_ty), is_key)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def queries_backward_kernel(
     q, k, v, grad, logsum, inner, dq, tiles, scale, root, T, q_row, k_row, v_row,
     H: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PREFIX: tl.constexpr,

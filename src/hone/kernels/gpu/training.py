@@ -13,7 +13,8 @@ from hone.kernels.gpu import power_of_2, processors
 PROGRAMS = 4  # a multiprocessor, of kernels whose programs go over many rows
 
 
-@triton.jit
+# The number of tokens differs from step to step, and Triton would compile once more for the first that 16 divides.
+@triton.jit(do_not_specialize=["P"])
 def sum_parts_kernel(parts, out, P, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Columns of parts P x D, added up in one order."""
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -33,7 +34,7 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def norm_backward_kernel(
     total, weight, grad, grad_total, normed, out, parts, eps, T, D,
     HAS_TOTAL: tl.constexpr, WITH_NORMED: tl.constexpr, BLOCK: tl.constexpr,
@@ -127,7 +128,7 @@ def rotate_heads(
     return q, k
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def rotate_heads_backward_kernel(
     qkv, q_scale, k_scale, cos, sin, positions, dq, dk, dv, out, parts, eps, T,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr,
