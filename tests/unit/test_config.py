@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hone.cli import COMMANDS, import_object
-from hone.config.base import ConfigError, Typed, differences, load_config
+from hone.config.base import ConfigError, Typed, differences, load_config, merge
 from hone.config.help import help_text, to_toml
 from hone.config.inference import InferenceConfig
 from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
@@ -305,5 +305,6 @@ def test_a_key_of_a_list_of_environments_is_set_in_each_or_in_the_one_that_is_na
     assert (two.known_as, two.max_tokens, two.args) == ("long-ones", 7, {"max_chars": 9})
     one, two = load_config(RLConfig, [*words, "--orchestrator.env.long-ones.max-tokens", "30"]).orchestrator.env
     assert (one.max_tokens, two.max_tokens, two.known_as) == (7, 30, "long-ones")
+    assert merge({"env": []}, {"env": {"id": "a"}}) == {"env": {"id": "a"}}  # nothing to change: it stands there now
     (only,) = load_config(RLConfig, [*words, "--orchestrator.env", '{"id": "other"}']).orchestrator.env
     assert (only.id, only.max_tokens, only.args) == ("other", None, {})

@@ -139,7 +139,7 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_tables(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+    return isinstance(value, list) and value != [] and all(isinstance(one, dict) for one in value)
 
 
 def _merge_each(entries: Any, over: dict[str, Any]) -> list[dict[str, Any]]:
