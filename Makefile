@@ -51,7 +51,7 @@ test-gpu:  ## on a machine with a GPU, with the Python there (docs/gpu.md)
 	PYTHONPATH=src:environments/reverse_text:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests/gpu
 
 chaos: setup  ## kills the parts of runs at random moments and compares with runs that were left alone
-	$(RUN) python tests/chaos.py
+	$(RUN) python -m tests.chaos
 
 docs: setup  ## rewrites docs/configuration.md from the types
 	$(RUN) python -m hone.config.reference > docs/configuration.md

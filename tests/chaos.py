@@ -1,6 +1,6 @@
 """Kills the parts of on-policy runs at random moments, and compares with a run that was left alone.
 
-    python tests/chaos.py [--kills 25] [--steps 150] [--seed 0] [--only PART]
+    python -m tests.chaos [--kills 25] [--steps 150] [--seed 0] [--only PART]
 
 A killed server is started again by `rl`, a killed worker of an environment by the orchestrator; a killed orchestrator,
 trainer or launcher ends the run, which goes on with `--resume auto`. At the end every run must have its steps, every
@@ -25,6 +25,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from tests.integration.conftest import processes_now
 from safetensors.torch import load_file
 
 from hone.cli import end_with_parent
@@ -60,9 +61,7 @@ def pid_of(part: str, out: Path, launcher: int) -> int | None:
     """The process of a part, by its command line."""
     if part == "launcher":
         return launcher
-    listed = subprocess.run(["ps", "-axww", "-o", "pid=,ppid=,stat=,command="], capture_output=True, text=True).stdout
-    rows = [line.split(None, 3) for line in listed.splitlines()]
-    alive = {int(row[0]): (int(row[1]), row[3].split()) for row in rows if len(row) == 4 and row[2][0] != "Z"}
+    alive = processes_now()
     name = "orchestrator" if part == "worker" else part
     for pid, (_, words) in alive.items():
         if words[1:4] == ["-m", "hone", name] and str(out) in words[5]:

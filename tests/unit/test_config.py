@@ -308,3 +308,16 @@ def test_a_key_of_a_list_of_environments_is_set_in_each_or_in_the_one_that_is_na
     assert merge({"env": []}, {"env": {"id": "a"}}) == {"env": {"id": "a"}}  # nothing to change: it stands there now
     (only,) = load_config(RLConfig, [*words, "--orchestrator.env", '{"id": "other"}']).orchestrator.env
     assert (only.id, only.max_tokens, only.args) == ("other", None, {})
+
+
+def test_an_environment_named_like_a_key_leaves_the_key_to_be_set(tmp_path):
+    (tmp_path / "rl.toml").write_text(
+        'model.name = "m"\n[[orchestrator.env]]\nid = "reverse-text"\nname = "workers"\n'
+        '[[orchestrator.env]]\nid = "reverse-text"\nname = "b"\n'
+    )
+    words = ["@", str(tmp_path / "rl.toml"), "--orchestrator.env.workers", "2"]
+    one, two = load_config(RLConfig, words).orchestrator.env
+    assert (one.workers, two.workers, one.known_as) == (2, 2, "workers")
+    words[2:] = ["--orchestrator.env.workers.workers", "3"]
+    one, two = load_config(RLConfig, words).orchestrator.env
+    assert (one.workers, two.workers) == (3, 0)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from hone import machine
 from hone.engine.sampler import FILTERED_OUT, draw, draw_reference
 from hone.engine.slots import Slots
 from hone.kernels import cpu
@@ -50,6 +51,14 @@ def random(*shape, dtype=torch.float64):
 
 def test_the_compiled_kernels_are_tested():
     assert cpu.IS_AVAILABLE, "numba is a development dependency"
+
+
+@compiled
+def test_compiled_kernels_are_kept_by_their_sources_wherever_these_lie():
+    from hone.kernels.cpu import layers
+
+    assert layers.logits.stats.cache_path == str(cpu.Kept.directory)
+    assert cpu.Kept.directory.name.endswith(f"-{machine.isa()}")
 
 
 @both

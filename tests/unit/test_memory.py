@@ -8,8 +8,10 @@ from hone.engine.memory import share
 GIB = 2**30
 
 
-def shared(of_sequence, reserved=0, free=100, **config):
-    room = share(EngineConfig(**config), int(of_sequence * GIB), free * GIB, 140 * GIB, reserved * GIB)
+def shared(of_sequence, reserved=0, free=100, least=None, **config):
+    least = of_sequence if least is None else least
+    sizes = [int(size * GIB) for size in (of_sequence, free, 140, reserved, least)]
+    room = share(EngineConfig(**config), *sizes)
     return room["max_batch_size"], round(room["kv_cache_gib"], 6)
 
 
@@ -29,3 +31,9 @@ def test_what_is_given_stands():
 def test_no_room_says_what_takes_it():
     with pytest.raises(ValueError, match=r"has 100.0 GiB free.* may take 80.0 .* leaves 14.0; .* take 6.50"):
         shared(6.5, reserved=80)
+
+
+def test_a_model_whose_own_limit_has_no_room_is_served_to_the_length_that_has():
+    assert shared(200, least=0.001) == (256, 86)
+    with pytest.raises(ValueError, match="take 0.00"):
+        shared(200, reserved=90, least=0.001)

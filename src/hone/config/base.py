@@ -144,8 +144,9 @@ def _is_tables(value: Any) -> bool:
 
 def _merge_each(entries: Any, over: dict[str, Any]) -> list[dict[str, Any]]:
     names = [str(entry.get("name") or entry.get("id")).replace("-", "_") for entry in entries]
-    common = {key: value for key, value in over.items() if key not in names}
-    return [merge(merge(entry, common), over.get(name, {})) for name, entry in zip(names, entries, strict=True)]
+    own = {name: over[name] for name in names if isinstance(over.get(name), dict)}
+    common = {key: value for key, value in over.items() if key not in own}
+    return [merge(merge(entry, common), own.get(name, {})) for name, entry in zip(names, entries, strict=True)]
 
 
 def _next(rest: list[str], what: str) -> str:

@@ -133,7 +133,7 @@ class OrchestratorConfig(GroupConfig):
     """Evaluate on environments while training, every version by itself."""
     teacher: TeacherConfig | None = None
     """For distillation, when a key of it is given."""
-    client: Free[ClientConfig] = ClientConfig()
+    client: ClientConfig = ClientConfig()
     weights_timeout: Free[Annotated[float, Field(gt=0)]] = 3600.0
     """Seconds until waiting for a version of the weights is given up."""
     canary_tolerance: Free[Annotated[float, Field(gt=0)] | None] = None

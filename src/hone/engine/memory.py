@@ -19,29 +19,32 @@ class Room(TypedDict):
     kv_cache_gib: float
 
 
-def room(config: EngineConfig, model: Transformer, length: int, reserved: int = 0) -> Room:
+def room(config: EngineConfig, model: Transformer, length: int | None, reserved: int = 0) -> Room:
     """As configured, else as the model's device has room for sequences of `length` tokens.
 
-    `reserved`: bytes that this process will need for other things.
+    `length` None: up to the model's own limit, or as long as there is room for. `reserved`: bytes that this process
+    will need for other things.
     """
     weight = model.embed.weight
     if not weight.is_cuda:
         return Room(max_batch_size=config.max_batch_size or FEW, kv_cache_gib=config.kv_cache_gib or CPU_GIB)
     free, total = torch.cuda.mem_get_info(weight.device)
     free += torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
-    return share(config, KVCache.bytes_per_token(model.spec, weight.dtype) * length, free, total, reserved)
+    of_token = KVCache.bytes_per_token(model.spec, weight.dtype)
+    of_sequence = of_token * (length or model.spec.max_position_embeddings)
+    return share(config, of_sequence, free, total, reserved, least=of_sequence if length else of_token)
 
 
-def share(config: EngineConfig, of_sequence: int, free: int, total: int, reserved: int) -> Room:
-    """Of a GPU. `of_sequence`: bytes of the longest. Raises ValueError where not one of them has room."""
+def share(config: EngineConfig, of_sequence: int, free: int, total: int, reserved: int, least: int) -> Room:
+    """Of a GPU. `of_sequence`: bytes of the longest. Raises ValueError where `least` bytes have no room."""
     gib = config.kv_cache_gib
     if gib is None:
         gib = (free - (1 - config.gpu_memory_utilization) * total - reserved) / 2**30
-        if gib * 2**30 < of_sequence:
+        if gib * 2**30 < least:
             raise ValueError(
                 f"the GPU has {free / 2**30:.1f} GiB free, of which a training step may take {reserved / 2**30:.1f} "
                 f"and gpu_memory_utilization leaves {(1 - config.gpu_memory_utilization) * total / 2**30:.1f}; keys "
-                f"and values of the longest sequence take {of_sequence / 2**30:.2f}. Shorter sequences, fewer "
+                f"and values of the longest sequence take {least / 2**30:.2f}. Shorter sequences, fewer "
                 "trainer.micro_batch_tokens, trainer.activation_checkpointing or a kv_cache_gib of your own would fit"
             )
     sequences = int(gib * 2**30) // of_sequence

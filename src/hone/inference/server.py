@@ -204,8 +204,8 @@ def serve(config: InferenceConfig) -> None:
     from hone.models.loading import load
 
     loaded = load(config.model, seed=config.seed)
-    length = config.max_model_len or loaded.model.spec.max_position_embeddings
-    engine = Engine(loaded.model, max_model_len=config.max_model_len, **room(config, loaded.model, length))
+    length = config.max_model_len
+    engine = Engine(loaded.model, max_model_len=length, **room(config, loaded.model, length))
     service = EngineService(engine)
     served = Served(service, loaded.tokenizer, config.model.name)
     for name, directory in config.adapters.items():

@@ -5,7 +5,8 @@ loops do a row's work in one pass: norms, rotary positions, SwiGLU, attention ov
 logprobs. They take addresses (`tensor.data_ptr()`), which cost nothing to hand over; the functions of
 `hone.kernels` that call them see to layout and dtype.
 
-Compiled code is kept in the user's cache directory, under a hash of these sources. It runs on torch's own threads
+Compiled code is kept in the user's cache directory, under a hash of these sources: all environments and clones that
+have the same ones use it. It runs on torch's own threads
 where numba finds the same OpenMP library, and takes float32 alone.
 """
 
@@ -57,6 +58,31 @@ def takes(x: Tensor) -> bool:
     return IS_AVAILABLE and x.device.type == "cpu" and x.dtype == torch.float32
 
 
+class Kept:
+    """Tells numba where a kernel's compiled code lies; numba's own locators go by the path of the source."""
+
+    directory = Path()  # set by `_numba`
+
+    def __init__(self, line: int) -> None:
+        self._line = line
+
+    @classmethod
+    def from_function(cls, function: Any, file: str) -> "Kept":
+        return cls(function.__code__.co_firstlineno)
+
+    def ensure_cache_path(self) -> None:
+        """There since `_numba`."""
+
+    def get_cache_path(self) -> str:
+        return str(self.directory)
+
+    def get_source_stamp(self) -> str:
+        return self.directory.name
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+
 @functools.cache
 def _numba() -> tuple[Any, bool]:
     """numba, set up, and whether compiled code can be kept. Its settings come from the environment, also later on."""
@@ -73,7 +99,7 @@ def _numba() -> tuple[Any, bool]:
     except OSError as error:
         log.warning("The CPU kernels are compiled for this run alone, which takes a minute or less: %s", error)
         keeps = False
-    os.environ["NUMBA_CACHE_DIR"] = str(directory)
+    Kept.directory = directory
     if "numba" not in sys.modules:  # somebody else's numba may already have started its threads
         os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
     os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp workqueue tbb")
@@ -86,7 +112,11 @@ def _numba() -> tuple[Any, bool]:
 def compiled(function: Any) -> Any:
     """Compiles a kernel whose `prange` loop is shared among torch's threads."""
     numba, keeps = _numba()
-    return numba.njit(parallel=True, fastmath=True, cache=keeps, error_model="numpy")(function)
+    others, numba.config.CACHE_LOCATOR_CLASSES = numba.config.CACHE_LOCATOR_CLASSES, f"{__name__}.Kept"
+    try:
+        return numba.njit(parallel=True, fastmath=True, cache=keeps, error_model="numpy")(function)
+    finally:
+        numba.config.CACHE_LOCATOR_CLASSES = others
 
 
 def inlined(function: Any) -> Any:
