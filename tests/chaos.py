@@ -25,10 +25,10 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from tests.integration.conftest import processes_now
 from safetensors.torch import load_file
 
 from hone.cli import end_with_parent
+from tests.integration.conftest import processes_now
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
