@@ -59,7 +59,8 @@ def measure(name: str, steps: int, options: tuple[str, ...]) -> dict:
         "shape": name, "options": " ".join(options), "step_s": middle("time/step"),
         "generate_s": middle("time/generate"), "train_s": middle("time/train"),
         "generated_tokens_per_s": rollouts * completion / middle("time/generate"),
-        "first_step_s": rows[0]["time/step"], "memory_gib": middle("perf/peak_memory"),
+        "first_step_s": rows[0]["time/step"],
+        "slowest_later_s": max(row["time/step"] for row in measured), "memory_gib": middle("perf/peak_memory"),
     }  # fmt: skip
 
 
