@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import os
 import signal
 import subprocess
@@ -15,7 +16,9 @@ import httpx
 import pytest
 
 from tests.conftest import patience
+from tests.integration.forks import CAN, Forks
 
+os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 http = httpx.Client(timeout=patience(30))
@@ -25,31 +28,36 @@ RL_ENV = '{"id": "reverse-text", "args": {"texts": "generated", "min_chars": 4, 
 
 def command(*words, ok=True, cwd=ROOT, env=None, timeout=120):
     """Runs a command; its exit code must (not) be 0 as `ok` says. A mistake shows no traceback."""
-    words = [BIN / words[0], *map(str, words[1:])]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}
-    process = subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=cwd,
-        env=environment,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=patience(timeout))
-    finally:
-        end(process)
-    done = subprocess.CompletedProcess(words, process.returncode, out, err)
+    words = [BIN / words[0], *words[1:]]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = start(*words, log=out, err=err, cwd=cwd, env=env)
+        try:
+            process.wait(patience(timeout))
+        finally:
+            end(process)
+        out.seek(0)
+        err.seek(0)
+        done = subprocess.CompletedProcess(words, process.returncode, out.read(), err.read())
     assert (done.returncode == 0) == ok, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
 
-def start(*words, log=subprocess.DEVNULL, **kwargs):
+def start(*words, log=None, err=None, cwd=ROOT, env=None):
     """A command in the background, in a session of its own; whoever starts it calls `end`."""
-    words, cwd = list(map(str, words)), kwargs.pop("cwd", ROOT)
-    return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, cwd=cwd, start_new_session=True, **kwargs)
+    words, environment = list(map(str, words)), {**os.environ, **(env or {})}
+    with open(os.devnull, "w") as nowhere:
+        out = log or nowhere
+        forked = forks().start(words, cwd, environment, out, err or out) if CAN else None
+        return forked or subprocess.Popen(
+            words, stdout=out, stderr=err or out, stdin=subprocess.DEVNULL, cwd=cwd, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+
+
+@functools.cache
+def forks():
+    return Forks()
 
 
 def end(process):
