@@ -283,7 +283,7 @@ class Engine:
         kind = Sampler.kind(started)
         logits_BV: Tensor | None = result
         if packed is None:
-            logits_BV = self._draw(result, active_B, kind, advance=False)
+            logits_BV = self.draw(result, active_B, kind, advance=False)
         else:
             self.sampler.sample(result, active_B, kind, advance=False)
         self._note_alternatives(logits_BV, active_B, started)
@@ -295,7 +295,7 @@ class Engine:
         if self.graphs is None or any(s.max_tokens == 1 or s.request.ends is not None for s in started):
             self._look(self._glance(started, [i for i, s in enumerate(started) if s.request.ends is not None]))
 
-    def _draw(self, hidden_BD: Tensor, active_B: Tensor, kind: int, advance: bool) -> Tensor | None:
+    def draw(self, hidden_BD: Tensor, active_B: Tensor, kind: int, advance: bool) -> Tensor | None:
         """A token for each of these slots; returns the logits where there was a need to have them."""
         weight_VD = self.model.head_weight_VD
         if kind == Sampler.PLAIN and gpu.takes_head(hidden_BD):
@@ -360,7 +360,7 @@ class Engine:
                 state_BF = state[active_B]
                 x_BD, positions_B = self.model.embed(state_BF[:, column.LAST]), state_BF[:, column.LENGTH]
             hidden_BD = self.model.hidden(x_BD, positions_B, attention)
-        return self._draw(hidden_BD, active_B, kind, advance=True)
+        return self.draw(hidden_BD, active_B, kind, advance=True)
 
     # --------------------------------------------------------------------------------------------- the end
 

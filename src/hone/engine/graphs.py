@@ -121,7 +121,8 @@ class DecodeGraphs:
             length //= 2
         return [(at, min(at + length, full), rows) for full, rows in crowds for at in range(0, full, length)]
 
-    def _shared(self, key: Key) -> Shared | None:
+    def shared_by(self, key: Key) -> Shared | None:
+        """Room for what sequences share, for graphs of this key."""
         from hone.kernels.gpu.decode import Shared
 
         if not key.stretches:
@@ -142,7 +143,7 @@ class DecodeGraphs:
         """Tells the kernels who shares what."""
         from hone.kernels.gpu.decode import MEMBERS
 
-        engine, shared = self.engine, self._shared(key)
+        engine, shared = self.engine, self.shared_by(key)
         assert shared is not None
         stretches = [[0, 0] for _ in range(key.stretches)]
         members = [[-1] * MEMBERS for _ in range(key.stretches)]
@@ -162,7 +163,7 @@ class DecodeGraphs:
 
     def _capture(self, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
         engine, slots = self.engine, self.engine.slots
-        rows = Rows(slots.active, slots.state, slots.table, self._shared(key), key.is_wide)
+        rows = Rows(slots.active, slots.state, slots.table, self.shared_by(key), key.is_wide)
         # Everything is compiled and set up by a step of the spare slot alone.
         active = slots.active.clone()
         slots.active.fill_(slots.count)

@@ -30,9 +30,11 @@ from hone.config.inference import InferenceConfig
 from hone.config.sections import API_KEY_VARIABLE, LOOPBACK
 from hone.engine.engine import Engine
 from hone.engine.memory import room
+from hone.engine.rehearsal import rehearse
 from hone.inference.control import Served, add_control
 from hone.inference.protocol import ChatRequest, Written, chat_response, error_body
 from hone.inference.service import EngineService
+from hone.kernels.gpu.compiling import together
 from hone.records import Completion, GenerateRequest, other_seed
 from hone.text.stops import StopStrings
 
@@ -206,6 +208,8 @@ def serve(config: InferenceConfig) -> None:
     loaded = load(config.model, seed=config.seed)
     length = config.max_model_len
     engine = Engine(loaded.model, max_model_len=length, **room(config, loaded.model, length))
+    with together():
+        rehearse(engine, engine.max_batch_size)
     service = EngineService(engine)
     served = Served(service, loaded.tokenizer, config.model.name)
     for name, directory in config.adapters.items():

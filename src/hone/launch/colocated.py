@@ -16,10 +16,12 @@ from hone.config.rl import RLConfig
 from hone.config.sections import ServeConfig
 from hone.engine.engine import Engine
 from hone.engine.memory import room
+from hone.engine.rehearsal import rehearse
 from hone.environments import Environment, load_environments
 from hone.evals.held_out import evaluate
 from hone.inference.service import EngineService, LocalClient
 from hone.kernels import cpu
+from hone.kernels.gpu.compiling import together
 from hone.models.loading import Loaded, load
 from hone.monitors.lines import evaluation_line, orchestrator_line, summary_line, trainer_line, why_no_signal
 from hone.monitors.log import SUCCESS, component_log
@@ -49,6 +51,9 @@ def main(config: RLConfig) -> None:
     engine = Engine(
         loaded.model, max_model_len=length, **room(serving, loaded.model, length, trainer.step_bytes(most_tokens))
     )
+    with together():
+        rehearse(engine, config.orchestrator.batch_size)
+        trainer.rehearse(most_tokens)
     weight_steps = config.weights.steps(config.max_steps)
     sources = resume_from(run, config.resume)
     first = 1 + restore(sources, trainer.optimizer, config)

@@ -8,7 +8,7 @@ from hone.kernels.gpu import has_dependent_launch, options, power_of_2
 from hone.kernels.gpu.launching import prefetch, wait
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def product_kernel(
     x, w, bias, out, M, N, K, k_split,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr,

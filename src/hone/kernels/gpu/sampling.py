@@ -73,7 +73,7 @@ def stretch_kernel(
     tl.store(own + STRETCHES, tl.sum(tl.exp(x - top)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def head_kernel(
     x, weight, parameters, active, stats, M, V,
     D: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, STRETCHES: tl.constexpr,

@@ -227,7 +227,7 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor, with_act: bool) -> tuple[Tens
     return act, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["targets", "temperature", "logsums", "logprobs", "entropies"])
 def statistics_kernel(logits, targets, temperature, logsums, logprobs, entropies, V, BLOCK: tl.constexpr):
     """Of row n of logits N x V: log of the sum of exponentials, logprob of its target, entropy, at its temperature."""
     n = tl.program_id(0).to(tl.int64)
@@ -262,7 +262,7 @@ def statistics(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Te
     return logsums, logprobs, entropies
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["targets", "temperature", "logsums", "entropies", "grads", "entropy_grads"])
 def slope_kernel(
     logits, targets, temperature, logsums, entropies, grads, entropy_grads, out, V,
     HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,

@@ -20,6 +20,7 @@ import numpy as np
 from hone.config.help import to_toml
 from hone.config.rl import BenchConfig, TrainerRunConfig
 from hone.kernels import cpu
+from hone.kernels.gpu.compiling import together
 from hone.models.hf import write_description, write_model
 from hone.models.loading import Loaded, load
 from hone.models.proof import canary_ids, checksum_of, fingerprints, score
@@ -61,6 +62,8 @@ def main(config: TrainerRunConfig) -> None:
         run.check(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
     loaded = load(config.model, seed=config.seed)
     trainer = RLTrainer(loaded.model, config, config.max_steps, run.bad_steps, ranks, config.seed)
+    with together():
+        trainer.rehearse()
     state = config.public()
     first = 1 + restore(sources, trainer.optimizer, config, ranks)
     ranks.wait()  # nobody reads what the first is about to change

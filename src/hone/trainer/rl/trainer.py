@@ -38,6 +38,8 @@ from hone.trainer.ranks import Ranks
 from hone.trainer.sharding import shard
 
 ALONE = Ranks()
+REHEARSED = 96  # tokens of a prompt, and of what follows it: over one tile of the attention's
+GROUP = 16
 
 
 class RLTrainer:
@@ -75,6 +77,22 @@ class RLTrainer:
         """About the memory that a step of up to so many tokens takes, beside weights and the optimiser's state."""
         tokens = min(self.config.micro_batch_tokens, most_tokens)
         return step_bytes(self.model, tokens, self.config.activation_checkpointing)
+
+    def rehearse(self, most_tokens: int = 2048) -> None:
+        """Goes through micro-batches of steps of up to so many tokens, for kernels to be compiled (`gpu/compiling.py`).
+
+        Does nothing without a GPU's kernels, nor where ranks hold parts of the model: those go through it in step.
+        """
+        if self.optimizer.is_sharded or not trains_model(self.model.embed.weight, self.model.spec.head_dim):
+            return
+        count = max(GROUP, min(self.config.micro_batch_tokens, most_tokens) // (2 * REHEARSED))
+        for members in (GROUP, 1):  # a group's prompt is computed once
+            mask, logprobs = [False] * REHEARSED + [True] * REHEARSED, [0.0] * (2 * REHEARSED)
+            samples = [Sample([i // members % 256] * len(mask), mask, logprobs, 1.0, 1.0) for i in range(count)]
+            for loss in self.losses:
+                if ":" not in loss.type:  # a user's own sees real rollouts alone
+                    self._backward(loss, samples, [1.0] * count, defaultdict(list))
+        self.optimizer.clear()
 
     def step(self, batch: Batch) -> dict[str, float]:
         """One optimiser step. The loss is normalised by the loss tokens of the whole batch, however it is split.

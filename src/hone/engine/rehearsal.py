@@ -1,0 +1,34 @@
+"""What the first requests will do, gone through before they come, for kernels to be compiled (`gpu/compiling.py`)."""
+
+import torch
+
+from hone.engine.engine import Engine
+from hone.engine.graphs import Key, padded
+from hone.engine.prefill import Stretch
+from hone.engine.sampler import Sampler
+from hone.kernels.decode import Rows
+
+PROMPT = 16  # tokens
+PROMPTS = (1, 2, 4, 8, 32)  # so many at once: products of more rows have other tiles
+ROWS = (16, 32, 64, 128)  # sequences that decode, the same
+
+
+@torch.no_grad()
+def rehearse(engine: Engine, sequences: int) -> None:
+    """Plain requests, up to so many at once, in an engine that has none yet. Does nothing without a GPU's kernels."""
+    graphs, slots = engine.graphs, engine.slots
+    if graphs is None:
+        return
+    top = min(padded(sequences), engine.max_batch_size)
+    rows = sorted({min(B, top) for B in (*ROWS, top)})
+    ways = [Key(B, Sampler.PLAIN, False, 0, 0, is_wide) for B in rows for is_wide in (False, True)]
+    ways.append(Key(top, Sampler.PLAIN, False, 8, 1, False))  # with prompts that groups share
+    length = min(PROMPT, engine.max_model_len - 1)
+    pages = list(range(engine.pool.needed(length)))
+    for count in PROMPTS:
+        hidden = engine.prefill.run([Stretch([0] * length, pages, 0, length)] * count, [length - 1])
+        engine.draw(hidden, slots.active[-1:], Sampler.PLAIN, advance=False)
+    for way in ways:
+        seen = Rows(slots.active, slots.state, slots.table, graphs.shared_by(way), way.is_wide)
+        engine.decode_step(way.rows, way.kind, way.has_adapters, seen)
+    engine.prefill.clear()
