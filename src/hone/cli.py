@@ -108,8 +108,7 @@ def _run(command: str, argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         from hone.config.help import help_text
 
-        print(help_text(command, summary, config_class))
-        return 0
+        return _guard(command, lambda: print(help_text(command, summary, config_class), flush=True))
 
     machine.prepare()
     end_with_parent()

@@ -8,10 +8,10 @@ from hone.config.base import Config
 
 class ExportConfig(Config):
     checkpoint: Path
-    """A checkpoint, checkpoints/step_N of a run."""
+    """Checkpoint to export: checkpoints/step_N of a run."""
     output_dir: Path
-    """Where the model goes, in Hugging Face format."""
+    """Directory to write the model to, in Hugging Face format."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the weights; checkpoints have them in fp32."""
+    """Number type of the written weights; checkpoints hold float32."""
     log_level: Literal["debug", "info", "warning"] = "info"
-    """How much is logged."""
+    """Least important kind of message that is printed and logged."""

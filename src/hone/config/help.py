@@ -2,12 +2,16 @@
 
 import json
 import re
+import shutil
+import textwrap
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
 from hone.config.base import Config, walk
+
+INDENT, WIDEST = " " * 6, 120
 
 
 def help_text(command: str, summary: str, cls: type[Config]) -> str:
@@ -23,7 +27,7 @@ def help_text(command: str, summary: str, cls: type[Config]) -> str:
         "  --help       this text",
         "",
     ]
-    section = ""
+    section, width = "", max(60, min(WIDEST, shutil.get_terminal_size().columns))
     for key, field, _ in walk(cls):
         head = key.rpartition(".")[0]
         if head != section:
@@ -31,7 +35,7 @@ def help_text(command: str, summary: str, cls: type[Config]) -> str:
             lines += ["", f"[{head}]"]
         lines.append(f"  --{key.replace('_', '-')} {_type(field)}{_default(field)}")
         if field.description:
-            lines.append(f"      {_one_line(field.description)}")
+            lines += textwrap.wrap(_one_line(field.description), width, initial_indent=INDENT, subsequent_indent=INDENT)
     return "\n".join(lines)
 
 
@@ -39,7 +43,7 @@ def reference_table(cls: type[Config]) -> str:
     """The same as a Markdown table."""
     rows = ["| key | type | default | |", "|---|---|---|---|"]
     for key, field, _ in walk(cls):
-        default = _default(field).strip(" ()").removeprefix("default ")
+        default = _default(field).removeprefix(" (").removesuffix(")").removeprefix("default ")
         kind = _type(field).replace("|", "\\|")
         rows.append(
             f"| `{key}` | {kind} | {default} | {_one_line(field.description or '').replace('|', chr(92) + '|')} |"

@@ -11,8 +11,8 @@ from hone.config.sections import ModelConfig, ServeConfig
 class InferenceConfig(ServeConfig):
     model: ModelConfig
     adapters: dict[str, Path] = Field(default={})
-    """LoRA adapters in peft's format, by the name under which requests ask for them."""
+    """LoRA adapters to serve: the name that requests ask for, and a directory in peft's format."""
     seed: int = 0
-    """Of random weights, with model.random-init."""
+    """Seed of the random weights of model.random_init."""
     log_level: Literal["debug", "info", "warning"] = "info"
-    """How much is logged."""
+    """Least important kind of message that is printed and logged."""

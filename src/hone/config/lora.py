@@ -15,19 +15,20 @@ ALL: list[Target] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 class LoRAConfig(Config):
     rank: Positive = 16
-    """Of the product B A that is added to each weight."""
+    """Rank of the product B A that is added to each adapted weight; more can learn more and needs more memory."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
-    """The product is scaled by alpha / rank."""
+    """Scale of the adapter: its product is multiplied by alpha / rank."""
     rslora: bool = False
-    """Scaled by alpha / sqrt(rank) instead."""
+    """Multiply the adapter's product by alpha / sqrt(rank) instead of alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the inputs of A that is dropped in training."""
+    """Share of the adapter's inputs that is set to zero at random while training."""
     targets: Annotated[list[Target], BeforeValidator(as_list), Field(min_length=1)] = Field(default=ALL)
-    """Which linear layers have an adapter."""
+    """Linear layers that get an adapter."""
     modules_to_save: Annotated[list[Saved], BeforeValidator(as_list)] = Field(default=[])
-    """Modules that are trained whole, and saved with the adapter."""
+    """Modules whose own weights are trained too, and saved with the adapter."""
     start_from: Path | None = None
-    """An adapter in peft's format to start from, of this rank; otherwise A is drawn and B is 0."""
+    """Directory of an adapter in peft's format to start from, of the same rank. Unless given, A is random and B is 0,
+    so that training starts from the model itself."""
 
     @property
     def scale(self) -> float:

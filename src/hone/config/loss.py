@@ -22,35 +22,38 @@ KEYS_OF = {
 
 class LossConfig(Config):
     type: str = "mask"
-    """mask (importance-weighted, a token dropped where its ratio is out of bounds), dppo, ppo (GRPO; GSPO with
-    ratio_type sequence), cispo, tis, sft (of the sampled text), opd (distillation from a teacher's logprobs), or a
-    function of your own, package.module:function."""
+    """Policy loss: mask (importance-weighted; tokens whose ratio is out of bounds are dropped), dppo, ppo (the loss of
+    GRPO, and of GSPO with ratio_type sequence), cispo, tis, sft (cross-entropy on the sampled text), opd (distillation
+    from a teacher's logprobs), or your own function as package.module:function."""
     mask_ratio_low: Annotated[float, Field(ge=0)] = 0.125
-    """mask: tokens whose importance ratio is lower are dropped."""
+    """mask, opd: tokens whose importance ratio is below this have no loss."""
     mask_ratio_high: Annotated[float, Field(gt=0)] = 8.0
-    """mask: tokens whose importance ratio is higher are dropped."""
+    """mask, opd: tokens whose importance ratio is above this have no loss."""
     ratio_type: Literal["token", "sequence"] = "token"
-    """One ratio a token, or one a sequence: the geometric mean over its tokens."""
+    """Importance ratio of each token by itself, or one for the whole sequence: the geometric mean over its tokens."""
     kl_tau: Annotated[float, Field(ge=0)] | None = None
-    """mask: weight of log r, added to the loss of every kept token; 0 unless given. dppo: weight of its square, of
-    every token; 1e-3 unless given."""
+    """Pull towards the policy that sampled. mask, opd: weight of the log of the importance ratio, added to the loss of
+    each kept token; 0 unless given. dppo: weight of its square, for each token; 1e-3 unless given."""
     max_shift: Annotated[float, Field(gt=0)] = 0.2
-    """dppo: tokens whose probability has moved further than this to the advantage's side are dropped."""
+    """dppo: tokens whose probability has already moved further than this in the direction of the advantage have no
+    loss."""
     clip_low: Annotated[float, Field(gt=0)] = 0.2
-    """ppo: the ratio counts down to 1 - clip_low."""
+    """ppo: the importance ratio is clipped from below at 1 - clip_low."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """ppo: the ratio counts up to 1 + clip_high."""
+    """ppo: the importance ratio is clipped from above at 1 + clip_high; a larger value lets unlikely tokens rise
+    faster."""
     ratio_cap: Annotated[float, Field(gt=0)] = 2.0
-    """cispo, tis: a token weighs no more than this ratio."""
+    """cispo, tis: upper bound of the importance ratio that weights a token."""
     kl_beta: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL divergence (k3) from the model that training started from, which is then kept in memory."""
+    """Weight of the KL divergence (k3 estimator) from the model that training started from; above 0 a copy of that
+    model is kept in memory."""
     entropy_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the entropy, which is then made larger."""
+    """Weight of a bonus for the policy's entropy; larger keeps sampling more varied."""
     normalize: Literal["tokens", "sequences", "constant"] = "tokens"
-    """tokens: every token of the batch weighs the same. sequences: every sequence does. constant: every token weighs
-    1 / (sequences x max_length)."""
+    """How token losses are averaged. tokens: each token of the batch counts the same; sequences: each sequence counts
+    the same; constant: the sum is divided by sequences x max_length."""
     max_length: Positive = 1024
-    """normalize constant: the length that sequences are measured by."""
+    """normalize constant: number of tokens that each sequence is counted as."""
 
     @model_validator(mode="after")
     def _keys_have_an_effect(self) -> "LossConfig":

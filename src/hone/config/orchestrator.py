@@ -19,58 +19,62 @@ class GroupConfig(Config):
     """How the groups of an environment are made and judged."""
 
     rollouts_per_example: GroupSize = 16
-    """Rollouts of one prompt (a group); the advantage is the reward minus the group's mean, so at least 2."""
+    """Rollouts of each prompt, its group, at least 2: their rewards are compared with each other."""
     sampling: SamplingConfig = SamplingConfig()
     advantage: Advantage = "mean"
-    """Reward minus its group's mean; over its deviation too (std); minus the others' mean (rloo); minus the mean over
-    the group's tokens (length_corrected); over the mean (max_rl)."""
+    """How a rollout's advantage follows from the rewards of its group. mean: reward minus the group's mean; std: that,
+    divided by the group's standard deviation; rloo: reward minus the mean of the other rollouts; length_corrected:
+    reward minus the mean weighted by completion length; max_rl: reward minus the mean, divided by the mean."""
     overlong_share: Share = 0.0
-    """Over the last share of max_tokens a reward falls in a line by up to 1 (soft overlong punishment, DAPO)."""
+    """Share of max_tokens, at its end, over which a reward is lowered linearly by up to 1 (the soft overlong
+    punishment of DAPO); 0 lowers none."""
     truncated: Truncated = "keep"
-    """Completions that ran into max_tokens: like any other; without loss, but in their group's mean (mask); with
-    reward 0 (zero); as if they were not there (drop)."""
+    """What to do with completions that were cut at max_tokens. keep: train on them like any other; mask: no loss on
+    them, but their reward counts in the group; zero: give them reward 0; drop: leave them out of the group."""
     failed: Failed = "drop"
-    """Rollouts that failed in all their attempts: as if they were not there, or with reward 0 in their group's mean."""
+    """What to do with rollouts that failed in all their attempts. drop: leave them out of the group; zero: count them
+    in the group with reward 0."""
     drop_zero_signal: bool = True
-    """Leave out groups whose rollouts all have the same reward: their advantages are 0."""
+    """Do not train on groups whose rollouts all have the same reward; their advantages would be 0."""
     refill: bool = False
-    """Sample others instead of groups that are left out (dynamic sampling, DAPO), up to four batches in a step."""
+    """Sample further groups in place of those left out, up to four batches in a step (the dynamic sampling of
+    DAPO)."""
     sampler: Sampler = "policy"
-    """Who writes the completions: teacher, for distillation of its text (loss sft)."""
+    """Who writes the completions: the policy, or the teacher to learn from its text (with loss sft)."""
     teacher_logprobs: bool = False
-    """Ask the teacher for its logprobs of the policy's tokens (loss opd)."""
+    """Ask the teacher for its logprobs of the policy's tokens, which the loss opd needs."""
 
 
 class TrainEnvConfig(EnvConfig):
     """An environment to train on. What it does not say of its groups is as for all."""
 
     ratio: float | list[tuple[int, float]] | None = None
-    """Its share of the groups, beside the others' ratios; [[1, 1.0], [100, 0.2]] goes from the one at step 1 in a line
-    to the other at step 100. Without ratios the examples of all environments are mixed."""
+    """Share of groups that this environment gets, relative to the ratios of the others; [[1, 1.0], [100, 0.2]] moves
+    linearly from 1.0 at step 1 to 0.2 at step 100. Without ratios the examples of all environments are mixed."""
     algorithm: Algorithm | None = None
-    """Its own, as for all (docs/algorithms.md)."""
+    """Named algorithm for this environment, instead of the run's (docs/algorithms.md)."""
     rollouts_per_example: GroupSize | None = None
-    """Its own, and so below."""
+    """Rollouts of each prompt for this environment, instead of orchestrator.rollouts_per_example."""
     temperature: Annotated[float, Field(gt=0)] | None = None
-    """Of sampling."""
+    """Sampling temperature for this environment, instead of orchestrator.sampling.temperature."""
     max_tokens: Positive | None = None
-    """Of sampling."""
+    """Most tokens in a completion for this environment, instead of orchestrator.sampling.max_tokens."""
     advantage: Advantage | None = None
-    """As for all."""
+    """Replaces orchestrator.advantage for this environment."""
     overlong_share: Share | None = None
-    """As for all."""
+    """Replaces orchestrator.overlong_share for this environment."""
     truncated: Truncated | None = None
-    """As for all."""
+    """Replaces orchestrator.truncated for this environment."""
     failed: Failed | None = None
-    """As for all."""
+    """Replaces orchestrator.failed for this environment."""
     drop_zero_signal: bool | None = None
-    """As for all."""
+    """Replaces orchestrator.drop_zero_signal for this environment."""
     refill: bool | None = None
-    """As for all."""
+    """Replaces orchestrator.refill for this environment."""
     sampler: Sampler | None = None
-    """As for all."""
+    """Replaces orchestrator.sampler for this environment."""
     teacher_logprobs: bool | None = None
-    """As for all."""
+    """Replaces orchestrator.teacher_logprobs for this environment."""
 
     @model_validator(mode="before")
     @classmethod
@@ -91,53 +95,57 @@ class BufferConfig(Config):
     """What is known of examples from their earlier groups, and what is done with it."""
 
     easy_threshold: Share | None = None
-    """Examples whose running mean reward is at least this are easy."""
+    """Running mean reward from which an example counts as easy."""
     hard_threshold: Share | None = None
-    """Examples whose running mean reward is at most this are hard."""
+    """Running mean reward up to which an example counts as hard."""
     easy_fraction: Share = 0.0
-    """Of the easy examples, the share that is sampled all the same when its turn comes."""
+    """Share of the easy examples that are still sampled when it is their turn; the others are passed over."""
     hard_fraction: Share = 0.0
-    """Of the hard ones."""
+    """Share of the hard examples that are still sampled when it is their turn; the others are passed over."""
     newest_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Weight of the newest group in an example's running mean."""
+    """Weight of the newest group in the running mean reward of its example; 1 forgets all earlier ones."""
     online_difficulty_filtering: bool = False
-    """Leave out groups too whose own mean reward is at a threshold, 1 and 0 where none is given."""
+    """Also leave out groups whose own mean reward is easy or hard; the thresholds are then 1 and 0 where none are
+    given."""
     replay: Annotated[int, Field(ge=0)] = 0
-    """How often a group of an earlier step may stand in for one that is left out; its tokens are no older than
-    max_off_policy_steps."""
+    """Times that a group of an earlier step may be used again in place of one that is left out, while its tokens are
+    no older than max_off_policy_steps."""
 
 
 class TeacherConfig(ClientConfig):
     """A model that samples or judges tokens, served by `inference` with the tokenizer of the policy."""
 
     model: str
-    """Its name there."""
+    """Name of the teacher model on its server."""
 
 
 class OrchestratorConfig(GroupConfig):
     env: Annotated[list[TrainEnvConfig], BeforeValidator(as_list), Field(min_length=1), AfterValidator(distinct)]
-    """Environments."""
+    """Environments to train on."""
     batch_size: Positive = 128
-    """Rollouts in a step: prompts_per_step x rollouts_per_example. An environment with groups of another size gives
-    more or fewer."""
+    """Rollouts in a step: the number of prompts times rollouts_per_example. Environments with groups of another size
+    give more or fewer."""
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
-    """Groups under way for a step, of those that it takes: the slowest go into later steps."""
+    """Groups sampled at once, as a multiple of what a step needs; above 1 a step does not wait for the slowest groups,
+    which go into later steps."""
     max_off_policy_steps: Annotated[int, Field(ge=0)] = 8
-    """Groups with older tokens than this are given up and begun again."""
+    """Most steps by which a group's oldest tokens may lag behind the trained weights; older groups are discarded and
+    sampled again."""
     buffer: BufferConfig = BufferConfig()
     rollout_timeout: Free[Annotated[float, Field(gt=0)]] = 600.0
-    """Seconds until a rollout is given up."""
+    """Seconds that one attempt at a rollout may take before it counts as failed."""
     rollout_retries: Free[Annotated[int, Field(ge=0)]] = 1
-    """How often a rollout that fails is tried again before the step goes on without it."""
+    """Further attempts at a rollout that failed, before the step goes on without it."""
     eval: Free[EvalConfig | None] = None
-    """Evaluate on environments while training, every version by itself."""
+    """Evaluate on environments while training; not done unless a key of this section is given."""
     teacher: TeacherConfig | None = None
-    """For distillation, when a key of it is given."""
+    """Teacher model for distillation; none unless a key of this section is given."""
     client: ClientConfig = ClientConfig()
     weights_timeout: Free[Annotated[float, Field(gt=0)]] = 3600.0
-    """Seconds until waiting for a version of the weights is given up."""
+    """Seconds to wait for a new version of the weights before the run is ended."""
     canary_tolerance: Free[Annotated[float, Field(gt=0)] | None] = None
-    """Largest difference between the logprobs of trainer and server on the canary; 1e-3 in fp32 and 0.1 in bf16."""
+    """Largest difference allowed between the trainer's and a server's logprobs of the canary, a fixed text that shows
+    whether new weights arrived. Unless given: 1e-3 in float32, 0.1 in bfloat16."""
 
     @model_validator(mode="after")
     def _batch_divides(self) -> "OrchestratorConfig":

@@ -34,21 +34,24 @@ class TrainerConfig(Config):
     scheduler: SchedulerConfig = SchedulerConfig()
     loss: LossConfig = LossConfig()
     loss_of: dict[str, LossConfig] = Field(default={})
-    """Losses of single environments, by name, where they have another; an environment's `algorithm` sets its own."""
+    """Loss of single environments, by the environment's name, where it differs from `loss`; an environment's
+    `algorithm` sets it too."""
     micro_batch_tokens: Free[Positive] = 16384
-    """Most tokens in one forward and backward pass."""
+    """Most tokens in one forward and backward pass; fewer need less memory and give the same step."""
     activation_checkpointing: Free[bool] = False
-    """Keep the inputs of blocks alone and compute the rest once more going back: less memory, a third more work."""
+    """Keep only the inputs of the transformer blocks and recompute the rest in the backward pass: much less memory,
+    about a third more work."""
     lora: LoRAConfig | None = None
-    """Train adapters beside frozen weights, when a key of it is given, as --lora.rank 16."""
+    """Train LoRA adapters and leave the model's weights as they are, when a key of this section is given, for example
+    lora.rank."""
     sharding: Free[Sharding] = "auto"
-    """With several ranks. full: each stores a part of every weight and of the optimiser's state (FSDP2); none: each
-    stores all. auto: full on GPUs, none on CPUs."""
+    """With several trainer processes: full stores a part of each weight and of the optimiser's state in each of them
+    (FSDP2), none stores all in each; auto is full on GPUs and none on CPUs."""
     on_bad_step: Free[OnBadStep] = "stop"
-    """When gradients are not finite, or over optim.skip_norm: end the run, or go on without that step. The samples go
-    to bad_steps/ either way."""
+    """What to do when gradients are not finite or above optim.skip_norm: stop ends the run, skip goes on without that
+    step. Either way the worst samples are written to bad_steps/."""
     batch_timeout: Free[Annotated[float, Field(gt=0)]] = 3600.0
-    """Seconds until waiting for the rollouts of a step is given up."""
+    """Seconds that the trainer waits for the rollouts of a step before the run is ended."""
 
     @model_validator(mode="after")
     def _lora_fits(self) -> "TrainerConfig":
@@ -61,11 +64,11 @@ AsyncLevel = Annotated[int, Field(ge=0)]
 
 class BenchConfig(Config):
     sequences: Positive = 128
-    """Random sequences in a step."""
+    """Random sequences in each measured step."""
     tokens: Positive = 256
-    """Of each; all but the first have a loss."""
+    """Tokens of each random sequence; all but the first have a loss."""
     steps: Positive = 10
-    """Measured, after 3 for warming up."""
+    """Steps to measure, after 3 steps of warm-up."""
 
 
 class TrainerRunConfig(ResumableConfig, TrainerConfig):
@@ -73,14 +76,14 @@ class TrainerRunConfig(ResumableConfig, TrainerConfig):
 
     model: ModelConfig = ModelConfig(name="Qwen/Qwen3-0.6B")
     max_steps: Free[Positive] = 100
-    """Optimiser steps."""
+    """Optimiser steps to train for."""
     algorithm: Algorithm | None = None
-    """Sets the loss as an algorithm has it, where it is not given (docs/algorithms.md)."""
+    """Named algorithm whose loss settings are used where they are not given themselves (docs/algorithms.md)."""
     bench: Free[BenchConfig | None] = None
-    """Measure steps on random sequences, print a table and write nothing; when a key of it is given, as
-    --bench.sequences 128."""
+    """Measure speed on random sequences instead of training, when a key of this section is given, for example
+    --bench.sequences 128; nothing is written."""
     max_async_level: AsyncLevel = 1
-    """Steps that sampling may be ahead of training: so many versions of the weights are kept for it."""
+    """Steps that sampling may be ahead of training; the trainer keeps this many versions of the weights for it."""
     weights: Free[WeightsConfig] = WeightsConfig()
     weight_broadcast: Free[BroadcastConfig] = BroadcastConfig()
 
@@ -94,13 +97,15 @@ class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
 
     model: ModelConfig = ModelConfig(name="Qwen/Qwen3-0.6B")
     max_steps: Free[Positive] = 100
-    """Optimiser steps."""
+    """Optimiser steps to train for."""
     max_async_level: AsyncLevel = 1
-    """Steps that sampling may be ahead of training."""
+    """Steps that sampling may be ahead of training; 0 waits for each new version, more keeps both sides busy on older
+    weights."""
     seq_len: Positive = 2048
-    """Longest prompt plus completion: completions are asked for no longer than leaves room for their prompt."""
+    """Most tokens in a prompt and its completion together; completions are limited to what their prompt leaves."""
     algorithm: Algorithm | None = None
-    """Sets advantage and filters as an algorithm has them, where they are not given (docs/algorithms.md)."""
+    """Named algorithm whose advantage and filters are used where they are not given themselves
+    (docs/algorithms.md)."""
 
     @classmethod
     def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
@@ -109,27 +114,30 @@ class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
 
 class RLConfig(ResumableConfig):
     max_steps: Free[Positive] = 100
-    """Optimiser steps."""
+    """Optimiser steps to train for."""
     seq_len: Positive = 2048
-    """Longest prompt plus completion."""
+    """Most tokens in a prompt and its completion together."""
     deployment: Free[Literal["auto", "colocated", "processes"]] = "auto"
-    """One process, or one each for inference, orchestrator and trainer. auto: one, unless there are files for
-    components, orchestrator.client.base-url, or several GPUs."""
+    """colocated runs everything in one process; processes starts inference, orchestrator and trainer as one each. auto
+    is colocated unless there are files for components, orchestrator.client.base-url is given, or there are several
+    GPUs."""
     algorithm: Algorithm | None = None
-    """Sets advantage, loss and filters as an algorithm has them, where they are not given (docs/algorithms.md). An
-    environment may have one of its own."""
+    """Named algorithm whose advantage, loss and filters are used where they are not given themselves
+    (docs/algorithms.md). An environment may name another."""
     max_async_level: AsyncLevel = 1
-    """Steps that sampling may be ahead of training, between processes; in one process it never is."""
+    """Steps that sampling may be ahead of training, in separate processes; 0 waits for each new version, more keeps
+    both sides busy on older weights. In one process sampling never runs ahead."""
     inference_gpu_ids: Free[Annotated[list[int], BeforeValidator(as_list)]] = Field(default=[0])
-    """GPUs of the inference process."""
+    """GPUs of the inference server, by number."""
     trainer_gpu_ids: Free[Annotated[list[int], BeforeValidator(as_list)]] = Field(default=[1])
-    """GPUs of the trainer, a process for each (without GPUs: as many processes)."""
+    """GPUs of the trainer, by number, with one process for each; without GPUs, as many processes on the CPU."""
     weights: Free[WeightsConfig] = WeightsConfig()
     weight_broadcast: Free[BroadcastConfig] = BroadcastConfig()
     orchestrator: OrchestratorConfig
     trainer: TrainerConfig = TrainerConfig()
     inference: Free[ServeConfig | None] = ServeConfig()
-    """None: a server that runs already is used (so with files for components, but none for inference)."""
+    """Settings of the inference server that is started; None uses one that already runs, which is also what happens
+    when files are given for other components but not for inference."""
 
     @model_validator(mode="after")
     def _losses_fit(self) -> "RLConfig":

@@ -23,53 +23,57 @@ def as_list(value: Any) -> Any:
 
 class ModelConfig(Config):
     name: str
-    """Directory in Hugging Face format, or hub id (owner/model)."""
+    """Model to load: a directory in Hugging Face format, or a hub id (owner/model)."""
     random_init: bool = False
-    """Start from random weights; the directory needs a config and a tokenizer only."""
+    """Start from random weights drawn with `seed`; the directory then needs only a config and a tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU."""
+    """Number type of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model lives; auto takes a GPU if there is one."""
+    """Device that the model is loaded on; auto is the GPU if there is one, else the CPU."""
 
 
 class WandbConfig(Config):
     project: str = "hone"
-    """Weights & Biases project."""
+    """Weights & Biases project that the run is logged to."""
     name: str | None = None
-    """Name of the run there."""
+    """Name of the run in Weights & Biases; it picks one unless given."""
     offline: bool = False
-    """Write the run to disk only, for `wandb sync` later."""
+    """Log to disk only; `wandb sync` uploads it later."""
 
 
 class OptimConfig(Config):
     type: Literal["adamw", "muon"] = "adamw"
-    """muon: the matrices of the blocks move by their orthogonalised momentum, the rest by AdamW with the same lr."""
+    """Optimiser. adamw updates every weight by AdamW. muon updates the matrices of the transformer blocks by their
+    orthogonalised momentum, and the other weights by AdamW with the same learning rate."""
     lr: Annotated[float, Field(ge=0)] = 1e-6
-    """Learning rate after warm-up."""
+    """Peak learning rate, reached at the end of warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Decoupled weight decay, on matrices only."""
+    """Decoupled weight decay, applied to matrices only, not to norms and biases."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's moment decays."""
+    """Decay rates of AdamW's first and second moments; closer to 1 averages over more steps. Muon's momentum is
+    fixed."""
     max_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients are clipped to this global norm."""
+    """Clip gradients to this global L2 norm; a smaller value limits each step more."""
     skip_norm: Annotated[float, Field(gt=0)] | None = None
-    """A step whose gradients have a larger norm than this counts as bad: on_bad_step says what then."""
+    """Treat a step whose gradient norm is above this as bad; on_bad_step says what then happens. No limit unless
+    given."""
 
 
 class SchedulerConfig(Config):
     type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """After warm-up; linear and cosine fall to min_lr at the last step, wsd stays and falls over the last steps."""
+    """Learning rate after warm-up: constant; falling to min_lr at the last step (linear, cosine); or constant and then
+    falling linearly over the last decay_fraction of the steps (wsd)."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps of linear warm-up from 0."""
+    """Steps over which the learning rate rises linearly from 0 to lr."""
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.3
-    """Share of the steps over which wsd falls, in a line."""
+    """wsd: share of all steps, at the end, over which the learning rate falls linearly."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Where the falling ones end."""
+    """Learning rate at the last step of linear, cosine and wsd."""
 
 
 class WeightsConfig(Config):
     interval: Positive | None = None
-    """Write weights/step_N every so many steps; the last step is always written."""
+    """Save the weights as weights/step_N every this many steps; the last step is always saved."""
 
     def steps(self, max_steps: int) -> list[int]:
         """The steps whose weights a run of that length writes."""
@@ -78,9 +82,11 @@ class WeightsConfig(Config):
 
 class BroadcastConfig(Config):
     type: Literal["filesystem", "nccl"] = "filesystem"
-    """How servers get new weights: files in broadcasts/, or from the trainer's GPU to theirs (between CPUs by Gloo)."""
+    """How inference servers receive new weights: filesystem, as files in broadcasts/; nccl, from memory to memory
+    (NCCL between GPUs, Gloo between CPUs)."""
     host: str = "127.0.0.1"
-    """nccl: the trainer's address. Servers on other machines need one that they reach."""
+    """nccl: address of the trainer that inference servers connect to; servers on other machines need one they can
+    reach."""
 
 
 def arguments(value: Any) -> Any:
@@ -95,13 +101,15 @@ def true_or_false(value: Any) -> Any:
 
 class EnvConfig(Config):
     id: str
-    """Environment id: `reverse-text` is the installed module reverse_text."""
+    """Environment to load, by id: `reverse-text` is the installed Python module reverse_text."""
     name: str | None = None
-    """By which metrics know it; its id unless given. With names an environment may stand there twice."""
+    """Name of the environment in metrics and logs; its id unless given. Two entries with the same id need different
+    names."""
     args: Annotated[dict[str, Any], BeforeValidator(arguments)] = Field(default={})
-    """Arguments of its load_environment."""
+    """Keyword arguments for the environment's load_environment."""
     workers: Free[Annotated[int, Field(ge=0)]] = 0
-    """Processes of its own that it runs in, for environments that block, crash or hang; 0: in ours."""
+    """Separate processes to run the environment in, for one that blocks, crashes or hangs; 0 runs it in Hone's own
+    process."""
 
     @property
     def known_as(self) -> str:
@@ -110,9 +118,10 @@ class EnvConfig(Config):
 
 class SamplingConfig(Config):
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Softmax temperature of rollouts; the trainer applies the same."""
+    """Softmax temperature that completions are sampled with; higher is more varied. The trainer computes its logprobs
+    at the same temperature."""
     max_tokens: Positive = 128
-    """Longest completion."""
+    """Most tokens in a completion; a longer one is cut there."""
 
 
 E = TypeVar("E", bound=EnvConfig)
@@ -131,19 +140,20 @@ class EvalConfig(Config):
     env: Annotated[list[EnvConfig], BeforeValidator(as_list), Field(min_length=1), AfterValidator(distinct)]
     """Environments to evaluate on, each on its held-out examples."""
     interval: Positive = 100
-    """Evaluate every so many steps, and at the last."""
+    """Evaluate every this many steps, and after the last."""
     at_start: bool = True
-    """Evaluate before the first step too."""
+    """Also evaluate before the first step."""
     num_examples: Positive = 64
-    """First examples of each environment."""
+    """Examples of each environment to evaluate on, from its first."""
     rollouts_per_example: Positive = 1
-    """Rollouts of each."""
+    """Completions to sample for each example; their rewards are averaged."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    """0 is greedy."""
+    """Softmax temperature of evaluation; 0 always takes the likeliest token."""
     max_tokens: Positive = 128
-    """Longest completion."""
+    """Most tokens in a completion; a longer one is cut there."""
     timeout: Annotated[float, Field(gt=0)] = 1800.0
-    """Seconds that a rollout may take, with its wait for the others; then it counts as failed."""
+    """Seconds that one rollout of an evaluation may take, waiting for the server included; after that it counts as
+    failed."""
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether the model is to be evaluated after that step, 0 being before the first."""
@@ -152,26 +162,30 @@ class EvalConfig(Config):
 
 class EngineConfig(Config):
     max_batch_size: Positive | None = None
-    """Sequences decoded together. 256 unless given, and up to 1,024 where a GPU has room for so many of the longest."""
+    """Most sequences decoded at once; more are faster together and need more memory. Unless given: 256, or up to 1,024
+    on a GPU that has memory for them at full length."""
     max_model_len: Positive | None = None
-    """Longest prompt plus completion; the model's own limit unless given."""
+    """Most tokens in a prompt and its completion together; the model's own limit unless given."""
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
-    """Most memory for keys and values. Unless given: 8 on a CPU, on a GPU what weights and training leave."""
+    """Memory for cached keys and values, in GiB; more lets more sequences run at once. Unless given: 8 on a CPU, and
+    on a GPU what weights and training leave free."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory that weights, training, keys and values may fill, where kv_cache_gib is not given."""
+    """Share of the GPU's memory that weights, training and cached keys and values may use together; ignored where
+    kv_cache_gib is given."""
 
 
 class ServerConfig(Config):
     host: str | None = None
-    """Address to bind; 127.0.0.1 without an API key, all interfaces with one."""
+    """Network address to listen on. Unless given: 127.0.0.1 (this machine only) without an API key, every address with
+    one."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 8000
-    """Port; 0 takes a free one."""
+    """Port to listen on; 0 picks a free one and prints it."""
 
 
 class ServeConfig(EngineConfig):
     server: ServerConfig = ServerConfig()
     api_key: str | None = None
-    """Key that requests must carry as a bearer token; also taken from the environment, HONE_API_KEY."""
+    """Secret that clients must send as a bearer token; also read from the environment variable HONE_API_KEY."""
 
 
 def as_url(value: str) -> str:
@@ -193,22 +207,23 @@ class ClientConfig(Config):
     base_url: Free[Annotated[list[Url], BeforeValidator(as_list), Field(min_length=1)]] = Field(
         default=["http://localhost:8000/v1"]
     )
-    """Where inference servers are; groups of rollouts are spread over them."""
+    """URLs of the inference servers; groups of rollouts are spread over them."""
     api_key_var: Free[str | None] = None
-    """Environment variable that holds their API key."""
+    """Name of the environment variable that holds the servers' API key."""
     ready_timeout: Free[Annotated[float, Field(gt=0)]] = 600.0
-    """Seconds until waiting for a server to come up is given up."""
+    """Seconds to wait for a server to start answering before the run is ended."""
 
 
 class CkptConfig(Config):
     interval: Positive = 50
-    """Write a checkpoint to resume from every so many steps, and at the last."""
+    """Write a checkpoint, from which --resume goes on, every this many steps and after the last."""
     keep: Positive = 1
-    """How many of the last to keep."""
+    """Newest checkpoints to keep; older ones are deleted."""
     keep_every: Positive | None = None
-    """Keep those of every so many steps too."""
+    """Also keep, for good, the checkpoints of every this many steps."""
     keep_best: str | None = None
-    """Keep the one with the best value of this metric too: the highest, of a loss the lowest."""
+    """Also keep the checkpoint with the best value of this metric of metrics.jsonl: the highest, or the lowest where
+    the name contains loss."""
 
 
 class RunConfig(Config):
@@ -216,29 +231,29 @@ class RunConfig(Config):
 
     model: ModelConfig
     output_dir: Free[Path] = Path("outputs")
-    """Run directory: logs, metrics, rollouts, weights, checkpoints."""
+    """Directory of the run: its logs, metrics, rollouts, weights and checkpoints are written there."""
     clean: Free[bool] = False
-    """Remove what an earlier run of this command left in output_dir."""
+    """Delete what an earlier run of the same command left in output_dir, and start again."""
     seed: int = 0
-    """Of everything random."""
+    """Seed of every random choice: initial weights, order of the data, sampling."""
     wandb: Free[WandbConfig | None] = None
     log_level: Free[Literal["debug", "info", "warning"]] = "info"
-    """How much is logged."""
+    """Least important kind of message that is printed and logged."""
     log_interval: Free[Positive] = 1
-    """Print every so many steps; the log file has them all."""
+    """Print the lines of every this many steps; log files have every step."""
 
 
 class ResumableConfig(RunConfig):
     """Base of the commands that can go on where they were."""
 
     ranks_timeout: Free[Annotated[float, Field(gt=0)]] = 1800.0
-    """Under torchrun: seconds that one process waits for another before the run is given up."""
+    """With several trainer processes: seconds that one waits for another before the run is ended."""
 
     resume: Free[Annotated[bool | str, BeforeValidator(true_or_false)]] = False
-    """Go on from the last whole checkpoint in output_dir; auto: from the start if there is none; never; or from the
-    checkpoint given, a checkpoints/step_N."""
+    """Continue an earlier run. true: from the newest intact checkpoint in output_dir; auto: the same, or from the
+    start if there is none; false or never: do not; a path: from that checkpoint (checkpoints/step_N)."""
     ckpt: Free[CkptConfig | None] = None
-    """Checkpoints to resume from; none unless a key of it is given."""
+    """Checkpoints to resume from; none are written unless a key of this section is given."""
 
     @property
     def may_start_anew(self) -> bool:

@@ -23,32 +23,35 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 class DataConfig(Config):
     name: Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
-    """Hub id of a data set, or local .jsonl or .parquet file, with `messages` or `prompt` and `completion`; one, or
-    several."""
+    """Training data: a hub id or a local .jsonl or .parquet file, or a list of them. Rows have `messages`, or `prompt`
+    and `completion`."""
     weights: list[Annotated[float, Field(gt=0)]] | None = None
-    """How often a row of each data set comes in an epoch: 2 is twice, 0.5 is half of its rows, others every time."""
+    """How often each data set is used in an epoch, one number per data set: 2 uses every row twice, 0.5 a random half
+    of the rows, drawn anew in each epoch."""
     fake: bool = False
-    """Random tokens instead, whatever the name: conversations of a quarter of seq_len to all of it, every token a
-    target."""
+    """Train on random tokens instead of data.name, to measure speed: conversations of a quarter of seq_len up to
+    seq_len, with a loss on every token."""
     split: str = "train"
     """Split, for a data set from the hub."""
     train_on: Annotated[list[Role], BeforeValidator(as_list), Field(min_length=1)] = Field(default=["assistant"])
-    """Roles whose messages are learnt."""
+    """Roles whose messages have a loss; other messages are context only."""
     seq_len: Positive = 128
-    """Tokens in a row; longer conversations are dropped and counted."""
+    """Tokens in a row of the batch; longer conversations are dropped, and the log says how many."""
     batch_size: Positive = 128
-    """Rows in an optimiser step."""
+    """Rows of seq_len tokens in one optimiser step."""
     micro_batch_size: Free[Positive | None] = None
-    """Rows in one forward and backward pass; fewer need less memory. The whole batch unless given."""
+    """Rows in one forward and backward pass; fewer need less memory and give the same step. All of batch_size unless
+    given."""
     pack: Literal["cat", "stack"] = "cat"
-    """cat fills a row with whole conversations, which never see each other; stack puts one in a row."""
+    """How conversations become rows. cat: as many whole ones as fit, which never attend to each other; stack: one per
+    row."""
     shuffle: bool = True
-    """New order in every epoch."""
+    """Draw a new order of the conversations in every epoch."""
     streaming: bool = False
-    """Read the data as it is needed and keep none of it, again from its start at its end; needs max_steps. Weights are
-    then shares of rows."""
+    """Read data while training instead of loading it all first, and start over at its end; needs max_steps.
+    data.weights are then shares of rows."""
     buffer: Positive = 1000
-    """Rows that streaming draws the next one from, where it shuffles."""
+    """streaming with shuffle: rows held in memory, from which the next one is drawn; more mix better."""
 
     @model_validator(mode="before")
     @classmethod
@@ -65,36 +68,38 @@ class DataConfig(Config):
 
 class ValConfig(Config):
     name: str
-    """Validation data, like data.name."""
+    """Validation data, a hub id or a local file like data.name."""
     split: str = "train"
     """Split, for a data set from the hub."""
     interval: Positive = 100
-    """Validate every so many steps, and at the last."""
+    """Compute the validation loss every this many steps, and after the last."""
 
 
 class SFTConfig(ResumableConfig):
     data: DataConfig
     val: Free[ValConfig | None] = None
     eval: Free[EvalConfig | None] = None
-    """Evaluate on environments while training."""
+    """Evaluate on environments while training; not done unless a key of this section is given."""
     bench: Free[bool] = False
-    """Measure 10 steps after 3 for warming up, print a table and write nothing."""
+    """Measure speed instead of training: 3 steps of warm-up, 10 measured ones, a table; nothing is written."""
     max_steps: Free[Positive | None] = None
-    """Optimiser steps; one pass over the data unless given."""
+    """Optimiser steps to train for; one pass over the data unless given."""
     max_seconds: Free[Annotated[float, Field(gt=0)] | None] = None
-    """Stop after so much wall time of training, if max_steps have not come first."""
+    """Stop after this many seconds of training, if max_steps is not reached before."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
     scheduler: SchedulerConfig = SchedulerConfig()
     on_bad_step: Free[OnBadStep] = "stop"
-    """When gradients are not finite, or over optim.skip_norm: end the run, or go on without that step. The
-    conversations go to bad_steps/ either way."""
+    """What to do when gradients are not finite or above optim.skip_norm: stop ends the run, skip goes on without that
+    step. Either way the worst conversations are written to bad_steps/."""
     activation_checkpointing: Free[bool] = False
-    """Keep the inputs of blocks alone and compute the rest once more going back: less memory, a third more work."""
+    """Keep only the inputs of the transformer blocks and recompute the rest in the backward pass: much less memory,
+    about a third more work."""
     lora: LoRAConfig | None = None
-    """Train adapters beside frozen weights, when a key of it is given, as --lora.rank 16."""
+    """Train LoRA adapters and leave the model's weights as they are, when a key of this section is given, for example
+    --lora.rank 16."""
     sharding: Free[Sharding] = "auto"
-    """With several ranks. full: each stores a part of every weight and of the optimiser's state (FSDP2); none: each
-    stores all. auto: full on GPUs, none on CPUs."""
+    """With several trainer processes: full stores a part of each weight and of the optimiser's state in each of them
+    (FSDP2), none stores all in each; auto is full on GPUs and none on CPUs."""
     weights: Free[WeightsConfig] = WeightsConfig()
 
     @model_validator(mode="after")
