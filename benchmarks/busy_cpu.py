@@ -7,7 +7,6 @@ medians over a run's steps; of inference, output tokens a second over HTTP.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -17,24 +16,11 @@ import time
 import urllib.request
 from pathlib import Path
 
-from peer import ROOT, finish, median
+from peer import ROOT, beside, finish, median
 
 TINY = ROOT / "examples" / "reverse_text_tiny"
 BIN = Path(sys.executable).parent
 TEXTS = '{"id": "reverse-text", "args": {"texts": "generated", "min_chars": 4, "max_chars": 10}}'
-
-
-@contextlib.contextmanager
-def beside(loops: int):
-    """That many processes that want a core each."""
-    words = [sys.executable, "-c", "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"]
-    busy = [subprocess.Popen(words) for _ in range(loops)]
-    try:
-        yield
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
 
 
 def run(*words: object) -> None:

@@ -2,6 +2,8 @@
 
 Random weights of the tiny recipe's model, prompts of 30 tokens, ends of sequences ignored, temperature 1. Ours gives
 logprobs, transformers' generate does not. Both stay up in processes of their own and take turns.
+
+`--loops N`: beside that many busy loops of another program.
 """
 
 import sys
@@ -9,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from generate_gpu import Worker
-from peer import ROOT, finish, median
+from peer import ROOT, asked_loops, beside, finish, median
 
 from hone.models.hf import load_model, save_model
 
@@ -37,4 +39,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with beside(asked_loops()):
+        main()

@@ -1,5 +1,6 @@
 """What the benchmarks share: a peer's own virtual environment, alternating runs, the closing line of JSON."""
 
+import contextlib
 import json
 import os
 import platform
@@ -9,6 +10,10 @@ import sys
 import venv
 from pathlib import Path
 
+from hone.machine import TO_AVX2
+
+if os.environ.get("HONE_CPU_ISA") == "avx2":  # peers keep to it as ours do
+    os.environ.update(TO_AVX2)
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / "benchmarks" / ".peers"
 PEER = ROOT / "benchmarks" / "trl_peer.py"
@@ -25,6 +30,24 @@ def peer_python(name: str, *requirements: str) -> Path:
         subprocess.run([python, "-m", "pip", "install", "--quiet", *requirements], check=True)
         wanted.write_text("\n".join(requirements))
     return python
+
+
+@contextlib.contextmanager
+def beside(loops: int):
+    """That many processes that want a core each."""
+    words = [sys.executable, "-c", "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"]
+    busy = [subprocess.Popen(words) for _ in range(loops)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def asked_loops() -> int:
+    """`--loops N` of a benchmark's command line: how many busy loops of another program run beside all of it."""
+    return int(sys.argv[sys.argv.index("--loops") + 1]) if "--loops" in sys.argv else 0
 
 
 def run_json(python: Path | str, program: Path, *arguments: object) -> dict:
@@ -45,7 +68,8 @@ def machine() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
-    return f"{model or platform.processor()}, {os.cpu_count()} cores"
+    forced = f", {os.environ['HONE_CPU_ISA']} forced" if os.environ.get("HONE_CPU_ISA") else ""
+    return f"{model or platform.processor()}, {os.cpu_count()} cores{forced}"
 
 
 def finish(**figures: float | str) -> None:

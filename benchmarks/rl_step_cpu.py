@@ -3,6 +3,8 @@
 The work of both: 8 prompts of 14 characters x 16 rollouts, up to 24 new tokens each, one optimiser step. Random
 weights, so that hardly any rollout stops early. Ours is the `rl` command, its step time from metrics.jsonl: sampling,
 rewards, training and writing the rollouts.
+
+`--loops N`: beside that many busy loops of another program.
 """
 
 import json
@@ -11,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from peer import PEER, ROOT, finish, median, peer_python, run_json
+from peer import PEER, ROOT, asked_loops, beside, finish, median, peer_python, run_json
 
 from hone.models.hf import load_model, save_model
 
@@ -55,4 +57,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with beside(asked_loops()):
+        main()

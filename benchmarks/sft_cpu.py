@@ -2,6 +2,8 @@
 
 A step is one batch of 36 conversations for both (ours stacked one a row; nobody counts padding as tokens). TRL runs
 with padding and without (its flattened batch); the better one counts.
+
+`--loops N`: beside that many busy loops of another program.
 """
 
 import json
@@ -10,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from peer import PEER, ROOT, finish, median, peer_python, run_json
+from peer import PEER, ROOT, asked_loops, beside, finish, median, peer_python, run_json
 from rl_step_cpu import MODEL, RUNTIME
 
 from hone.models.hf import load_model, save_model
@@ -58,4 +60,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with beside(asked_loops()):
+        main()

@@ -12,7 +12,7 @@ SILENCE = 15.0  # seconds without a sign of life after which a process is called
 USUAL_START, SLOWEST = 3.0, 3.0  # seconds that imports take there; how much longer deadlines get at most
 _slowness = 1.0
 # What keeps torch, its MKL and oneDNN, and numba to AVX2 on a processor that has more.
-_TO_AVX2 = {
+TO_AVX2 = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
@@ -33,7 +33,7 @@ def prepare() -> None:
         os.environ.setdefault("KMP_BLOCKTIME", "0")  # the same of LLVM's OpenMP, in ms (macOS)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores()))
     if os.environ.get("HONE_CPU_ISA") == "avx2":
-        os.environ.update(_TO_AVX2)
+        os.environ.update(TO_AVX2)
 
 
 def cores() -> int:

@@ -62,6 +62,9 @@ class Forked:
     def terminate(self):
         self.send_signal(signal.SIGTERM)
 
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
 
 class Forks:
     """The process that forks, seen by the tests."""
