@@ -41,7 +41,10 @@ class PackedModel:
         active, B = rows.active_B.numpy(), rows.active_B.shape[0]
         state = rows.state.numpy()[active]
         columns = (state[:, row_state.LAST], state[:, row_state.LENGTH], active * rows.table.shape[1], np.arange(B))
-        block = min(layers().BLOCK, -(-B // torch.get_num_threads() // layers().ROWS) * layers().ROWS)
+        # As many tasks for each thread, of like size: threads share them out by their number.
+        threads, ROWS = torch.get_num_threads(), layers().ROWS
+        tasks = threads * -(-B // (threads * layers().BLOCK))
+        block = -(-B // (tasks * ROWS)) * ROWS
         firsts = np.minimum(np.arange(0, B + block, block), B)
         return self._logits(np.stack(columns, axis=1), firsts, rows.table, B)
 

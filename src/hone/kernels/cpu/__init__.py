@@ -15,7 +15,6 @@ import hashlib
 import importlib.util
 import logging
 import os
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,12 +99,18 @@ def _numba() -> tuple[Any, bool]:
         log.warning("The CPU kernels are compiled for this run alone, which takes a minute or less: %s", error)
         keeps = False
     Kept.directory = directory
-    if "numba" not in sys.modules:  # somebody else's numba may already have started its threads
-        os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
     os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp workqueue tbb")
+    # Torch's threads are numba's: one that starts more would change their number for both.
+    before = os.environ.get("NUMBA_NUM_THREADS")
+    os.environ["NUMBA_NUM_THREADS"] = str(torch.get_num_threads())
     import numba
 
-    numba.config.reload_config()
+    try:
+        numba.config.reload_config()
+    except RuntimeError:  # somebody else's numba has started its threads
+        os.environ.pop("NUMBA_NUM_THREADS")
+        if before is not None:
+            os.environ["NUMBA_NUM_THREADS"] = before
     return numba, keeps
 
 

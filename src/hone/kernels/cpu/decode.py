@@ -6,17 +6,23 @@ from numba import prange
 from hone.kernels.cpu import compiled, inlined
 from hone.kernels.cpu.lanes import (
     LANES,
+    add,
     dots,
     exp,
     floats,
     get,
     get_integer,
+    largest,
     load,
+    maximum,
+    multiply,
     multiply_add,
     prefetch,
     put,
     put_integer,
+    splat,
     store,
+    total,
 )
 from hone.kernels.row_state import (
     COUNT,
@@ -41,6 +47,67 @@ _f, _u = np.float32, np.uint64
 def cell_of(position, PAGE, table, pages):
     """The cell of a position, in the pages that stand in `table` from `pages` on."""
     return get_integer(table, pages + position // PAGE) * PAGE + position % PAGE
+
+
+@inlined
+def exponentials(scores, at, L):
+    """exp(score - highest) of L scores from `at` on, in their place, zeros up to a whole vector; returns their sum."""
+    whole = (L + LANES - 1) // LANES * LANES
+    for j in range(at + L, at + whole):
+        put(scores, j, _f(-1e30))
+    tops = load(scores, at)
+    for j in range(at + LANES, at + whole, LANES):
+        tops = maximum(tops, load(scores, j))
+    below, sums = splat(-largest(tops)), splat(_f(0))
+    for j in range(at, at + whole, LANES):
+        share = exp(add(load(scores, j), below))
+        store(scores, j, share)
+        sums = add(sums, share)
+    return total(sums)
+
+
+# Sums over tokens as several additions that do not wait for each other: of several vectors, of every second token.
+
+
+@inlined
+def mix_four(shares, first, count, values, at, step, out, out_at):
+    """Adds the values of `count` tokens, each times its share, to four vectors of `out`."""
+    a, b = load(out, out_at), load(out, out_at + LANES)
+    c, d = load(out, out_at + 2 * LANES), load(out, out_at + 3 * LANES)
+    w, x, y, z = splat(_f(0)), splat(_f(0)), splat(_f(0)), splat(_f(0))
+    for j in range(0, count - 1, 2):
+        one, two = get(shares, first + j), get(shares, first + j + 1)
+        here, there = at + j * step, at + (j + 1) * step
+        a, w = multiply_add(one, load(values, here), a), multiply_add(two, load(values, there), w)
+        b, x = multiply_add(one, load(values, here + LANES), b), multiply_add(two, load(values, there + LANES), x)
+        here, there = here + 2 * LANES, there + 2 * LANES
+        c, y = multiply_add(one, load(values, here), c), multiply_add(two, load(values, there), y)
+        d, z = multiply_add(one, load(values, here + LANES), d), multiply_add(two, load(values, there + LANES), z)
+    if count % 2:
+        one, here = get(shares, first + count - 1), at + (count - 1) * step
+        a, b = multiply_add(one, load(values, here), a), multiply_add(one, load(values, here + LANES), b)
+        here += 2 * LANES
+        c, d = multiply_add(one, load(values, here), c), multiply_add(one, load(values, here + LANES), d)
+    store(out, out_at, add(a, w))
+    store(out, out_at + LANES, add(b, x))
+    store(out, out_at + 2 * LANES, add(c, y))
+    store(out, out_at + 3 * LANES, add(d, z))
+
+
+@inlined
+def mix_two(shares, first, count, values, at, step, out, out_at):
+    """The same for two vectors."""
+    a, b, w, x = load(out, out_at), load(out, out_at + LANES), splat(_f(0)), splat(_f(0))
+    for j in range(0, count - 1, 2):
+        one, two = get(shares, first + j), get(shares, first + j + 1)
+        here, there = at + j * step, at + (j + 1) * step
+        a, w = multiply_add(one, load(values, here), a), multiply_add(two, load(values, there), w)
+        b, x = multiply_add(one, load(values, here + LANES), b), multiply_add(two, load(values, there + LANES), x)
+    if count % 2:
+        one, here = get(shares, first + count - 1), at + (count - 1) * step
+        a, b = multiply_add(one, load(values, here), a), multiply_add(one, load(values, here + LANES), b)
+    store(out, out_at, add(a, w))
+    store(out, out_at + LANES, add(b, x))
 
 
 @inlined
@@ -70,17 +137,9 @@ def mix_row(H, K, E, q, q_at, keys, values, PAGE, L, table, pages, out, out_at):
             for j in range(0, 16, LANES):
                 some = dots(query, h * E, keys, at + j * step + h // group * E, step, E)
                 store(scores, h * row + first + j, some)
+    weights = np.empty(H, np.float32)
     for h in range(H):
-        top, weight = _f(-1e30), _f(0)
-        for j in range(h * row, h * row + L):
-            top = max(top, get(scores, j))
-        for j in range(h * row, h * row + L):
-            share = exp(get(scores, j) - top)
-            put(scores, j, share)
-            weight += share
-        weight = _f(1) / weight
-        for j in range(h * row, h * row + L):
-            put(scores, j, get(scores, j) * weight)
+        weights[h] = _f(1) / exponentials(scores, h * row, L)
     mixed = np.zeros(H * E, np.float32)
     for first in range(0, L, 16):
         at, count = starts[first // PAGE] + first % PAGE * step, min(16, L - first)
@@ -89,14 +148,23 @@ def mix_row(H, K, E, q, q_at, keys, values, PAGE, L, table, pages, out, out_at):
             for i in range(0, 16 * step, 16):
                 prefetch(values, ahead + i)
         for h in range(H):
-            for e in range(0, E, LANES):
-                sum_so_far, here = load(mixed, h * E + e), at + h // group * E + e
+            shares, here, e = h * row + first, at + h // group * E, 0
+            while e + 4 * LANES <= E:
+                mix_four(scores, shares, count, values, here + e, step, mixed, h * E + e)
+                e += 4 * LANES
+            while e + 2 * LANES <= E:
+                mix_two(scores, shares, count, values, here + e, step, mixed, h * E + e)
+                e += 2 * LANES
+            while e < E:
+                sum_so_far = load(mixed, h * E + e)
                 for j in range(count):
-                    share = get(scores, h * row + first + j)
-                    sum_so_far = multiply_add(share, load(values, here + j * step), sum_so_far)
+                    sum_so_far = multiply_add(get(scores, shares + j), load(values, here + e + j * step), sum_so_far)
                 store(mixed, h * E + e, sum_so_far)
-    for i in range(0, H * E, LANES):
-        store(out, out_at + i, load(mixed, i))
+                e += LANES
+    for h in range(H):
+        weight = splat(weights[h])
+        for e in range(h * E, (h + 1) * E, LANES):
+            store(out, out_at + e, multiply(load(mixed, e), weight))
 
 
 @compiled

@@ -202,6 +202,12 @@ def multiply(typing: Any, x: Any, y: Any) -> Any:
 
 
 @intrinsic
+def divide(typing: Any, x: Any, y: Any) -> Any:
+    """x / y"""
+    return _operation(lambda builder, a, b: builder.fdiv(a, b), lanes, lanes, lanes)
+
+
+@intrinsic
 def multiply_add(typing: Any, x: Any, y: Any, z: Any) -> Any:
     """x * y + z, rounded once; x may be a scalar."""
 

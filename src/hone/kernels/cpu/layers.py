@@ -26,7 +26,7 @@ ADDRESSES = 14
 # Columns of the table of tokens: where its sequence's pages stand in `table`, the row of the result or -1.
 TOKEN, POSITION, PAGES, RESULT = range(4)
 COLUMNS = 4
-BLOCK = 64 // ROWS * ROWS  # tokens that are worked on at once
+BLOCK = -(-64 // ROWS) * ROWS  # tokens that are worked on at once
 
 
 @inlined

@@ -4,7 +4,7 @@ import numpy as np
 from numba import prange
 
 from hone.kernels.cpu import compiled, inlined
-from hone.kernels.cpu.lanes import exp, get, put
+from hone.kernels.cpu.lanes import LANES, add, divide, exp, get, load, multiply, put, splat, store
 
 CHUNKS = 16  # gradients of weights are summed in this many parts, so that they do not depend on the thread count
 _f = np.float32
@@ -47,7 +47,12 @@ def norm_rope_head(x, at, E, scale, cos, sin, turn, eps, out, out_at):
 @inlined
 def swiglu_row(gate_up, at, F, out, out_at):
     """silu of F numbers from `at` on, times the F behind them."""
-    for f in range(F):
+    whole = F // LANES * LANES
+    for f in range(0, whole, LANES):
+        x = load(gate_up, at + f)
+        silu = divide(x, add(splat(_f(1)), exp(multiply(x, splat(_f(-1))))))
+        store(out, out_at + f, multiply(silu, load(gate_up, at + F + f)))
+    for f in range(whole, F):
         x = get(gate_up, at + f)
         put(out, out_at + f, x / (_f(1) + exp(-x)) * get(gate_up, at + F + f))
 
