@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import patience
 
-from .conftest import ROOT
+from .conftest import ROOT, command
 
 PLATFORMS = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "aarch64-apple-darwin")
 
@@ -22,3 +22,11 @@ def test_the_lock_resolves(platform, tmp_path):
         [uv, *words], cwd=ROOT, capture_output=True, text=True, env=os.environ | environment, timeout=patience(120)
     )
     assert done.returncode == 0 and " + torch==" in done.stderr, done.stderr
+
+
+def test_compiled_kernels_leave_the_number_of_threads_as_it_was_asked_for():
+    program = (
+        "from hone import machine; machine.prepare(); import torch; from hone.kernels.norm import add_norm; "
+        "add_norm(torch.ones(4, 16), torch.ones(4, 16), torch.ones(16), 1e-6); print(torch.get_num_threads())"
+    )
+    assert command("python", "-c", program, env={"OMP_NUM_THREADS": "1"}).stdout.split() == ["1"]
