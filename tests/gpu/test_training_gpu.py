@@ -7,7 +7,7 @@ import torch
 
 from hone.config.rl import TrainerConfig
 from hone.engine.engine import Engine
-from hone.kernels.block import (
+from hone.kernels.gpu_training import (
     heads_attention,
     heads_attention_reference,
     norm_linear,

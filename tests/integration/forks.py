@@ -89,10 +89,6 @@ class Forks:
         theirs.close()
         return Forked(mine)
 
-    def end(self):
-        self.requests.close()
-        self.process.wait(10)
-
 
 def serve(requests):
     """Until the tests have closed their end."""

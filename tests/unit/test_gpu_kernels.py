@@ -206,7 +206,7 @@ def gradients_like_twin(function, twin, tensors, tolerance=1e-4):
 @pytest.mark.parametrize("has_delta", [True, False])
 @pytest.mark.parametrize("has_bias_and_adapter", [True, False])
 def test_norm_linear_and_its_gradients(has_delta, has_bias_and_adapter):
-    from hone.kernels.block import norm_linear, norm_linear_reference
+    from hone.kernels.gpu_training import norm_linear, norm_linear_reference
 
     x, delta = torch.randn(7, 40), torch.randn(7, 40) if has_delta else None
     more = [torch.randn(24), torch.randn(4, 40), torch.randn(24, 4)] if has_bias_and_adapter else [None] * 3
@@ -218,7 +218,7 @@ def test_norm_linear_and_its_gradients(has_delta, has_bias_and_adapter):
 
 
 def test_swiglu_linear_and_its_gradients():
-    from hone.kernels.block import swiglu_linear, swiglu_linear_reference
+    from hone.kernels.gpu_training import swiglu_linear, swiglu_linear_reference
 
     tensors = [torch.randn(5, 2 * 48), torch.randn(16, 48), None, torch.randn(4, 48), torch.randn(16, 4)]
     gradients_like_twin(swiglu_linear, swiglu_linear_reference, tensors)
@@ -240,8 +240,8 @@ def sequences_of(lengths, prompts):
 def test_heads_attention_and_its_gradients(monkeypatch, H, K, has_norm, prompts, least):
     """Sequences of less than a tile, of one and a bit, of whole ones; prompts that completions share; keys that several
     programs go over."""
-    from hone.kernels.block import heads_attention, heads_attention_reference
     from hone.kernels.gpu.attention import TILE, tiles
+    from hone.kernels.gpu_training import heads_attention, heads_attention_reference
 
     monkeypatch.setattr("hone.kernels.gpu.attention.LEAST", least)
     sequences, positions = sequences_of([3, TILE + 5, 1, 2 * TILE], prompts)

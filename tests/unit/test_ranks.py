@@ -37,5 +37,5 @@ def test_more_ranks_than_items_leaves_some_without():
 def test_alone_nothing_is_sent():
     ranks, x = Ranks(), torch.ones(3)
     assert ranks.sum(x) is x and ranks.gather(x).tolist() == [1, 1, 1] and ranks.is_first
-    ranks.wait()
+    ranks.barrier()
     ranks.leave()

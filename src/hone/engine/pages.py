@@ -1,9 +1,9 @@
 """Which page of the cache belongs to whom: pages are counted, shared, kept for reuse and handed out again.
 
 A page holds the keys and values of PAGE tokens in a row. Full pages of prompts and of finished sequences are remembered
-by their tokens and the page before them, so a request that starts alike shares them; nobody's pages stay remembered
-until room is needed, the longest unused go first. An adapter has chains of its own, and a new policy version makes all
-of them strangers (`forget`).
+by their tokens and the page before them, so that a request that starts with the same tokens shares them. Pages that no
+sequence uses are kept until room is needed; the longest unused go first. Pages of one adapter are never shared with
+another, and none are shared across versions of the weights (`forget`).
 """
 
 from collections import OrderedDict

@@ -117,7 +117,8 @@ class Shape(NamedTuple):
 
 
 class _Graph:
-    """A pass of one shape and the tensors it reads. Tokens too many write to the spare page and belong to no prompt."""
+    """A captured pass of one shape, and the tensors it reads. Padding tokens belong to no prompt and write to a spare
+    page."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.graph = shape, torch.cuda.CUDAGraph()

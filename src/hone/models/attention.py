@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.kernels import gpu
-from hone.kernels.block import heads_attention
 from hone.kernels.flat_attention import Sequences, flat_attention, takes
+from hone.kernels.gpu_training import heads_attention
 from hone.kernels.norm_rope import norm_rope
 from hone.kernels.rows import put_rows, take_rows
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hone.kernels import gpu
-from hone.kernels.block import norm_linear, swiglu_linear
+from hone.kernels.gpu_training import norm_linear, swiglu_linear
 from hone.kernels.linear import linear, linear_parts
 from hone.kernels.norm import add_norm
 from hone.kernels.rows import take_rows

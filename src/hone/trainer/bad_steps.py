@@ -37,7 +37,7 @@ def handle(
             norms.append(optimizer.norm(optimizer.gradients()) / (ranks.count if optimizer.is_sharded else 1))
     optimizer.clear()
     if not ranks.is_first:
-        ranks.wait()  # until the first has written: a process that ends takes the others with it
+        ranks.barrier()  # until the first has written: a process that ends takes the others with it
         if on_bad_step == "stop":
             raise ValueError(f"step {step}: the gradients' norm is {norm:.4g}")
         return
@@ -46,7 +46,7 @@ def handle(
     file = directory / f"step_{step}.jsonl"
     lines = [json.dumps({"index": i, "grad_norm": str(norms[i]), **describe(i)}) for i in worst]
     file.write_text("\n".join(lines) + "\n")
-    ranks.wait()
+    ranks.barrier()
     what = f"step {step}: the gradients' norm is {norm:.4g}; the sequences with the worst are in {file}"
     if on_bad_step == "stop":
         broken = sum(not torch.isfinite(local(p)).all() for p in optimizer.parameters)

@@ -31,7 +31,7 @@ from hone.trainer.ranks import Ranks
 from hone.transport.files import read_progress, write_progress
 
 HEADER, TENSORS = "checkpoint.json", "trainer"
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process saves alone: so it shall
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # expected: one process saves by itself
 
 
 class Damaged(Exception):
@@ -62,7 +62,7 @@ class Checkpoints:
         if self.ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        self.ranks.wait()
+        self.ranks.barrier()
         if self._group is None and self.ranks.count > 1:
             self._group = torch.distributed.new_group(backend="gloo")
         place = {"checkpoint_id": partial / TENSORS, "process_group": self._group}
@@ -88,7 +88,7 @@ class Checkpoints:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            self.ranks.wait()
+            self.ranks.barrier()
         if self._error is not None:
             raise self._error
 
@@ -160,7 +160,7 @@ def restore(sources: list[Path], optimizer: Optimizer, config: Config, ranks: Ra
     if ranks.is_first:  # the others need not read everything to know
         at = next((i for i, source in enumerate(sources) if is_whole(source)), len(sources))
     device = optimizer.parameters[0].device
-    at = ranks.most(at if ranks.is_first else 0, device)
+    at = ranks.all_reduce_max(at if ranks.is_first else 0, device)
     if sources and at == len(sources):
         raise ValueError(f"--resume: none of {', '.join(map(str, sources))} is whole; start again with --clean")
     if not sources:

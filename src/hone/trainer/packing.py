@@ -186,7 +186,7 @@ def share_by_prompt(ranks: Ranks, prompts: Sequence[tuple[int, ...]], lengths: S
     while ranks.count > 1 and pieces < 2 * max(map(len, groups.values()), default=0):
         parts = [group[k::pieces] for group in groups.values() for k in range(min(pieces, len(group)))]
         costs = [sum(lengths[i] - len(prompts[i]) for i in part) + len(prompts[part[0]]) for part in parts]
-        mine, most = ranks.deal(costs)
+        mine, most = ranks.balanced_shares(costs)
         if most < least:
             best, least = sorted(i for k in mine for i in parts[k]), most
         pieces *= 2

@@ -51,8 +51,8 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def wait(self) -> None:
-        """Until all have come here."""
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
         if self.count > 1:
             import torch.distributed as dist
 
@@ -66,11 +66,14 @@ class Ranks:
             dist.destroy_process_group()
 
     def share(self, items: Sequence[T], costs: Sequence[float]) -> list[T]:
-        """This rank's part of the items, in their order: the costliest first, each to the rank that has least to do."""
-        return [items[i] for i in self.deal(costs)[0]]
+        """This rank's balanced share of the items, in their order."""
+        return [items[i] for i in self.balanced_shares(costs)[0]]
 
-    def deal(self, costs: Sequence[float]) -> tuple[list[int], float]:
-        """Which of the items that cost so much are this rank's, and what the one with most to do has."""
+    def balanced_shares(self, costs: Sequence[float]) -> tuple[list[int], float]:
+        """Indices of this rank's items, and the total cost of the rank that has the most.
+
+        The costliest item is given out first, each to the rank with the least so far. `costs`: of all items.
+        """
         loads = [0.0] * self.count
         mine = []
         for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -97,8 +100,8 @@ class Ranks:
         parts = flat.split([x.numel() for x in tensors])
         return [part.view_as(x) for part, x in zip(parts, tensors, strict=True)]
 
-    def most(self, number: int, device: torch.device) -> int:
-        """The largest of what the ranks give."""
+    def all_reduce_max(self, number: int, device: torch.device) -> int:
+        """The largest of the numbers that the ranks give, on each of them."""
         if self.count == 1:
             return number
         import torch.distributed as dist

@@ -92,7 +92,10 @@ class PulseOf:
 
 
 class Watch(Beside):
-    """Says which peers fall silent and which come back, from a thread of its own. Who never was heard is not missed."""
+    """A thread that logs when a peer stops giving signs of life and when it gives them again.
+
+    A peer that has not given any yet is not reported.
+    """
 
     def __init__(self, peers: dict[str, Path], log: logging.Logger) -> None:
         super().__init__()

@@ -5,7 +5,7 @@ programmatic dependent launch (PDL), so that its blocks start while the kernel b
 kernel is complete and visible, then lets the next one start: before `wait` a kernel may touch what was written two
 kernels earlier and never by the one before it, which is where weights are fetched into the L2 cache.
 
-They take half precision. Those of `training.py` and `attention.py` make gradients, for `kernels/block.py` and
+They take half precision. Those of `training.py` and `attention.py` make gradients, for `kernels/gpu_training.py` and
 `kernels/head.py`.
 """
 

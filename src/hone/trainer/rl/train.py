@@ -66,7 +66,7 @@ def main(config: TrainerRunConfig) -> None:
         trainer.rehearse()
     state = config.public()
     first = 1 + restore(sources, trainer.optimizer, config, ranks)
-    ranks.wait()  # nobody reads what the first is about to change
+    ranks.barrier()  # nobody reads what the first is about to change
     log = component_log("trainer")
     if ranks.is_first:
         run.claim(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
@@ -81,7 +81,7 @@ def main(config: TrainerRunConfig) -> None:
             cpu.words(trainer.device.type), f" x {ranks.count}" if ranks.count > 1 else "", first, config.max_steps,
             run.path,
         )  # fmt: skip
-    ranks.wait()  # the run has its id
+    ranks.barrier()  # the run has its id
     run.id = run.id_on_disk()
     export = Export(loaded.model, ranks, loaded.dtype)
     publish = Publisher(loaded, export, run, config, log)

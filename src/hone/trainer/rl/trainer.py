@@ -119,7 +119,7 @@ class RLTrainer:
         for kind, members in kinds:
             own_parts = [[members[i] for i in part] for part in self._split([samples[i] for i in members])]
             if self.optimizer.is_sharded:  # all ranks go through the model equally often, and for the same losses
-                own_parts += [[]] * (self.ranks.most(len(own_parts), self.device) - len(own_parts))
+                own_parts += [[]] * (self.ranks.all_reduce_max(len(own_parts), self.device) - len(own_parts))
             split += [(kind, part) for part in own_parts]
         for kind, members in split:
             part, work = self._backward(kind, [samples[i] for i in members], [weights[i] for i in members], parts)

@@ -67,7 +67,7 @@ def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
     sources = resume_from(run, config.resume)
     loaded, optimizer = prepare(config, ranks)
     done = restore(sources, optimizer, config, ranks)
-    ranks.wait()  # nobody reads what the first is about to change
+    ranks.barrier()  # nobody reads what the first is about to change
     if not ranks.is_first:
         Trainer(config, loaded, optimizer, run, None, component_log("sft"), ranks, evaluate).train(rows, val_rows, done)
         return ranks.leave()
@@ -180,7 +180,7 @@ class Trainer:
         limit = self.config.max_seconds
         if limit is None:
             return False
-        return bool(self.ranks.most(int(time.perf_counter() - start >= limit), self.device))
+        return bool(self.ranks.all_reduce_max(int(time.perf_counter() - start >= limit), self.device))
 
     def data(self, rows: DataSets) -> Data:
         config = self.config.data
@@ -210,7 +210,7 @@ class Trainer:
         model = self.export() if self.optimizer.is_sharded else self.model
         if self.ranks.is_first and self.evaluate is not None and model is not None:
             values = self.evaluate(model.to(self.device), self.loaded.tokenizer, step)
-        self.ranks.wait()
+        self.ranks.barrier()
         return values
 
     def step(self, step: int, max_steps: int, batches: Iterator[list[Row]]) -> dict[str, float]:
@@ -265,7 +265,7 @@ class Trainer:
         size = self.config.data.micro_batch_size or max(1, len(mine))
         parts = [mine[i : i + size] for i in range(0, len(mine), size)]
         if self.optimizer.is_sharded:
-            parts += [[]] * (self.ranks.most(len(parts), self.device) - len(parts))
+            parts += [[]] * (self.ranks.all_reduce_max(len(parts), self.device) - len(parts))
         return parts
 
     @torch.no_grad()
