@@ -10,6 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer as Encoder
 
 from hone.text.chat import ChatTemplate, Message
@@ -103,8 +104,11 @@ class Tokenizer:
         """The ids of a whole conversation, and for each whether one of these roles wrote it (the loss mask)."""
         text, spans = self.require_template().spans(messages, roles, **template_args)
         encoding = self.encoder.encode(text, add_special_tokens=False)
-        mask = [any(start <= a and b <= end for start, end in spans) for a, b in encoding.offsets]
-        return list(encoding.ids), mask
+        first, behind = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        mask = np.zeros(len(first), dtype=bool)
+        for start, end in spans:
+            mask |= (start <= first) & (behind <= end)
+        return list(encoding.ids), mask.tolist()
 
     def require_template(self) -> ChatTemplate:
         if self.template is None:
