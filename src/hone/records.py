@@ -27,7 +27,7 @@ class Example:
 class Sampling:
     """How to draw tokens. Temperature 0 is greedy.
 
-    What the filters and penalties leave is drawn from; logprobs are those of the model all the same.
+    Tokens are drawn after filters and penalties are applied; logprobs are those of the model without them.
     """
 
     temperature: float = 1.0

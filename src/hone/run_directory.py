@@ -54,11 +54,11 @@ class RunDirectory:
         return self.path / "alive" / component.replace(" ", "_")
 
     def check(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
-        """Raises ValueError when the directory holds an earlier run and nothing was chosen (`resume` wins over
-        `clean`), when weights of another run stand where these would go, when a run is at work in it, and when it
-        cannot be written to.
+        """Raises ValueError when the directory holds an earlier run and neither `resume` nor `clean` is set (`resume`
+        wins over `clean`), when another run's weights are where this run would write its own, when a run is active in
+        it, and when it cannot be written to.
 
-        Changes nothing but to make the directory.
+        Creates the directory and its logs/, and changes nothing else.
         """
         own = self._read_manifest()["weights"]
         for step in weight_steps:

@@ -1,9 +1,9 @@
-"""Who is computed next, and where: requests in the order of arrival, each with the pages of its longest completion.
+"""Admission: requests get a slot, and pages for their longest possible completion, in the order of arrival.
 
-    waiting ─ plan: a slot, pages, what it shares ─► prefilling, stretch by stretch ─► decoding (`engine.py`)
+    waiting ─ plan: a slot, pages, shared prefix ─► prefilling, stretch by stretch ─► decoding (`engine.py`)
 
-A request whose prompt is being computed for another one joins that one as its sibling; the full pages of the prompt are
-then theirs together.
+A request whose prompt is already being prefilled for another request becomes a sibling of that one: both share the full
+pages of the prompt.
 """
 
 from collections import defaultdict, deque
@@ -28,7 +28,7 @@ class Admission:
         return [*chain.from_iterable((s, *s.siblings) for s in self.prefilling), *self.waiting]
 
     def plan(self, admit: bool, budget: int) -> Planned:
-        """What the next pass computes: the rest of prompts begun, then new ones, up to the budget of tokens."""
+        """Plans the next prefill pass, up to `budget` tokens: first the rest of started prompts, then new prompts."""
         planned: Planned = []
 
         def plan(sequence: Sequence) -> None:
@@ -73,7 +73,7 @@ class Admission:
         return planned
 
     def independent(self, planned: Planned) -> list[Planned]:
-        """The same in turns, none of which needs a page that is computed in it; those with adapters by themselves."""
+        """Splits a plan into passes, none of which reads pages that it computes; prompts with adapters go apart."""
         turns: dict[int, int] = {}  # of the pages
         parts: dict[tuple[int, bool], Planned] = defaultdict(list)
         for sequence, stretch in planned:
@@ -84,8 +84,8 @@ class Admission:
         return [parts[key] for key in sorted(parts)]
 
     def started(self, leaders: list[Sequence]) -> None:
-        """These and their siblings have their first token. Siblings share the full pages of their prompt; of the last,
-        which they go on writing, each has its own."""
+        """Ends the prefill of these sequences and their siblings. They share the full pages of the prompt; the last,
+        partial page is copied for each sibling, since decoding writes to it."""
         source, target = [], []
         for leader in leaders:
             full, rest = divmod(len(leader.prompt), self.pool.size)

@@ -4,11 +4,11 @@
                                                                                  ▲          ▼
         handed to `on_finish`, slot and pages free ◄── look: who is done? ◄──────┴── some decode steps
 
-Each `step` prefills what has been admitted, then decodes. On a GPU that is a window of several steps as CUDA graphs;
-sampling and stop tests are on the device, nothing per token runs in Python (`graphs.py`), and the host looks at what
-the window before left while this one runs, so that the device never waits for it. Admission is
-in the order of arrival and reserves the pages of a sequence's longest completion, so that no sequence, once admitted,
-waits for another.
+Each `step` prefills the admitted prompts, then decodes. On a GPU it launches a window of several decode steps as CUDA
+graphs: sampling and stop tests run on the device, without Python per token (`graphs.py`), and the host examines the
+results of the previous window while the current one runs, so that the device never waits for the host. Requests are
+admitted in the order of arrival, and the pages of their longest completion are reserved then, so that no admitted
+sequence waits for another.
 """
 
 import time
@@ -38,13 +38,13 @@ from hone.records import Completion, GenerateRequest
 
 PREFILL_TOKENS = 32768  # prompt tokens computed before decoding goes on …
 PASS_TOKENS = 16384  # … in passes of so many
-WINDOW = 4  # decode steps that a GPU is given at once; it has up to two such windows before it
+WINDOW = 4  # decode steps launched at once on a GPU, where at most two such windows are queued
 STOPS = 8  # stop tokens of a sequence for which there is room from the start
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """What is known of the sequences that decode, until one comes or goes."""
+    """Facts about the decoding batch, valid until a sequence joins or leaves it."""
 
     kind: int  # of sampling
     has_adapters: bool
@@ -55,7 +55,7 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Look:
-    """What the host will see of sequences: the state that all steps so far leave."""
+    """A snapshot for the host to examine: the state of these sequences after all steps launched so far."""
 
     sequences: list[Sequence]
     slots: list[int]
@@ -158,7 +158,7 @@ class Engine:
             self._hand_over(sequence, [], [], reason)
 
     def progress(self, known: dict[str, int]) -> dict[str, Completion]:
-        """What named requests have beyond so many tokens, where they decode."""
+        """New tokens of the named requests that are decoding: those after the first `known[name]` tokens."""
         self._settle()
         wanted = [s for s in self.decoding if s.request.name in known]
         if not wanted:
@@ -176,7 +176,7 @@ class Engine:
             self.abort(sequence)
 
     def reset(self) -> None:
-        """Forgets all requests, without a word to those who made them, and what a step that failed left behind."""
+        """Drops all requests without calling their `on_finish`, and clears the state that a failed step left behind."""
         self.admission.clear()
         self.pool.clear()
         self.slots.clear()
@@ -388,7 +388,7 @@ class Engine:
             self._look(look)
 
     def _look(self, look: _Look) -> None:
-        """Ends those sequences that are done; the `watched` are asked whether they end."""
+        """Finishes the sequences that are done, and the `watched` ones whose stop condition (`request.ends`) is met."""
         state = look.snapshot.on_host()[look.slots]
         running = [s.slot == slot for s, slot in zip(look.sequences, look.slots, strict=True)]  # others ended since
         done = [i for i in state[:, column.DONE].nonzero()[0].tolist() if running[i]]

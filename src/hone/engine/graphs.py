@@ -91,10 +91,10 @@ class DecodeGraphs:
         return Key(min(B, engine.max_batch_size), kind, has_adapters, stretches, parts, is_wide)
 
     def _stretches(self) -> list[tuple[int, int, list[int]]]:
-        """Pages first … end and the rows that share them: of groups whose prompts are the same in full pages.
+        """Page ranges (first, end) and the batch rows that share them: groups with the same full pages of the prompt.
 
-        Where that spares little and few sequences decode, of each long prompt alone: several blocks then read what one
-        would, while most of the chip waits.
+        Where sharing would save little and few sequences decode, each long prompt is split by itself instead: several
+        blocks then read it in parallel, on multiprocessors that would otherwise be idle.
         """
         from hone.kernels.gpu.decode import MEMBERS
 

@@ -10,7 +10,7 @@ from hone.engine.cache import KVCache
 from hone.models.transformer import Transformer
 
 CPU_GIB = 8.0
-FEW, MANY = 256, 1024  # sequences: whatever the memory; where it holds as many of the longest
+FEW, MANY = 256, 1024  # sequences that decode at once by default: FEW on any device, up to MANY if memory allows
 log = logging.getLogger("hone")
 
 
@@ -36,7 +36,7 @@ def room(config: EngineConfig, model: Transformer, length: int | None, reserved:
 
 
 def share(config: EngineConfig, of_sequence: int, free: int, total: int, reserved: int, least: int) -> Room:
-    """Of a GPU. `of_sequence`: bytes of the longest. Raises ValueError where `least` bytes have no room."""
+    """`room` on a GPU. `of_sequence`: bytes of the longest sequence. Raises ValueError if `least` bytes do not fit."""
     gib = config.kv_cache_gib
     if gib is None:
         gib = (free - (1 - config.gpu_memory_utilization) * total - reserved) / 2**30

@@ -31,7 +31,7 @@ class Sequence:
 
     @property
     def start(self) -> tuple[int, tuple[int, ...]]:
-        """What has to be the same for keys and values to be the same."""
+        """Identifies the keys and values of the prompt: requests with the same adapter and prompt can share them."""
         return self.adapter, tuple(self.request.prompt_ids)
 
     @property

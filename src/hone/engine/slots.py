@@ -75,7 +75,7 @@ class Slots:
         self.stops[index] = to_device(stops, self.device)
 
     def snapshot(self) -> "Snapshot":
-        """The state as it is when the device has come here, on its way to the host."""
+        """Starts copying the state to the host, as it is after all work launched so far; a CPU needs no copy."""
         if self.device.type == "cpu":
             return Snapshot(self.state, None)
         host = torch.empty(self.state.shape, dtype=self.state.dtype, pin_memory=True)

@@ -182,7 +182,7 @@ class Worker:
                 process.kill()
 
     async def _kill_unless_it_answers(self) -> None:
-        """A worker that is busy with something that never ends would keep its other rollouts waiting too."""
+        """Kills the worker if its event loop does not answer: a blocked loop would hold up its other rollouts too."""
         process = self.process
         self._heard.clear()
         self._send({"ping": -1})

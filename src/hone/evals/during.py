@@ -1,4 +1,4 @@
-"""Evaluation of a model that has no sampler, between the steps of its training: it is sampled where it is."""
+"""Evaluation between training steps without a server: samples in place from the model that is being trained."""
 
 from hone.config.sections import EvalConfig
 from hone.engine.engine import Engine

@@ -39,7 +39,7 @@ class HttpClient:
         limits = httpx.Limits(max_connections=None)
         # Several small pools: the cost of a request in httpx grows with the connections of its pool.
         pools = -(-max_concurrent // 32)
-        # A proxy of the environment's is for what is elsewhere.
+        # Proxy settings of the environment (HTTP_PROXY, …) are ignored for servers on this machine.
         options: Any = {"headers": headers, "timeout": timeout, "limits": limits}
         options["trust_env"] = httpx.URL(self.base_url).host not in LOOPBACK
         self.pools = [httpx.AsyncClient(**options) for _ in range(pools)]

@@ -64,8 +64,8 @@ class Served:
     def update(
         self, delivered: Path, version: int, name: str | None, base: Path | None, source: str | None
     ) -> dict[str, Any]:
-        """Takes the weights of a directory, or of `base` with the adapter there merged into it, or from the trainer at
-        `source`, on the compute thread. Raises ValueError for what is no such model."""
+        """Takes new weights, on the compute thread: those in `delivered`, or `base` with the adapter in `delivered`
+        merged into it, or those that the trainer at `source` sends. Raises ValueError where they cannot be loaded."""
         engine, directory = self.engine, base or delivered
         files = [place / "tokenizer.json" for place in (delivered.parent / TEXT, directory)]
         text = next(((file, file.stat().st_mtime_ns) for file in files if file.is_file()), None)
@@ -89,7 +89,7 @@ class Served:
             engine.abort_all()
             self.service.engine = engine.with_model(model, version)
             del engine
-            gc.unfreeze()  # the old one is in cycles, and among what the collector was told to pass over
+            gc.unfreeze()  # the old engine is in reference cycles, and gc.freeze has excluded it from collection
             gc.collect()
         if tokenizer is not None:
             self.set_tokenizer(tokenizer)

@@ -4,9 +4,9 @@ chat, chat … of one turn of the event loop ─ same messages, seeds in a row �
 a server that is lost, falls silent, or serves older weights than it took ─► its runs to the head of the queue
                   └─► comes up again ─ revive: the current weights, proven ─► serves again
 
-A server is asked for as much as it computes, and a little more that waits there; the rest waits here, where it can go
-to any of them, evaluations first. What is written so far is asked for now and then: a run that is asked again goes on
-from there, or, where results must repeat to the bit, from its prompt.
+A server is sent as many rollouts as it can compute at once and a small reserve; the rest waits in the queue here, from
+where it can go to any server, evaluations first. The fleet polls the tokens generated so far: a run that has to be sent
+again continues from them, or, where results must repeat to the bit, starts over from its prompt.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from hone.transport.waiting import Wait
 
 T = TypeVar("T")
 LOOK = 2.0  # seconds between looks at a server
-RESERVE = 16  # rollouts, or an eighth of what runs, that wait at a server so that it never does
+RESERVE = 16  # rollouts (or an eighth of those running, if more) queued at a server so that it is never idle
 
 
 class _Asked(NamedTuple):
@@ -48,9 +48,9 @@ class _Run:
     before: list[int] | None = field(compare=False)  # ids of the conversation's earlier turns
     futures: list[asyncio.Future[Turn]] = field(compare=False, default_factory=list)
     name: str = field(compare=False, default="")  # of the request that is under way
-    version: int = field(compare=False, default=-1)  # that the server had when it was asked
+    version: int = field(compare=False, default=-1)  # weights version of the server when the request was sent
     so_far: list[Completion] = field(compare=False, default_factory=list)  # of each, as last heard
-    begun: list[int] = field(compare=False, default_factory=list)  # tokens of it that the server was given
+    begun: list[int] = field(compare=False, default_factory=list)  # how many tokens of each were sent with the request
 
     @property
     def is_over(self) -> bool:
@@ -97,7 +97,7 @@ class Server:
             self.limit = 2 * self.limit
         for name, new in state["partials"].items():
             run, _, i = name.partition("/")
-            # Of a server that was started again behind our back they are of other weights.
+            # A server that was restarted unnoticed serves older weights: its tokens are ignored.
             if run in self.runs and min(new["versions"], default=self.version) >= self.runs[run].version:
                 known = self.runs[run].so_far[int(i)]
                 known.ids += new["ids"]
@@ -229,7 +229,7 @@ class Fleet:
             if is_wrong:  # restarted between two requests, without its weights
                 raise ServerLost(f"it serves version {min(new)}, it had taken {run.version}")
         except ServerLost as error:
-            # A request with a name was tried once: it may have been the connection alone.
+            # A named request is not retried by the client: maybe only the connection failed, not the server.
             if is_wrong or not (self.goes_on and server.is_up and await server.client.is_up()):
                 self.lost(server, str(error))
             if not self.goes_on:

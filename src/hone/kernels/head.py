@@ -48,8 +48,8 @@ def head_loss(
     loss: Loss,
     entropy_gradient: bool = False,
 ) -> Tensor:
-    """The sum of `loss` over slices of the targets, called once for each: a sum over targets, so that it does not
-    matter how they are cut."""
+    """The sum of `loss` over slices of the targets; it is called once for each slice. It has to be a sum over targets
+    itself, so that the result does not depend on the slices."""
     if not torch.is_grad_enabled() or _keeps_logits(hidden_ND, weight_VD):
         results = head_logprobs(hidden_ND, weight_VD, targets_N, temperature_N, entropy_gradient)
         return loss(slice(0, len(hidden_ND)), *results)

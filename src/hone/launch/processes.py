@@ -132,7 +132,7 @@ def free_port() -> int:
 
 
 def threads(config: RLConfig) -> dict[str, str]:
-    """The processes that compute share what one would use."""
+    """OMP_NUM_THREADS, which divides the cores among the trainer's ranks and the inference server."""
     count = len(config.trainer_gpu_ids) + (config.inference is not None)
     return {"OMP_NUM_THREADS": str(max(1, machine.cores() // count))}
 

@@ -103,8 +103,8 @@ class Delta:
 class Adapters:
     """The adapters of a model by name.
 
-    `which`: the number of each token's adapter in a forward, by how many tokens there are (all, or those that its last
-    block keeps); empty where none has one.
+    `which`: the adapter numbers of the tokens of the current forward pass, as tensors keyed by their length: one for
+    all tokens, one for those that the last block keeps. Empty where no token has an adapter.
     """
 
     def __init__(self, model: Transformer) -> None:

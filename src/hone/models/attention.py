@@ -48,7 +48,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Heads:
-    """What becomes of a layer's fused projection T x (H + 2K) x E before it is attended; called, it does it."""
+    """Makes q, k and v of a layer's fused projection T x (H + 2K) x E: head-wise norm, then rotary positions."""
 
     H: int
     q_scale_E: Tensor | None

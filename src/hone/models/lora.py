@@ -74,8 +74,8 @@ class LoRA(nn.Module):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Brings what samplers read up to date; a captured graph reads it without asking. Nobody does before the first
-        time."""
+        """Updates `fused`, which samplers read, if B has changed. Replays of CUDA graphs read it without calling this.
+        Before the first call nothing reads it."""
         if self.B._version != self._seen:
             self.fused.copy_(self._fuse())  # type: ignore[operator]
             self._seen = self.B._version

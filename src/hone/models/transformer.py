@@ -142,7 +142,7 @@ class Block(nn.Module):
         attend: Attention,
         keep_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream and what is still to be added to it, both before and after: the next norm adds it."""
+        """Takes and returns the residual stream and a pending delta, which the next norm adds to the stream."""
         x_TD, qkv_TO = self.attention_norm.through(self.attention.qkv, x_TD, delta_TD)
         mixed_TD = self.attention.mix(layer, qkv_TO, rotation, attend)
         if keep_N is not None:

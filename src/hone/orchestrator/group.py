@@ -88,8 +88,8 @@ def tokens_of(rollout: Rollout) -> int:
 def samples_of(rollout: Rollout, advantage: float, temperature: float, env: str) -> list[Sample]:
     """A rollout as training sequences: the ids that were sampled, never tokenised again.
 
-    A turn whose prompt goes on from the tokens so far continues their sequence, what lies between without loss. Where
-    it does not (a template that leaves out earlier thinking) the turn begins a sequence of its own.
+    A turn whose prompt starts with the tokens so far is appended to their sequence; the prompt tokens in between have
+    no loss. Otherwise (a template that leaves out earlier thinking) the turn begins a sequence of its own.
     """
     samples: list[Sample] = []
     for turn in rollout.turns:

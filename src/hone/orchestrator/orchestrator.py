@@ -74,7 +74,7 @@ class Orchestrator:
             )
         self.settings = {env.known_as: config.of(env.known_as) for env in config.env}
         self.largest = max(settings.rollouts_per_example for settings in self.settings.values())
-        # What the numbers of groups and the seeds of rollouts mean.
+        # Group numbers and rollout seeds have the same meaning in a resumed run only if these values are equal.
         self._kind = {
             "seed": seed,
             "batch_size / rollouts_per_example": config.prompts_per_step,
@@ -92,7 +92,8 @@ class Orchestrator:
         self._error: BaseException | None = None
 
     def go_on(self, first: int, progress: dict[str, Any] | None, rollouts: Path | None = None) -> None:
-        """From step `first` on, after one that left this behind, or nothing; `rollouts`: where those of steps are."""
+        """Continues at step `first`, with the `progress` that the step before saved, if any. `rollouts`: the directory
+        that has the rollouts of earlier steps, for replay."""
         before = (progress or {}).get("of", self._kind)
         for key, now in self._kind.items():
             if before.get(key) != now:
@@ -173,8 +174,8 @@ class Orchestrator:
             await self.teacher.close()
 
     def _begin(self) -> None:
-        """Begins as many groups as the steps take that the served version may be used for, and those that oversampling
-        adds: the line is never longer, so what waits in it is never much older."""
+        """Starts groups until there are enough, under way or ready, for all steps that may train on samples of the
+        served version, plus those of oversampling. With this bound no group waits long enough to get very stale."""
         steps = min(self.version + 1 + self.max_async_level, self.last_step) - self.step + 1
         in_a_step = self.config.prompts_per_step
         room = steps * in_a_step + math.ceil((self.config.oversampling_factor - 1) * in_a_step) if steps > 0 else 0
@@ -230,7 +231,7 @@ class Orchestrator:
         return group
 
     async def _rollout(self, task: Task, seed: int, failures: Counter[str]) -> Rollout:
-        """One rollout. Where it goes wrong it is tried again; then its `error` says how, and the step does without."""
+        """One rollout, retried when it fails. After the last retry its `error` has the cause, and the step omits it."""
         settings, example = self.settings[task.env], self.examples[task.env][task.example]
         sampling = Sampling(settings.sampling.temperature, settings.sampling.max_tokens, seed)
         client: TokenClient = self.client

@@ -145,7 +145,7 @@ async def wait_for_servers(config: OrchestratorRunConfig, clients: list[HttpClie
 
 
 def publish(collected: Collected, values: dict[str, float], run: RunDirectory) -> None:
-    """Rollouts and batch of a step, in one directory that appears whole; beside them what whoever goes on needs."""
+    """Publishes the rollouts and the batch of a step, and what a resumed run needs, in one directory, atomically."""
 
     def write_more(directory: Path) -> None:
         write_progress(collected.progress | {"metrics": values}, directory)

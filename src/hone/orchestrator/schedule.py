@@ -122,8 +122,8 @@ class Schedule:
         return chosen
 
     def _example(self, stream: Stream) -> tuple[str, int]:
-        """The next of a stream. Of the easy and the hard ones those that are not for now are passed over, but never
-        a whole epoch."""
+        """The next example of a stream. Easy and hard ones are skipped at random, all but the configured fractions, and
+        at most one epoch's worth in a row."""
         for _ in range(len(stream.examples)):
             found = self._advance(stream)
             pool = self.pool(*found)
@@ -146,7 +146,7 @@ class Schedule:
 
 
 def at(step: int, points: Ratio) -> float:
-    """The value at a step of what goes in lines from point to point."""
+    """The value at `step` of the piecewise linear function through `points`, constant before and after them."""
     if step <= points[0][0]:
         return points[0][1]
     for (one, low), (two, high) in itertools.pairwise(points):

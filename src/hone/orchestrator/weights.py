@@ -22,7 +22,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, where none
 
 
 class Rows(Protocol):
-    """Who wants the numbers of the step that made a version."""
+    """Receives the metrics of the training step that made a version."""
 
     def trained(self, version: int, values: dict[str, float]) -> None: ...
 

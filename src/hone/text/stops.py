@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 
 class StopStrings:
-    """Of the ids so far: how many to keep, once their text holds one of the strings. One object a sequence."""
+    """Takes the ids so far; returns how many to keep once their text has a stop string. One object per sequence."""
 
     def __init__(self, decode: Callable[[list[int]], str], strings: Sequence[str]) -> None:
         self.decode, self.strings = decode, strings

@@ -112,8 +112,9 @@ class Checkpoints:
 
 
 def to_keep(metrics: dict[int, float | None], policy: CkptConfig) -> set[int]:
-    """Of the steps with a checkpoint, and their values of keep_best's metric, those that stay. A value may come later
-    than its checkpoint, from an evaluation beside training: of what is newer than the known ones 3 stay."""
+    """The steps whose checkpoints are kept. `metrics`: the value of keep_best's metric for each step with a checkpoint,
+    None while it is unknown: an evaluation beside training may end after the checkpoint is written, so the last 3
+    checkpoints that are newer than all known values are kept."""
     kept = set(sorted(metrics)[-policy.keep :])
     if policy.keep_every:
         kept |= {step for step in metrics if step % policy.keep_every == 0}

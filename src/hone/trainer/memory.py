@@ -7,8 +7,8 @@ HEAD = 7 * 2**29  # a part of the logits in fp32, at most 1 GiB, with its gradie
 
 
 def step_bytes(model: Transformer, tokens: int, recomputes: bool) -> int:
-    """Beside weights and the optimiser's state: gradients, which half precision has in fp32 once more, activations of
-    `tokens` in one pass, logits."""
+    """Bytes that a step needs beside weights and optimiser state: gradients (those of half-precision weights once more
+    in fp32), activations of one pass over `tokens` tokens, and logits."""
     spec, item = model.spec, model.embed.weight.dtype.itemsize
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     heads = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim

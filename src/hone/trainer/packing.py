@@ -194,7 +194,7 @@ def share_by_prompt(ranks: Ranks, prompts: Sequence[tuple[int, ...]], lengths: S
 
 
 def _evenly(split: Callable[[int], list[list[int]]], budget: int) -> list[list[int]]:
-    """As many micro-batches as the budget asks for, by the smallest one that gives no more: none is nearly empty."""
+    """Splits by the smallest budget that gives no more micro-batches than this one, so that none is nearly empty."""
     parts, least, most = split(budget), 1, budget
     while least < most:
         middle = (least + most) // 2

@@ -75,7 +75,8 @@ def part_of(x: Tensor, like: Any) -> Tensor:
 
 
 class Export:
-    """The model as others take it: whole, adapters merged, in its own dtype. The model itself if it is that already."""
+    """The model for servers and files: all shards gathered, adapters merged, in `dtype`. A model that is not sharded
+    and has no adapters is returned itself, without a copy."""
 
     def __init__(self, model: Transformer, ranks: Ranks, dtype: torch.dtype) -> None:
         self.model, self.ranks, self.dtype = model, ranks, dtype

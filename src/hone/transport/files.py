@@ -68,7 +68,7 @@ def published(parent: Path) -> list[int]:
 
 
 def is_published(directory: Path) -> bool:
-    """Whether one of them stands there, whole."""
+    """Whether this step_N directory has been published, and so is complete."""
     try:
         return directory.name in os.listdir(directory.parent)
     except FileNotFoundError:

@@ -26,7 +26,7 @@ from hone.transport.files import Superseded
 distributed: Any = torch.distributed
 TIMEOUT, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # of one transfer; until the trainer answers
 LOOK = 0.003  # seconds between looks for who asks
-PORTION = 2**28  # bytes that arrive beside the weights where these have another dtype
+PORTION = 2**28  # bytes of one transfer, about: the receive buffer, where the receiving model has another dtype
 
 
 class Sender:
@@ -178,7 +178,7 @@ def move(group: Any, what: Literal["send", "recv"], tensors: list[torch.Tensor])
 
 
 def pair(store: Any, name: str, rank: int, device: torch.device) -> Any:
-    """The trainer (0) and a server (1), to send to each other."""
+    """A process group of the trainer (rank 0) and one server (rank 1)."""
     named = distributed.PrefixStore(f"pair/{name}", store)
     if device.type == "cuda":
         options = distributed.ProcessGroupNCCL.Options()

@@ -17,7 +17,7 @@ DEATH = 120.0  # seconds of silence after which nobody is expected back: a machi
 
 
 class Beside:
-    """A thread of its own from `with` to its end: `_run`, which returns once `_stop` is set."""
+    """Context manager that runs `_run` in a thread of its own; `_run` returns once `_stop` is set, on exit."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()

@@ -38,7 +38,7 @@ def together() -> Iterator[None]:
     in_context = partial(torch.zeros, 1, device="cuda")  # a thread that loads kernels needs the device's context
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), initializer=in_context) as pool:
         with triton.AsyncCompileMode(pool) as compiling:
-            # The mode holds for a context, and gradients are made by another thread.
+            # AsyncCompileMode holds for a contextvars context, and autograd runs backward in another thread.
             context = contextvars.copy_context()
 
             def only_compile(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:

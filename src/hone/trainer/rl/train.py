@@ -136,7 +136,7 @@ def bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None:
 
 
 def hand_on(progress: dict[str, Any] | None, rollouts: Path) -> None:
-    """Puts what a checkpoint says of the orchestrator where that looks for it, if it comes from another directory."""
+    """Writes the orchestrator's progress from a checkpoint to `rollouts`, where it is read, unless that exists."""
     if progress is not None and not rollouts.exists():
         partial = rollouts.with_suffix(".partial")
         partial.mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,7 @@ class RLTrainer:
         self.model, self.config, self.max_steps, self.bad_steps = model, config, max_steps, bad_steps
         self.ranks, self.seed = ranks, seed
         self.device = model.embed.weight.device
-        # Not on a GPU without its kernels: the masked rectangle of torch costs more than it spares.
+        # Not on a GPU without the Triton kernels: torch's padded, masked attention costs more than sharing saves.
         self.shares_prompts = self.device.type == "cpu" or trains_model(model.embed.weight, model.spec.head_dim)
         self.laps = Laps(self.device, is_on=False)
         self.losses = [config.loss, *config.loss_of.values()]
@@ -64,7 +64,7 @@ class RLTrainer:
         lora = config.lora
         if lora is not None:
             add_lora(model, lora, seed)
-        # What training starts from: under a fresh adapter the model itself, else a copy.
+        # The reference model of the KL: under a fresh adapter the model without the adapter, else a copy.
         is_under_adapter = lora is not None and not lora.modules_to_save and lora.start_from is None
         keeps = any(loss.kl_beta > 0 for loss in self.losses) and not is_under_adapter
         self.reference = copy.deepcopy(model).requires_grad_(False) if keeps else None
@@ -105,7 +105,7 @@ class RLTrainer:
         samples = batch.samples
         loss_lengths = [sum(sample.mask[1:]) for sample in samples]
         kinds, weights = self._kinds(samples), [0.0] * len(samples)
-        for kind, members in kinds:  # counts by how many of the samples are its own; within it as its loss says
+        for kind, members in kinds:  # each loss weighs by its share of the samples; tokens weigh as its config says
             own = token_weights([loss_lengths[i] for i in members], kind)
             share = sum(map(bool, own)) / max(1, sum(map(bool, loss_lengths))) if len(kinds) > 1 else 1.0
             for i, weight in zip(members, own, strict=True):
@@ -183,9 +183,9 @@ class RLTrainer:
     ) -> tuple[torch.Tensor, float]:
         """Adds a micro-batch to the gradients and its per-token numbers to `parts`.
 
-        Returns its share of the loss, and the FLOPs that its way forward needs.
+        Returns its share of the loss, and the FLOPs of its forward pass.
 
-        Without samples it takes part in what the ranks do together, and adds nothing.
+        Without samples it only takes part in the collective operations of the ranks, and adds nothing.
         """
         if not samples:
             nothing = Sample([0, 0], [False, True], [0.0, 0.0], 0.0, 1.0)
