@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ import torch
 from torch import Tensor
 
 from hone import machine
+
+# numba reads this when it is imported. Its threads are torch's: with another number it would change torch's too.
+if "numba" not in sys.modules:
+    os.environ["NUMBA_NUM_THREADS"] = str(torch.get_num_threads())
 
 
 @dataclass(frozen=True)
@@ -100,17 +105,9 @@ def _numba() -> tuple[Any, bool]:
         keeps = False
     Kept.directory = directory
     os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp workqueue tbb")
-    # Torch's threads are numba's: one that starts more would change their number for both.
-    before = os.environ.get("NUMBA_NUM_THREADS")
-    os.environ["NUMBA_NUM_THREADS"] = str(torch.get_num_threads())
     import numba
 
-    try:
-        numba.config.reload_config()
-    except RuntimeError:  # somebody else's numba has started its threads
-        os.environ.pop("NUMBA_NUM_THREADS")
-        if before is not None:
-            os.environ["NUMBA_NUM_THREADS"] = before
+    numba.config.reload_config()
     return numba, keeps
 
 
