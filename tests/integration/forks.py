@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 
 HEAVY = ("hone.trainer.sft.train", "hone.launch.colocated", "tokenizers", "jinja2")
 CAN = hasattr(os, "fork") and sys.platform == "linux"
@@ -160,6 +161,8 @@ def main():
     from hone import cli
 
     requests = socket.socket(fileno=int(sys.argv[1]))
+    # Python 3.12 warns of forks beside threads; those of numpy's BLAS are made again after a fork.
+    warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
     start = time.perf_counter()
     for name in HEAVY:
         importlib.import_module(name)
