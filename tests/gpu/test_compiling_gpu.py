@@ -18,14 +18,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SPEC = ModelSpec(384, 320, 704, 2, 4, 1, 32, 1e-6, 10000.0, True, 1024, 0.06, False)  # sizes of no other test
 
 
-def two_steps(model):
-    """What sampling and training give, and its weights."""
-    engine = Engine(model, max_batch_size=48, max_model_len=256, kv_cache_gib=0.5)
-    trainer = RLTrainer(model, TrainerConfig(), 2)
-    return engine, trainer, lambda: _steps(engine, trainer)
+def sampler_and_trainer(model):
+    return Engine(model, max_batch_size=48, max_model_len=256, kv_cache_gib=0.5), RLTrainer(model, TrainerConfig(), 2)
 
 
-def _steps(engine, trainer):
+def two_steps(engine, trainer):
+    """The tokens sampled in two steps, and the loss and gradient norm of each."""
     seen = []
     for step in (1, 2):
         prompts = [[5 + i // 8] * 37 for i in range(48)]
@@ -49,7 +47,7 @@ def test_what_was_rehearsed_compiles_no_more_and_changes_nothing():
     model = Transformer(SPEC)
     model.init_weights(torch.Generator().manual_seed(0))
     model = model.to("cuda", torch.bfloat16)
-    engine, trainer, run = two_steps(copy.deepcopy(model))
+    engine, trainer = sampler_and_trainer(copy.deepcopy(model))
     compiled = []
     with together():
         rehearse(engine, 48)
@@ -58,8 +56,8 @@ def test_what_was_rehearsed_compiles_no_more_and_changes_nothing():
         str((seen["src"].name, seen["src"].constants, seen["src"].attrs, seen["src"].signature))
     )
     try:
-        rehearsed = run()
+        rehearsed = two_steps(engine, trainer)
     finally:
         triton.knobs.compilation.listener = None
     assert not compiled, "\n".join(compiled)
-    assert rehearsed == two_steps(copy.deepcopy(model))[2]()
+    assert rehearsed == two_steps(*sampler_and_trainer(copy.deepcopy(model)))

@@ -7,7 +7,6 @@ The command's script runs as Python itself would run it, in a session of its own
 starts (its own environment, a module that must not be imported), tests start one afresh.
 """
 
-import array
 import atexit
 import importlib
 import json
@@ -26,6 +25,7 @@ HEAVY = ("hone.trainer.sft.train", "hone.launch.colocated", "tokenizers", "jinja
 CAN = hasattr(os, "fork") and sys.platform == "linux"
 # What may differ from this process in the environment of a command: nothing that an import looks at.
 OWN = {"PYTEST_CURRENT_TEST", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+AT_ONCE = 0.0001  # seconds: 0 would make the connection one that never waits
 NUMBER = 8  # bytes of a process's number, and of its exit status
 
 
@@ -37,24 +37,24 @@ class Forked:
         self.pid = self._read()
 
     def _read(self):
-        return int.from_bytes(self._connection.recv(NUMBER, socket.MSG_WAITALL), "big", signed=True)
-
-    def poll(self):
-        return self._status(0)
+        number = self._connection.recv(NUMBER, socket.MSG_WAITALL)
+        assert len(number) == NUMBER, "its keeper is gone, and with it how the command ended"
+        return int.from_bytes(number, "big", signed=True)
 
     def wait(self, timeout=None):
-        if self._status(timeout) is None:
-            raise subprocess.TimeoutExpired(str(self.pid), timeout)
-        return self.returncode
-
-    def _status(self, timeout):
         if self.returncode is None:
-            self._connection.settimeout(timeout or 0.0001) if timeout is not None else self._connection.settimeout(None)
+            self._connection.settimeout(timeout)
             try:
                 self.returncode = self._read()
             except TimeoutError:
-                return None
+                raise subprocess.TimeoutExpired(str(self.pid), timeout) from None
         return self.returncode
+
+    def poll(self):
+        try:
+            return self.wait(AT_ONCE)
+        except subprocess.TimeoutExpired:
+            return None
 
     def send_signal(self, number):
         if self.poll() is None:
@@ -84,9 +84,8 @@ class Forks:
         if one != two or self.process.poll() is not None:
             return None
         mine, theirs = socket.socketpair()
-        files = array.array("i", [theirs.fileno(), out.fileno(), err.fileno()])
-        request = json.dumps([[str(word) for word in words], str(cwd), environment]).encode()
-        self.requests.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+        request = json.dumps([words, str(cwd), environment]).encode()
+        socket.send_fds(self.requests, [request], [theirs.fileno(), out.fileno(), err.fileno()])
         theirs.close()
         return Forked(mine)
 
