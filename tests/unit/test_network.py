@@ -1,6 +1,7 @@
 """Weights from memory to memory: what arrives, what is superseded, who comes again. Real processes, over Gloo (over
 NCCL in tests/gpu)."""
 
+import json
 import logging
 import subprocess
 import sys
@@ -84,6 +85,23 @@ def sent_and_received(device_of_trainer, device_of_server):
 
 def test_servers_get_what_the_trainer_has():
     sent_and_received("cpu", "cpu")
+
+
+def test_a_server_that_asks_and_dies_keeps_nobody_waiting_for_long(monkeypatch):
+    monkeypatch.setattr(network, "CONNECT", timedelta(seconds=1))
+    sender = Sender("127.0.0.1", ModelSpec(*SPEC), torch.device("cpu"), torch.float32, LOG)
+    one = made(1)
+    sender.publish(one, 5)
+    host, _, port = sender.source.rpartition(":")
+    store = network.distributed.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=10))
+    store.queue_push("asks", json.dumps({"name": "gone", "number": 1, "version": 5}))
+    sender.start()
+    server = Server(sender.source)
+    try:
+        assert server.take(5) == checksum(one)
+    finally:
+        sender.stop()
+        server.end()
 
 
 def test_a_host_that_is_not_this_machine_is_named():

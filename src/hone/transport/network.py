@@ -24,7 +24,7 @@ from hone.models.transformer import Transformer
 from hone.transport.files import Superseded
 
 distributed: Any = torch.distributed
-TIMEOUT, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # of one transfer; until the trainer answers
+TIMEOUT, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # of one transfer; until the other side is there
 LOOK = 0.003  # seconds between looks for who asks
 PORTION = 2**28  # bytes of one transfer, about: the receive buffer, where the receiving model has another dtype
 
@@ -90,20 +90,18 @@ class Sender:
             time.sleep(LOOK)
 
     def _serve(self) -> None:
-        number = 0
         while not self._is_over.wait(LOOK):
-            while self._store.check([f"ask/{number}"]):
-                asked = json.loads(self._store.get(f"ask/{number}"))
+            while self._store.queue_len("asks"):
+                asked = json.loads(self._store.queue_pop("asks"))
                 try:
-                    self._answer(number, asked["name"], asked["version"])
+                    self._answer(**asked)
                 except Exception as error:  # it died, or the line did; it will ask again
                     self.log.warning("Version %d did not reach server %s: %s", asked["version"], asked["name"], error)
                     self._pairs.pop(asked["name"], None)
-                number += 1
 
-    def _answer(self, number: int, name: str, version: int) -> None:
+    def _answer(self, name: str, number: int, version: int) -> None:
         with self._lock:
-            self._store.set(f"answer/{number}", str(self._version))
+            self._store.set(f"answer/{name}/{number}", str(self._version))
             if version != self._version:
                 return
             if name not in self._pairs:
@@ -121,6 +119,7 @@ class Receiver:
     def __init__(self) -> None:
         self._name = f"{socket.gethostname()}-{time.monotonic_ns()}"
         self._known: dict[tuple[str, str], tuple[Any, Any]] = {}
+        self._asked = 0
 
     @torch.no_grad()
     def receive(self, source: str, version: int, dtype: torch.dtype, model: Transformer) -> None:
@@ -132,9 +131,9 @@ class Receiver:
                 host, _, port = source.rpartition(":")
                 store = distributed.TCPStore(host, int(port), is_master=False, timeout=CONNECT)
                 store.set_timeout(TIMEOUT)
-            number = store.add("asks", 1) - 1
-            store.set(f"ask/{number}", json.dumps({"name": self._name, "version": version}))
-            newest = int(store.get(f"answer/{number}"))
+            self._asked += 1
+            store.queue_push("asks", json.dumps({"name": self._name, "number": self._asked, "version": version}))
+            newest = int(store.get(f"answer/{self._name}/{self._asked}"))
             if newest != version:
                 raise Superseded(f"version {version} was asked for, the trainer has {newest}")
             group = group or pair(store, self._name, 1, device)
@@ -174,7 +173,7 @@ def move(group: Any, what: Literal["send", "recv"], tensors: list[torch.Tensor])
         group._end_coalescing().wait()
     else:
         for tensor in tensors:
-            one([tensor], other, 0).wait()
+            one([tensor], other, 0).wait(TIMEOUT)
 
 
 def pair(store: Any, name: str, rank: int, device: torch.device) -> Any:
@@ -184,4 +183,4 @@ def pair(store: Any, name: str, rank: int, device: torch.device) -> Any:
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
         return distributed.ProcessGroupNCCL(named, rank, 2, options)
-    return distributed.ProcessGroupGloo(named, rank, 2, TIMEOUT)
+    return distributed.ProcessGroupGloo(named, rank, 2, CONNECT)  # else one that is gone keeps others waiting
