@@ -5,6 +5,7 @@ Example ─ environment ─► Rollout (of Turns) ─ orchestrator ─► Sample
                          Completion ◄─ engine ◄─ GenerateRequest
 """
 
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,13 +46,13 @@ class Sampling:
     raw_logprobs: bool = False  # logprobs at temperature 1
     top_logprobs: int = 0  # the likeliest tokens at each place, with their logprobs
 
-    @property
+    @functools.cached_property
     def is_filtered(self) -> bool:
         """Whether tokens are not drawn from softmax(logits / T), or logprobs are not those of it."""
         cut = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
         return cut or self.raw_logprobs or self.min_tokens > 0 or self.is_penalised
 
-    @property
+    @functools.cached_property
     def is_penalised(self) -> bool:
         penalties = (self.repetition_penalty != 1, self.presence_penalty != 0, self.frequency_penalty != 0)
         return any(penalties) or bool(self.logit_bias)

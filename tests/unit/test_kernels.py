@@ -14,7 +14,7 @@ from hone.kernels import cpu
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows, attend_by_pages, attend_by_pages_reference
 from hone.kernels.flat_attention import Sequences, flat_attention, flat_attention_reference
-from hone.kernels.linear import linear, linear_reference
+from hone.kernels.linear import linear, linear_reference, product
 from hone.kernels.logprobs import target_logprobs, target_logprobs_reference
 from hone.kernels.norm import add_norm, add_norm_reference
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
@@ -101,7 +101,7 @@ def test_rows():
 
 @compiled
 @pytest.mark.parametrize(
-    "T, inputs, outputs", [(32, 1, 1), (33, 17, 45), (64, 128, 384), (301, 300, 96), (600, 70, 33)]
+    "T, inputs, outputs", [(32, 1, 1), (33, 17, 45), (64, 128, 384), (301, 300, 96), (600, 70, 33), (259, 20, 901)]
 )
 def test_linear(T, inputs, outputs):
     x, weight, bias = (random(*shape, dtype=torch.float32) for shape in ((T, inputs), (outputs, inputs), (outputs,)))
@@ -109,6 +109,13 @@ def test_linear(T, inputs, outputs):
     exact = linear_reference(x.double(), weight.double(), bias.double())
     ours, torchs = ((f(x, weight, bias) - exact).abs().max() for f in (linear, linear_reference))
     assert ours <= 4 * torchs + 1e-6
+
+
+@pytest.mark.skipif(not cpu.IS_AVAILABLE, reason="a kernel of the CPU")
+@pytest.mark.parametrize("M, K, N", [(1, 5, 1), (5, 300, 31), (133, 513, 70), (901, 40, 129)])
+def test_a_product_of_a_transposed_matrix_has_the_bits_of_one_that_was_copied(M, K, N):
+    a_KM, b_KN = random(K, M, dtype=torch.float32).detach(), random(K, N, dtype=torch.float32).detach()
+    assert torch.equal(product(a_KM.t(), b_KN), product(a_KM.t().contiguous(), b_KN))
 
 
 @both

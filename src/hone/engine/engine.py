@@ -389,13 +389,14 @@ class Engine:
 
     def _look(self, look: _Look) -> None:
         """Finishes the sequences that are done, and the `watched` ones whose stop condition (`request.ends`) is met."""
-        state = look.snapshot.on_host()[look.slots]
-        running = [s.slot == slot for s, slot in zip(look.sequences, look.slots, strict=True)]  # others ended since
-        done = [i for i in state[:, column.DONE].nonzero()[0].tolist() if running[i]]
-        watched = [i for i in look.watched if running[i]]
+        state, sequences = look.snapshot.on_host()[look.slots], look.sequences
+
+        def running(indices: list[int]) -> list[int]:  # others ended since
+            return [i for i in indices if sequences[i].slot == look.slots[i]]
+
+        done, watched = running(state[:, column.DONE].nonzero()[0].tolist()), running(look.watched)
         if not done and not watched:
             return
-        sequences = look.sequences
         counts: list[int] = state[:, column.COUNT].tolist()
         reasons = {i: "stop" if state[i, column.DONE] == column.STOPPED else "length" for i in done}
         if watched:

@@ -59,9 +59,14 @@ def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
 
     M, N, K = len(a_MK), b_KN.shape[1], len(b_KN)
     out = a_MK.new_empty(M, N)
-    products.multiply(
-        M, N, K, a_MK.data_ptr(), *a_MK.stride(), b_KN.data_ptr(), *b_KN.stride(), out.data_ptr()
-    )  # fmt: skip
+    a_row, a_column = a_MK.stride()
+    b_row, b_column = b_KN.stride()
+    a, b = a_MK.data_ptr(), b_KN.data_ptr()
+    if a_row == 1 and a_column > 1 and b_column == 1:
+        shares = products.shares_of(M, N, torch.get_num_threads())
+        products.multiply_transposed(M, N, K, a, a_column, b, b_row, *shares, out.data_ptr())
+    else:
+        products.multiply(M, N, K, a, a_row, a_column, b, b_row, b_column, out.data_ptr())
     return out
 
 

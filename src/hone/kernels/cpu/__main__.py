@@ -38,7 +38,7 @@ def main() -> None:
     logprobs, _ = target_logprobs(swiglu(normed), torch.zeros(T, dtype=torch.int64), torch.ones(T))
     logprobs.sum().backward()
     with torch.no_grad():
-        product(x, x.t())
+        product(x, x.t()), product(x.t(), x)
         orthogonal([x])
         ones = torch.ones(T, dtype=torch.int64)
         rows = Rows(ones, torch.zeros(T, row_state.FIELDS, dtype=torch.int64), ones[:, None])

@@ -111,43 +111,54 @@ def mix_two(shares, first, count, values, at, step, out, out_at):
 
 
 @inlined
-def mix_row(H, K, E, q, q_at, keys, values, PAGE, L, table, pages, out, out_at):
+def fetch(memory, at, lines):
+    """Asks for `lines` cache lines."""
+    for i in range(at, at + 16 * lines, 16):
+        prefetch(memory, i)
+
+
+@inlined
+def mix_row(H, K, E, q, q_at, keys, values, PAGE, L, table, pages, next_pages, out, out_at):
     """Values of a sequence's first L positions, mixed for one query: out H * E.
 
-    keys, values: the cache of a layer, pages x PAGE x K x E, PAGE a multiple of 16.
+    keys, values: the cache of a layer, pages x PAGE x K x E, PAGE a multiple of 16. next_pages: where in `table` the
+    sequence stands whose turn is next.
     """
     step, scale = K * E, _f(1) / np.sqrt(_f(E))
     starts = np.empty((L + PAGE - 1) // PAGE, np.int64)
     for p in range(len(starts)):
         starts[p] = get_integer(table, pages + p) * PAGE * step
-    # 16 tokens at a time, all heads of them: the cache passes by once, from its start to its end.
+    # 16 tokens at a time, all heads of them: the cache passes by once, from its start to its end. What comes next is
+    # asked for in between, as many lines at once as a core can wait for.
     row = len(starts) * PAGE
     scores = np.empty(H * row, np.float32)
     query = np.empty(H * E, np.float32)
     for i in range(H * E):
         query[i] = get(q, q_at + i) * scale
-    group = H // K
+    group, lines = H // K, -(-step * LANES // (16 * H))
     for first in range(0, L, 16):
         at = starts[first // PAGE] + first % PAGE * step
+        coming, ahead = values, starts[0]
         if first + 16 < L:
-            ahead = starts[(first + 16) // PAGE] + (first + 16) % PAGE * step
-            for i in range(0, 16 * step, 16):
-                prefetch(keys, ahead + i)
+            coming, ahead = keys, starts[(first + 16) // PAGE] + (first + 16) % PAGE * step
         for h in range(H):
             for j in range(0, 16, LANES):
+                fetch(coming, ahead, lines)
+                ahead += 16 * lines
                 some = dots(query, h * E, keys, at + j * step + h // group * E, step, E)
                 store(scores, h * row + first + j, some)
     weights = np.empty(H, np.float32)
     for h in range(H):
         weights[h] = _f(1) / exponentials(scores, h * row, L)
-    mixed = np.zeros(H * E, np.float32)
+    mixed, lines = np.zeros(H * E, np.float32), -(-step // H)
     for first in range(0, L, 16):
         at, count = starts[first // PAGE] + first % PAGE * step, min(16, L - first)
+        coming, ahead = keys, get_integer(table, next_pages) * PAGE * step
         if first + 16 < L:
-            ahead = starts[(first + 16) // PAGE] + (first + 16) % PAGE * step
-            for i in range(0, 16 * step, 16):
-                prefetch(values, ahead + i)
+            coming, ahead = values, starts[(first + 16) // PAGE] + (first + 16) % PAGE * step
         for h in range(H):
+            fetch(coming, ahead, lines)
+            ahead += 16 * lines
             shares, here, e = h * row + first, at + h // group * E, 0
             while e + 4 * LANES <= E:
                 mix_four(scores, shares, count, values, here + e, step, mixed, h * E + e)
@@ -175,14 +186,15 @@ def attend(B, H, K, E, q, q_row, k, k_row, v, v_row, keys, values, PAGE, active,
     """
     step = K * E
     for b in prange(B):
-        row = get_integer(active, b)
+        row, next_row = get_integer(active, b), get_integer(active, min(b + 1, B - 1))
         position = get_integer(state, row * FIELDS + LENGTH)
         cell = cell_of(position, PAGE, table, row * table_row) * step
         for d in range(step):
             put(keys, cell + d, get(k, b * k_row + d))
             put(values, cell + d, get(v, b * v_row + d))
         mix_row(
-            H, K, E, q, b * q_row, keys, values, PAGE, position + 1, table, row * table_row, out, b * H * E
+            H, K, E, q, b * q_row, keys, values, PAGE, position + 1, table, row * table_row, next_row * table_row, out,
+            b * H * E,
         )  # fmt: skip
 
 

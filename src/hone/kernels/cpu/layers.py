@@ -98,7 +98,11 @@ def logits(
                             scale = get_integer(addresses, a + Q_NORM)
                             norm_rope_head(wide, m * row + n * E, E, scale, cos, sin, position * E, eps, query, n * E)
                         pages = get_integer(tokens, (top + m) * COLUMNS + PAGES)
-                        mix_row(H, K, E, query, 0, keys, values, PAGE, position + 1, table, pages, inner, kept * H * E)
+                        next_pages = get_integer(tokens, (top + min(m + 1, rows - 1)) * COLUMNS + PAGES)
+                        mix_row(
+                            H, K, E, query, 0, keys, values, PAGE, position + 1, table, pages, next_pages, inner,
+                            kept * H * E,
+                        )  # fmt: skip
                         if kept < m:
                             results[kept] = results[m]
                             for d in range(D):

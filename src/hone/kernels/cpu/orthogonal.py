@@ -38,15 +38,15 @@ def orthogonal_one(x, M, N, x_row, x_column, steps, a, b, c):
         y[i] *= scale
     for _ in range(steps):
         for panel in range(narrow // WIDTH):
-            pack_panel(N, M, panel * WIDTH, y, 1, wide, packed, panel * N * WIDTH)
+            pack_panel(N, M, panel * WIDTH, y, 1, wide, 0, packed, panel * N * WIDTH)
         multiply_packed(rows, M, N, y, wide, packed, gram, narrow)
         for panel in range(narrow // WIDTH):
-            pack_panel(M, M, panel * WIDTH, gram, narrow, 1, packed, panel * M * WIDTH)
+            pack_panel(M, M, panel * WIDTH, gram, narrow, 1, 0, packed, panel * M * WIDTH)
         multiply_packed(rows, M, M, gram, narrow, packed, square, narrow)
         for i in range(rows * narrow):
             square[i] = b * gram[i] + c * square[i]
         for panel in range(wide // WIDTH):
-            pack_panel(M, N, panel * WIDTH, y, wide, 1, packed, panel * M * WIDTH)
+            pack_panel(M, N, panel * WIDTH, y, wide, 1, 0, packed, panel * M * WIDTH)
         multiply_packed(rows, N, M, square, narrow, packed, next_y, wide)
         for i in range(rows * wide):
             y[i] = a * y[i] + next_y[i]

@@ -3,6 +3,8 @@
     B ─ pack ─► panels of K x WIDTH, which stay in a core's cache while tiles of ROWS rows of A go by
     tile: ROWS x WIDTH accumulators in registers, one row of the panel and ROWS numbers of A for each k
 
+For gradients of weights, where A is transposed and K are tokens, a task packs what it needs of both as it goes along K.
+
 ROWS x WIDTH is 8 x 32 with AVX-512, 6 x 16 with AVX2, 8 x 8 with NEON.
 
 torch hands fp32 products to MKL, which keeps to AVX2 on AMD processors (half the speed of a core with AVX-512), or to
@@ -18,6 +20,8 @@ from hone.kernels.cpu.lanes import LANES, get, load, put, store, tile_of
 ROWS, WIDTH = isa().rows, isa().vectors * LANES  # of a tile
 BLOCK_M, BLOCK_K = 64 // ROWS * ROWS, 256  # rows of a task; depth after which a tile goes back to memory
 PANELS = 4  # of a task
+BLOCK_T = 384 // ROWS * ROWS  # rows of a task whose A is transposed, at most
+ROOM = BLOCK_K * ROWS + LANES  # of a tile's rows of A, and for the end of the last vector
 _f = np.float32
 tile = tile_of(ROWS, isa().vectors)
 
@@ -40,17 +44,17 @@ def edge_tile(a, a_at, a_row, a_column, b, b_at, c, c_at, c_row, K, adds, rows, 
 
 
 @inlined
-def pack_panel(K, N, first, b, b_row, b_column, packed, at):
-    """The WIDTH columns of B from `first` on as a panel, zeros where there are fewer."""
+def pack_panel(K, N, first, b, b_row, b_column, b_at, packed, at):
+    """The WIDTH columns from `first` on, of K rows of B from b_at on, as a panel; zeros where there are fewer."""
     columns = min(WIDTH, N - first)
     if b_column == 1 and columns == WIDTH:
         for k in range(K):
             for j in range(0, WIDTH, LANES):
-                store(packed, at + k * WIDTH + j, load(b, k * b_row + first + j))
+                store(packed, at + k * WIDTH + j, load(b, b_at + k * b_row + first + j))
     else:
         for k in range(K):
             for j in range(columns):
-                put(packed, at + k * WIDTH + j, get(b, k * b_row + (first + j) * b_column))
+                put(packed, at + k * WIDTH + j, get(b, b_at + k * b_row + (first + j) * b_column))
             for j in range(columns, WIDTH):
                 put(packed, at + k * WIDTH + j, _f(0))
 
@@ -59,7 +63,7 @@ def pack_panel(K, N, first, b, b_row, b_column, packed, at):
 def pack(N, K, b, b_row, b_column, packed):
     """B[K x N] as panels: packed (N / WIDTH, rounded up) x K x WIDTH. Addresses."""
     for panel in prange((N + WIDTH - 1) // WIDTH):
-        pack_panel(K, N, panel * WIDTH, b, b_row, b_column, packed, panel * K * WIDTH)
+        pack_panel(K, N, panel * WIDTH, b, b_row, b_column, 0, packed, panel * K * WIDTH)
 
 
 @inlined
@@ -80,7 +84,7 @@ def multiply(M, N, K, a, a_row, a_column, b, b_row, b_column, out):
     panels = (N + WIDTH - 1) // WIDTH
     packed = np.empty(panels * K * WIDTH, np.float32)
     for panel in prange(panels):
-        pack_panel(K, N, panel * WIDTH, b, b_row, b_column, packed, panel * K * WIDTH)
+        pack_panel(K, N, panel * WIDTH, b, b_row, b_column, 0, packed, panel * K * WIDTH)
     spans = (panels + PANELS - 1) // PANELS
     blocks = (M + BLOCK_M - 1) // BLOCK_M
     for task in prange(blocks * spans):
@@ -97,3 +101,51 @@ def multiply(M, N, K, a, a_row, a_column, b, b_row, b_column, out):
                     else:
                         rows = min(ROWS, M - m)
                         edge_tile(a, a_at, a_row, a_column, packed, b_at, out, c_at, N, part, depth > 0, rows, columns)
+
+
+@inlined
+def pack_rows(a, at, a_column, rows, K, packed):
+    """`rows` rows of A, side by side in memory, by tiles: K x ROWS each, ROOM apart."""
+    for k in range(K):
+        for first in range(0, rows, ROWS):
+            here, there = at + k * a_column + first, first // ROWS * ROOM + k * ROWS
+            if first + ROWS + LANES <= rows:  # whole vectors: what they hold beside the tile is written over next
+                for i in range(0, ROWS, LANES):
+                    store(packed, there + i, load(a, here + i))
+            else:
+                for i in range(min(ROWS, rows - first)):
+                    put(packed, there + i, get(a, here + i))
+
+
+def shares_of(M: int, N: int, threads: int) -> tuple[int, int]:
+    """Blocks of rows and spans of columns for so many threads, of which each packs as little as can be."""
+    best = min((d for d in range(1, threads + 1) if threads % d == 0), key=lambda d: M / d + N * d / threads)
+    return -(-M // (best * BLOCK_T)) * best, threads // best
+
+
+@compiled
+def multiply_transposed(M, N, K, a, a_column, b, b_row, blocks, spans, out):
+    """The same for A[m, k] at a[m + k * a_column] and B[k, n] at b[k * b_row + n]: the same numbers to the bit.
+
+    Shared out as `blocks` of rows, each of BLOCK_T at most, times `spans` of columns.
+    """
+    panels = (N + WIDTH - 1) // WIDTH
+    width, height = (panels + spans - 1) // spans, (M + blocks * ROWS - 1) // (blocks * ROWS) * ROWS
+    for task in prange(blocks * spans):
+        top, span = task // spans * height, task % spans
+        end = min(M, top + height)
+        rows, panel_of_B = np.empty(height // ROWS * ROOM, np.float32), np.empty(BLOCK_K * WIDTH, np.float32)
+        for depth in range(0, K, BLOCK_K):
+            part = min(BLOCK_K, K - depth)
+            pack_rows(a, top + depth * a_column, a_column, end - top, part, rows)
+            for panel in range(span * width, min(panels, (span + 1) * width)):
+                pack_panel(part, N, panel * WIDTH, b, b_row, 1, depth * b_row, panel_of_B, 0)
+                columns = min(WIDTH, N - panel * WIDTH)
+                for m in range(top, end, ROWS):
+                    a_at, c_at, count = (m - top) // ROWS * ROOM, m * N + panel * WIDTH, min(ROWS, end - m)
+                    if columns == WIDTH and count == ROWS:
+                        tile(rows, a_at, 1, ROWS, panel_of_B, 0, WIDTH, out, c_at, N, part, depth > 0)
+                    else:
+                        edge_tile(
+                            rows, a_at, 1, ROWS, panel_of_B, 0, out, c_at, N, part, depth > 0, count, columns
+                        )  # fmt: skip
