@@ -1,9 +1,10 @@
 """`rl` on one GPU by shape of model and of rollouts: a step's time, with memory as `rl` chooses it and with less.
 
-    python benchmarks/rl_gpu.py [--shapes NAME …] [--steps 6] [--limited]
+    python benchmarks/rl_gpu.py [--shapes NAME …] [--steps 6] [--limited] [--lora]
 
 Random weights and a reward made of the text, so that every group has a signal and no completion ends early. Two steps
-warm up; a line of JSON a shape. `--limited` gives keys and values 8 GiB and 256 sequences instead of what is left.
+warm up; a line of JSON a shape. `--limited` gives keys and values 8 GiB and 256 sequences instead of what is left;
+`--lora` trains adapters of rank 16.
 """
 
 import argparse
@@ -24,6 +25,7 @@ SHAPES = {  # model, rollouts, of a group, prompt, completion
     "0.6B 1024 x (224+511)": ("Qwen3-0.6B", 1024, 16, 224, 511),
     "4B 128 x (222+498)": ("Qwen3-4B", 128, 16, 222, 498),
 }
+LORA = ("--trainer.lora.rank", "16")
 LIMITED = ("--inference.kv-cache-gib", "8", "--inference.max-batch-size", "256")
 
 
@@ -69,9 +71,10 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--limited", action="store_true")
+    parser.add_argument("--lora", action="store_true")
     args = parser.parse_args()
     for name in args.shapes:
-        row = measure(name, args.steps, LIMITED if args.limited else ())
+        row = measure(name, args.steps, (LIMITED if args.limited else ()) + (LORA if args.lora else ()))
         finish(**row)
 
 

@@ -12,7 +12,7 @@ from hone.config.rl import TrainerConfig
 from hone.engine.engine import Engine
 from hone.models.attention import PackedAttention
 from hone.models.hf import write_model
-from hone.models.lora import adapter_tensors, add_lora, loras, without_lora, write_adapter
+from hone.models.lora import Merged, adapter_tensors, add_lora, loras, without_lora, write_adapter
 from hone.models.spec import parse_model_config
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
@@ -110,11 +110,12 @@ def test_a_fresh_adapter_changes_nothing_and_without_it_the_model_is_the_base():
     assert not torch.equal(logits(trained_model), before)
 
 
-def test_the_sampler_reads_the_adapter_as_it_is_trained():
+def test_the_sampler_follows_the_adapter_as_it_is_trained():
     model = made()
     trainer = trained(model, steps=0)
-    engine = Engine(model, max_batch_size=4, max_model_len=32, kv_cache_gib=0.1)
-    assert engine.packed is None
+    sampled = Merged(model)
+    assert sampled.model.embed.weight is model.embed.weight and not any(loras(sampled.model))
+    engine = Engine(sampled.model, max_batch_size=4, max_model_len=32, kv_cache_gib=0.1)
     request = GenerateRequest(IDS[:3], Sampling(1.0, 12, seed=7), frozenset())
     seen = []
     for step in (1, 2):
@@ -124,10 +125,17 @@ def test_the_sampler_reads_the_adapter_as_it_is_trained():
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=1e-4, atol=1e-4)
         seen.append(completion.logprobs)
         trainer.step(Batch(step, [Sample(IDS, [False] + [True] * 7, [0.0] * 8, 1.0, 1.0)]))
+        sampled.follow()
         engine.set_version(step)
     assert seen[0] != seen[1]
+    for own, copied in zip(
+        sampled.model.parameters(), Export(model, Ranks(), torch.float32)().parameters(), strict=True
+    ):
+        assert torch.equal(own, copied)
     with pytest.raises(ValueError, match="has one that is being trained"):
-        engine.load_adapter("x", "nowhere")
+        Engine(model, max_batch_size=4, max_model_len=32, kv_cache_gib=0.1).load_adapter("x", "nowhere")
+    plain = made()
+    assert Merged(plain).model is plain
 
 
 def test_the_reference_of_an_adapter_is_the_model_under_it():

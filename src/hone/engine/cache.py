@@ -34,7 +34,8 @@ class KVCache:
 
     def copy_pages(self, source: list[int], target: list[int]) -> None:
         device = self.store.device
-        self.store[:, :, to_device(target, device)] = self.store[:, :, to_device(source, device)]
+        pages = self.store.flatten(3).view(torch.int64)  # the wider an element, the fewer there are to be looked up
+        pages[:, :, to_device(target, device)] = pages[:, :, to_device(source, device)]
 
 
 class DecodeAttention:

@@ -32,7 +32,7 @@ from hone.kernels import row_state as column
 from hone.kernels.decode import Rows
 from hone.kernels.linear import exact_logits
 from hone.models.adapters import Adapters, read_adapter
-from hone.models.lora import loras, refresh
+from hone.models.lora import loras
 from hone.models.transformer import Transformer
 from hone.records import Completion, GenerateRequest
 
@@ -97,7 +97,6 @@ class Engine:
         self.slots = Slots(max_batch_size, self.max_model_len, self.pool.needed(self.max_model_len), STOPS, self.device)
         self.sampler = Sampler(self.slots, spec.vocab_size)
         self.adapters = Adapters(model)
-        refresh(model)
         self.prefill = Prefill(model, self.cache, self.adapters)
         self.packed = PackedModel(model, self.cache) if PackedModel.takes(model) else None
         self.graphs = DecodeGraphs(self) if gpu.takes_model(weight, spec.head_dim) else None
@@ -197,7 +196,6 @@ class Engine:
     def set_version(self, version: int) -> None:
         """Names the weights that the next tokens come from. Prompts computed with the old ones are not used again."""
         self.version = version
-        refresh(self.model)
         if self.packed is not None:
             self.packed.is_stale = True
         self.pool.forget()

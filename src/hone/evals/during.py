@@ -5,6 +5,7 @@ from hone.engine.engine import Engine
 from hone.environments import load_environments
 from hone.evals.held_out import evaluate
 from hone.inference.service import EngineService, LocalClient
+from hone.models.lora import Merged
 from hone.models.transformer import Transformer
 from hone.text.tokenizer import Tokenizer
 
@@ -17,12 +18,15 @@ class Evaluation:
     def __init__(self, config: EvalConfig, seed: int) -> None:
         self.config, self.seed = config, seed
         self.environments = load_environments(config.env)
-        self._engine: Engine | None = None
+        self._sampled: Merged | None = None
+        self._engine: Engine
 
     def __call__(self, model: Transformer, tokenizer: Tokenizer, step: int) -> dict[str, float]:
         """On the thread that computes."""
-        if self._engine is None or self._engine.model is not model:
-            self._engine = Engine(model, kv_cache_gib=CACHE_GIB)
+        if self._sampled is None or self._sampled.trained is not model:
+            self._sampled = Merged(model)
+            self._engine = Engine(self._sampled.model, kv_cache_gib=CACHE_GIB)
+        self._sampled.follow()
         self._engine.set_version(step)
         service = EngineService(self._engine, lockstep=True)
         found: dict[str, float] = {}

@@ -215,6 +215,7 @@ def serve(config: InferenceConfig) -> None:
     for name, directory in config.adapters.items():
         served.load_adapter(name, directory)
     app = build_app(served, api_key)
+    sock.listen(2048)  # from now on who connects is answered, if only when the event loop runs
     url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
     log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - STARTED)
     # No proxy headers: who may control the server is told by the connection. Open requests get some seconds to end.

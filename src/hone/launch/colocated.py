@@ -1,12 +1,12 @@
-"""`rl` in one process: sampler and trainer share one model, so a weight update copies nothing.
+"""`rl` in one process: sampler and trainer share one model, so a weight update copies nothing but sums with adapters.
 
     for each step:   collect (sample, score)  ─►  train on the batch  ─►  the weights are version N  ─►  save, log
                      event loop + compute thread   compute thread         the engine reads the same storage
 
-On-policy: step N is sampled by version N - 1. Rollouts are written to disk while the trainer computes.
+On-policy: step N is sampled by version N - 1. Rollouts are written to disk while a GPU computes what the trainer has
+launched; in a thread beside it they would keep it from launching.
 """
 
-import asyncio
 import time
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from hone.inference.service import EngineService, LocalClient
 from hone.kernels import cpu
 from hone.kernels.gpu.compiling import together
 from hone.models.loading import Loaded, load
+from hone.models.lora import Merged
 from hone.monitors.lines import evaluation_line, orchestrator_line, summary_line, trainer_line, why_no_signal
 from hone.monitors.log import SUCCESS, component_log
 from hone.monitors.metrics import Metrics, check_wandb
@@ -48,8 +49,9 @@ def main(config: RLConfig) -> None:
     limit, serving = loaded.model.spec.max_position_embeddings, config.inference or ServeConfig()
     length = min(config.seq_len, serving.max_model_len or limit, limit)
     most_tokens = config.orchestrator.batch_size * length
+    sampled = Merged(loaded.model)
     engine = Engine(
-        loaded.model, max_model_len=length, **room(serving, loaded.model, length, trainer.step_bytes(most_tokens))
+        sampled.model, max_model_len=length, **room(serving, loaded.model, length, trainer.step_bytes(most_tokens))
     )
     with together():
         rehearse(engine, config.orchestrator.batch_size)
@@ -57,6 +59,7 @@ def main(config: RLConfig) -> None:
     weight_steps = config.weights.steps(config.max_steps)
     sources = resume_from(run, config.resume)
     first = 1 + restore(sources, trainer.optimizer, config)
+    sampled.follow()
     run.claim(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
     if sources:
         forget_after(first - 1, run)
@@ -64,8 +67,9 @@ def main(config: RLConfig) -> None:
     with Pulse(run.pulse("trainer")), Metrics(run.metrics, config.wandb, config) as metrics:
         service = EngineService(engine, lockstep=True)
         progress = progress_of(sources, first - 1)
+        steps = (first, weight_steps, progress)
         service.run_beside(
-            train(config, loaded, environments, held_out, service, trainer, run, metrics, first, weight_steps, progress)
+            train(config, loaded, environments, held_out, service, trainer, sampled, run, metrics, *steps)
         )
 
 
@@ -76,6 +80,7 @@ async def train(
     held_out: dict[str, Environment],
     service: EngineService,
     trainer: RLTrainer,
+    sampled: Merged,
     run: RunDirectory,
     metrics: Metrics,
     first: int,
@@ -117,10 +122,9 @@ async def train(
         start = time.perf_counter()
         orchestrator.adopted(step - 1)
         collected = await orchestrator.collect(step, config.max_steps)
-        trained, _ = await asyncio.gather(
-            service.run(partial(trainer.step, collected.batch)),
-            asyncio.to_thread(write_rollouts, collected.groups, run.rollouts / f"step_{step}"),
-        )
+        write = partial(write_rollouts, collected.groups, run.rollouts / f"step_{step}")
+        trained = await service.run(partial(trainer.step, collected.batch, meanwhile=write))
+        await service.run(sampled.follow)
         service.engine.set_version(step)
         seconds = time.perf_counter() - start
         values = {**collected.metrics, **trained, "time/step": seconds}

@@ -51,9 +51,7 @@ class LoRA(nn.Module):
         self.register_buffer(
             "diagonal", diagonal[rows.to(diagonal.device)], persistent=False
         )  # whose it is, times scale
-        # B_OR as samplers read it, at a fixed address
-        self.register_buffer("fused", weight.new_zeros(len(weight), r * n), persistent=False)
-        self._seen = -1
+        self.outputs = len(weight)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         if not self.is_plain and torch.is_grad_enabled():
@@ -66,23 +64,9 @@ class LoRA(nn.Module):
         return not (self.training and self.config.dropout)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A_RI and B_OR, scaled; with gradients where those are on."""
-        if torch.is_grad_enabled() or self._seen < 0:
-            return self.A, self._fuse()
-        self.refresh()
-        return self.A, self.fused  # type: ignore[return-value]
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Updates `fused`, which samplers read, if B has changed. Replays of CUDA graphs read it without calling this.
-        Before the first call nothing reads it."""
-        if self.B._version != self._seen:
-            self.fused.copy_(self._fuse())  # type: ignore[operator]
-            self._seen = self.B._version
-
-    def _fuse(self) -> Tensor:
+        """A_RI and B_OR, scaled."""
         b_OR = (self.B[:, None, :] * self.diagonal[:, :, None]).flatten(1)  # type: ignore[index]
-        return b_OR if len(b_OR) == len(self.fused) else put_rows(b_OR, self.rows, len(self.fused))  # type: ignore[arg-type]
+        return self.A, b_OR if len(b_OR) == self.outputs else put_rows(b_OR, self.rows, self.outputs)  # type: ignore[arg-type]
 
     def pairs(self, whole: Whole = _as_it_is) -> Iterator[tuple[str, Tensor, Tensor]]:
         """HF linears with their A and B, not scaled, detached; `whole` joins what is split over ranks."""
@@ -187,10 +171,32 @@ def seed_dropout(model: Transformer, *numbers: int) -> None:
         torch.manual_seed(zlib.crc32(repr(numbers).encode()))
 
 
-def refresh(model: Transformer) -> None:
-    """After training has changed adapters: what samplers read follows."""
-    for lora in loras(model):
-        lora.refresh()
+class Merged:
+    """What samplers read of a model that is being trained: without adapters the model itself. Else `model` is a plain
+    one that shares all weights but those that adapters change, which are the sums of both as of the last `follow`."""
+
+    def __init__(self, trained: Transformer) -> None:
+        self.trained, self.model = trained, trained
+        self._sums: list[tuple[nn.Parameter, nn.Parameter, LoRA]] = []
+        if not any(loras(trained)):
+            return
+        with torch.device("meta"):
+            self.model = Transformer(trained.spec)
+        for name in dict(self.model.named_parameters()):
+            path, _, leaf = name.rpartition(".")
+            weight, delta = trained.get_parameter(name), getattr(trained.get_submodule(path), "delta", None)
+            if isinstance(delta, LoRA) and leaf == "weight":
+                own = nn.Parameter(torch.empty_like(weight), requires_grad=False)
+                self._sums.append((own, weight, delta))
+                weight = own
+            setattr(self.model.get_submodule(path), leaf, weight)
+        self.follow()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """After a step of training."""
+        for own, weight, lora in self._sums:
+            own.copy_(lora.add_to(weight))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ samples ─ split by tokens, pack ─► forward ─ logprobs at T of the sample
 import copy
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from hone.monitors.statistics import summary
 from hone.records import Batch, Sample
 from hone.trainer.bad_steps import handle
 from hone.trainer.loss import loss_function, policy_loss, token_weights
-from hone.trainer.memory import step_bytes
+from hone.trainer.memory import micro_batch_tokens, step_bytes
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import (
     flatten,
@@ -72,10 +73,11 @@ class RLTrainer:
             shard(part, ranks, config.sharding)
         self.optimizer = Optimizer(model, config.optim, ranks)
         model.recomputes = config.activation_checkpointing
+        self.micro_batch_tokens = config.micro_batch_tokens or micro_batch_tokens(model, model.recomputes)
 
     def step_bytes(self, most_tokens: int) -> int:
         """About the memory that a step of up to so many tokens takes, beside weights and the optimiser's state."""
-        tokens = min(self.config.micro_batch_tokens, most_tokens)
+        tokens = min(self.micro_batch_tokens, most_tokens)
         return step_bytes(self.model, tokens, self.config.activation_checkpointing)
 
     def rehearse(self, most_tokens: int = 2048) -> None:
@@ -85,7 +87,7 @@ class RLTrainer:
         """
         if self.optimizer.is_sharded or not trains_model(self.model.embed.weight, self.model.spec.head_dim):
             return
-        count = max(GROUP, min(self.config.micro_batch_tokens, most_tokens) // (2 * REHEARSED))
+        count = max(GROUP, min(self.micro_batch_tokens, most_tokens) // (2 * REHEARSED))
         for members in (GROUP, 1):  # a group's prompt is computed once
             mask, logprobs = [False] * REHEARSED + [True] * REHEARSED, [0.0] * (2 * REHEARSED)
             samples = [Sample([i // members % 256] * len(mask), mask, logprobs, 1.0, 1.0) for i in range(count)]
@@ -94,10 +96,11 @@ class RLTrainer:
                     self._backward(loss, samples, [1.0] * count, defaultdict(list))
         self.optimizer.clear()
 
-    def step(self, batch: Batch) -> dict[str, float]:
+    def step(self, batch: Batch, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
         """One optimiser step. The loss is normalised by the loss tokens of the whole batch, however it is split.
 
-        A batch without samples (no group had a signal) leaves the weights as they are.
+        A batch without samples (no group had a signal) leaves the weights as they are. `meanwhile` is called when all
+        passes through the model have been launched, which a GPU then still computes.
         """
         start = time.perf_counter()
         seed_dropout(self.model, self.seed, batch.step, self.ranks.rank)
@@ -126,6 +129,7 @@ class RLTrainer:
             loss, flops = loss + part, flops + work
             if len(split) > 1:
                 self.optimizer.accumulate()
+        meanwhile()
         grad_norm = self.optimizer.step(lr) if any(loss_lengths) else 0.0
         self.laps("optimizer")
         is_bad = self.optimizer.is_bad(grad_norm)
@@ -169,7 +173,7 @@ class RLTrainer:
 
     def _split(self, samples: list[Sample]) -> list[list[int]]:
         """Indices of the samples of each of this rank's micro-batches."""
-        lengths, budget = [len(sample.ids) for sample in samples], self.config.micro_batch_tokens
+        lengths, budget = [len(sample.ids) for sample in samples], self.micro_batch_tokens
         if not self.shares_prompts:
             mine = self.ranks.share(range(len(samples)), lengths)
             return [[mine[i] for i in part] for part in split_by_tokens([lengths[i] for i in mine], budget)]
