@@ -180,8 +180,7 @@ class Merged:
         self._sums: list[tuple[nn.Parameter, nn.Parameter, LoRA]] = []
         if not any(loras(trained)):
             return
-        with torch.device("meta"):
-            self.model = Transformer(trained.spec)
+        self.model = Transformer(trained.spec)  # its own weights are never touched, so they take no memory
         for name in dict(self.model.named_parameters()):
             path, _, leaf = name.rpartition(".")
             weight, delta = trained.get_parameter(name), getattr(trained.get_submodule(path), "delta", None)
