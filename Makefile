@@ -14,7 +14,7 @@ setup: .venv/.ready
 
 .venv/.ready: pyproject.toml uv.lock environments/*/pyproject.toml | $(UV)
 	$(UV) sync --locked
-	$(RUN) python -m hone.kernels.cpu
+	$(RUN) python -m hone.launch.kernels
 	@touch $@
 
 .uv/bin/uv:
@@ -28,13 +28,14 @@ lint: setup
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
+	$(RUN) lint-imports --no-logo
 
 test: lint  ## what CI runs; files of tests side by side, since most of their time is starting processes
 	$(RUN) pytest -n 2 --dist loadfile
 
 test-isas: setup  ## what depends on the processor's vectors once more, with narrower ones where it has such
 	@for isa in $$($(RUN) python -m hone.machine); do echo "As on a processor with $$isa:"; \
-	HONE_CPU_ISA=$$isa $(RUN) python -m hone.kernels.cpu && \
+	HONE_CPU_ISA=$$isa $(RUN) python -m hone.launch.kernels && \
 	HONE_CPU_ISA=$$isa $(RUN) pytest -n 2 --dist loadfile tests/unit/test_kernels.py tests/unit/test_packed.py \
 	  tests/unit/test_engine.py && \
 	HONE_CPU_ISA=$$isa $(RUN) pytest tests/integration/test_services.py \

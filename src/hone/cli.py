@@ -6,47 +6,15 @@ hone                   the same as subcommands
 """
 
 import errno
-import importlib
 import os
 import sys
 import time
 from collections.abc import Callable
 
 from hone import STARTED, machine
+from hone.config.commands import COMMANDS, import_object
 
 LAST_SECONDS = 10.0  # in which a process whose parent is gone may end what it has started
-COMMANDS = {  # name: (configuration, what runs it, summary)
-    "sft": (
-        "hone.config.sft:SFTConfig",
-        "hone.launch.sft:main",
-        "Train on conversations: loss on what the assistant says.",
-    ),
-    "rl": (
-        "hone.config.rl:RLConfig",
-        "hone.launch.rl:main",
-        "Train on rewards: sample, score, step, repeat.",
-    ),
-    "trainer": (
-        "hone.config.rl:TrainerRunConfig",
-        "hone.trainer.rl.train:main",
-        "The trainer of an RL run as a process of its own.",
-    ),
-    "orchestrator": (
-        "hone.config.rl:OrchestratorRunConfig",
-        "hone.orchestrator.run:main",
-        "The orchestrator of an RL run as a process of its own.",
-    ),
-    "inference": (
-        "hone.config.inference:InferenceConfig",
-        "hone.inference.server:serve",
-        "Serve a model behind the OpenAI chat API.",
-    ),
-    "export": (
-        "hone.config.export:ExportConfig",
-        "hone.trainer.export:main",
-        "Write a checkpoint as a model directory (`hone export`).",
-    ),
-}
 
 
 def sft() -> None:
@@ -63,11 +31,6 @@ def trainer() -> None:
 
 def orchestrator() -> None:
     _exit(_run("orchestrator", sys.argv[1:]))
-
-
-def run_as_file(command: str) -> None:
-    """What `torchrun src/hone/…/train.py @ FILE` runs: the command, as one of the processes there are."""
-    _exit(_run(command, sys.argv[1:]))
 
 
 def inference() -> None:
@@ -209,11 +172,6 @@ def is_disk_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def import_object(path: str):  # type: ignore[no-untyped-def]
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _exit(code: int) -> None:

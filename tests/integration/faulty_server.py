@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from hone.cli import run_as_file
+from hone.cli import inference
 from hone.inference import control
 
 FAULT, FROM = sys.argv.pop(1), 2
@@ -39,4 +39,4 @@ else:
     control.load_weights = {"corrupted": corrupted, "stale": stale}[FAULT]
 
 if __name__ == "__main__":
-    run_as_file("inference")
+    inference()

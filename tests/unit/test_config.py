@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hone.cli import COMMANDS, import_object
 from hone.config.base import ConfigError, Typed, differences, load_config, merge
+from hone.config.commands import COMMANDS, import_object
 from hone.config.help import help_text, to_toml
 from hone.config.inference import InferenceConfig
 from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig

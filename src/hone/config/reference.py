@@ -1,6 +1,6 @@
 """Writes the reference page of every configuration key: `python -m hone.config.reference > docs/configuration.md`."""
 
-from hone.cli import COMMANDS, import_object
+from hone.config.commands import COMMANDS, import_object
 from hone.config.help import reference_table
 
 HEAD = """# Configuration

@@ -20,18 +20,17 @@ import torch
 from torch import Tensor
 
 from hone.engine.admission import Admission, Planned
-from hone.engine.cache import DecodeAttention, KVCache
+from hone.engine.cache import KVCache
+from hone.engine.captured import Captured
+from hone.engine.decoder import Decoder
 from hone.engine.graphs import DecodeGraphs
-from hone.engine.packed import PackedModel
 from hone.engine.prefill import Prefill
 from hone.engine.sampler import Sampler
 from hone.engine.sequence import Sequence
 from hone.engine.slots import Slots, Snapshot, to_device
-from hone.kernels import gpu
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows
-from hone.kernels.linear import exact_logits
-from hone.models.adapters import Adapters, read_adapter
+from hone.models.adapters import read_adapter
 from hone.models.lora import loras
 from hone.models.transformer import Transformer
 from hone.records import Completion, GenerateRequest
@@ -95,11 +94,11 @@ class Engine:
         self.cache = KVCache(spec, weight.dtype, self.device, tokens)
         self.pool = self.cache.pool
         self.slots = Slots(max_batch_size, self.max_model_len, self.pool.needed(self.max_model_len), STOPS, self.device)
-        self.sampler = Sampler(self.slots, spec.vocab_size)
-        self.adapters = Adapters(model)
-        self.prefill = Prefill(model, self.cache, self.adapters)
-        self.packed = PackedModel(model, self.cache) if PackedModel.takes(model) else None
-        self.graphs = DecodeGraphs(self) if gpu.takes_model(weight, spec.head_dim) else None
+        self.decoder = Decoder(model, self.cache, self.slots)
+        self.sampler, self.adapters, self.packed = self.decoder.sampler, self.decoder.adapters, self.decoder.packed
+        self.captured = Captured() if self.decoder.stays_on_device else None
+        self.prefill = Prefill(model, self.cache, self.adapters, self.captured)
+        self.graphs = DecodeGraphs(self.decoder, self.captured, max_batch_size) if self.captured is not None else None
         self.version, self.completions = version, 0  # completions: handed over so far
         self.admission = Admission(self.cache, self.slots)
         self.decoding: list[Sequence] = []
@@ -234,9 +233,8 @@ class Engine:
 
     def _drop_graphs(self) -> None:
         """After tensors that graphs read were replaced."""
-        self.prefill.clear()
-        if self.graphs is not None:
-            self.graphs.clear()
+        if self.captured is not None:
+            self.captured.clear()
 
     # ---------------------------------------------------------------------------------------------- steps
 
@@ -279,11 +277,7 @@ class Engine:
             result = result[which_B]
         self.admission.started(leaders)
         kind = Sampler.kind(started)
-        logits_BV: Tensor | None = result
-        if packed is None:
-            logits_BV = self.draw(result, active_B, kind, advance=False)
-        else:
-            self.sampler.sample(result, active_B, kind, advance=False)
+        logits_BV = self.decoder.draw(result, active_B, kind, advance=False, is_logits=packed is not None)
         self._note_alternatives(logits_BV, active_B, started)
         for sequence in started:
             sequence.versions.append((0, self.version))
@@ -292,16 +286,6 @@ class Engine:
         self._has_changed = True
         if self.graphs is None or any(s.max_tokens == 1 or s.request.ends is not None for s in started):
             self._look(self._glance(started, [i for i, s in enumerate(started) if s.request.ends is not None]))
-
-    def draw(self, hidden_BD: Tensor, active_B: Tensor, kind: int, advance: bool) -> Tensor | None:
-        """A token for each of these slots; returns the logits where there was a need to have them."""
-        weight_VD = self.model.head_weight_VD
-        if kind == Sampler.PLAIN and gpu.takes_head(hidden_BD):
-            self.sampler.sample_hidden(hidden_BD, weight_VD, active_B, advance)
-            return None
-        logits_BV = exact_logits(hidden_BD, weight_VD)
-        self.sampler.sample(logits_BV, active_B, kind, advance)
-        return logits_BV
 
     def _decode(self) -> None:
         if self._has_changed:
@@ -312,11 +296,13 @@ class Engine:
         if left > 0:
             if self.graphs is not None:
                 steps = 1 if turn.each_step else min(WINDOW, left)
-                logits_BV = self.graphs.run(turn.kind, turn.has_adapters, steps, self._has_changed)
+                if self._has_changed:
+                    self.graphs.decode(self.decoding, turn.kind, turn.has_adapters, self.steps)
+                logits_BV = self.graphs.run(steps)
             else:
                 steps = 1
                 rows = Rows(slots.active, slots.state, slots.table)
-                logits_BV = self.decode_step(B, turn.kind, turn.has_adapters, rows)
+                logits_BV = self.decoder.step(B, turn.kind, turn.has_adapters, rows)
             self._has_changed = False
             self.steps += steps
             if turn.each_step:
@@ -339,26 +325,6 @@ class Engine:
             bool(watched) or any(s.request.sampling.top_logprobs for s in self.decoding),
             max(s.first_step + s.max_tokens - 1 for s in self.decoding),
         )
-
-    def decode_step(self, B: int, kind: int, has_adapters: bool, rows: Rows) -> Tensor | None:
-        """One token for the first B active slots, all on the device; returns the logits, if the kind asks for them."""
-        active_B, state = rows.active_B[:B], self.slots.state
-        rows = Rows(active_B, state, rows.table, rows.shared, rows.is_wide)
-        if self.packed is not None and not has_adapters:
-            logits_BV = self.packed.decode(rows)
-            self.sampler.sample(logits_BV, active_B, kind, advance=True)
-            return logits_BV
-        attention = DecodeAttention(self.cache, rows)
-        with self.adapters.used_by(state[active_B, column.ADAPTER] if has_adapters else None):
-            if self.graphs is not None:
-                from hone.kernels.gpu.rows import newest_embeddings
-
-                x_BD, positions_B = newest_embeddings(self.model.embed.weight, active_B, state), None
-            else:
-                state_BF = state[active_B]
-                x_BD, positions_B = self.model.embed(state_BF[:, column.LAST]), state_BF[:, column.LENGTH]
-            hidden_BD = self.model.hidden(x_BD, positions_B, attention)
-        return self.draw(hidden_BD, active_B, kind, advance=True)
 
     # --------------------------------------------------------------------------------------------- the end
 

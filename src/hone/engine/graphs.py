@@ -9,18 +9,19 @@ are. So do the weights.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor
 
+from hone.engine.captured import Captured
+from hone.engine.decoder import Decoder
+from hone.engine.sequence import Sequence
 from hone.engine.slots import to_device
 from hone.kernels import gpu
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows
 
 if TYPE_CHECKING:
-    from hone.engine.engine import Engine
     from hone.kernels.gpu.decode import Shared
 
 WORTH_SHARING = 4096  # tokens that a step must be spared, to pay for the kernel that reads pages for groups
@@ -49,48 +50,39 @@ def padded(rows: int) -> int:
 
 
 class DecodeGraphs:
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+    """`most_rows`: as many as decode at once at most."""
+
+    def __init__(self, decoder: Decoder, captured: Captured, most_rows: int) -> None:
+        self.decoder, self.captured, self.most_rows = decoder, captured, most_rows
+        self.slots, self.heads = decoder.slots, decoder.model.spec.num_key_value_heads
         self.shared: dict[tuple[int, int], Shared] = {}
-        self.pool: Any = None
         self.key: Key | None = None
-        self.plan: list[tuple[int, int, list[int]]] = []
 
-    def clear(self) -> None:
-        self.graphs.clear()
-        self.pool = self.key = None
-
-    def run(self, kind: int, has_adapters: bool, steps: int, has_changed: bool) -> Tensor | None:
-        """That many decode steps of the active slots; returns the logits of the last, if the kind asks for them."""
-        if has_changed or self.key is None:
-            self.key = self._key(kind, has_adapters)
-            if self.key.stretches:
-                self._write_plan(self.key)
-        if self.key not in self.graphs:
-            self.graphs[self.key] = self._capture(self.key)
-        graph, logits = self.graphs[self.key]
-        for _ in range(steps):
-            graph.replay()
-        return logits
-
-    def _key(self, kind: int, has_adapters: bool) -> Key:
-        engine = self.engine
-        B = padded(len(engine.decoding))
-        mean = sum(len(s.prompt) + engine.steps - s.first_step for s in engine.decoding) / len(engine.decoding)
-        self.plan = self._stretches()
-        stretches = gpu.power_of_2(len(self.plan)) if self.plan else 0
+    def decode(self, sequences: list[Sequence], kind: int, has_adapters: bool, step: int) -> None:
+        """From now on these sequences decode, which are the active slots; `step`: of the engine, so far."""
+        mean = sum(len(s.prompt) + step - s.first_step for s in sequences) / len(sequences)
+        B, plan = padded(len(sequences)), self._stretches(sequences)
         taken: dict[int, int] = defaultdict(int)
-        for _, _, members in self.plan:
+        for _, _, members in plan:
             for row in members:
                 taken[row] += 1
         parts = gpu.power_of_2(max(taken.values())) if taken else 0
-        heads = engine.model.spec.num_key_value_heads
-        is_shared = any(len(members) > 1 for _, _, members in self.plan)
-        is_wide = not is_shared and (mean > LONG or B * heads <= 4 * gpu.processors())
-        return Key(min(B, engine.max_batch_size), kind, has_adapters, stretches, parts, is_wide)
+        is_shared = any(len(members) > 1 for _, _, members in plan)
+        is_wide = not is_shared and (mean > LONG or B * self.heads <= 4 * gpu.processors())
+        stretches = gpu.power_of_2(len(plan)) if plan else 0
+        self.key = Key(min(B, self.most_rows), kind, has_adapters, stretches, parts, is_wide)
+        if stretches:
+            self._write_plan(self.key, plan, sequences)
 
-    def _stretches(self) -> list[tuple[int, int, list[int]]]:
+    def run(self, steps: int) -> Tensor | None:
+        """That many decode steps; returns the logits of the last, if the kind asks for them."""
+        assert self.key is not None
+        if self.key not in self.captured:
+            self._capture(self.key)
+        logits: Tensor | None = self.captured.replay(self.key, steps)
+        return logits
+
+    def _stretches(self, sequences: list[Sequence]) -> list[tuple[int, int, list[int]]]:
         """Page ranges (first, end) and the batch rows that share them: groups with the same full pages of the prompt.
 
         Where sharing would save little and few sequences decode, each long prompt is split by itself instead: several
@@ -98,17 +90,16 @@ class DecodeGraphs:
         """
         from hone.kernels.gpu.decode import MEMBERS
 
-        engine, size = self.engine, self.engine.pool.size
+        size, heads = self.decoder.cache.pool.size, self.heads
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for row, sequence in enumerate(engine.decoding):
+        for row, sequence in enumerate(sequences):
             full = len(sequence.prompt) // size
             if full:
                 groups[full, sequence.pages[full - 1]].append(row)
-        heads = engine.model.spec.num_key_value_heads
         shared = {key: rows for key, rows in groups.items() if len(rows) > 1}
         spared = sum(full * size * (len(rows) - 1) for (full, _), rows in shared.items())
         if spared < WORTH_SHARING:
-            if len(engine.decoding) * heads > FEW_BLOCKS * gpu.processors():
+            if len(sequences) * heads > FEW_BLOCKS * gpu.processors():
                 return []
             shared = {
                 (full, row): [row] for (full, _), rows in groups.items() for row in rows if full * size >= LONG_PROMPT
@@ -128,50 +119,38 @@ class DecodeGraphs:
         if not key.stretches:
             return None
         if (key.stretches, key.parts) not in self.shared:
-            spec, engine = self.engine.model.spec, self.engine
+            spec, rows = self.decoder.model.spec, self.most_rows + 1
             self.shared[key.stretches, key.parts] = Shared.empty(
-                key.stretches,
-                engine.max_batch_size + 1,
-                key.parts,
-                spec.num_attention_heads,
-                spec.head_dim,
-                engine.device,
+                key.stretches, rows, key.parts, spec.num_attention_heads, spec.head_dim, self.slots.device
             )
         return self.shared[key.stretches, key.parts]
 
-    def _write_plan(self, key: Key) -> None:
+    def _write_plan(self, key: Key, plan: list[tuple[int, int, list[int]]], sequences: list[Sequence]) -> None:
         """Tells the kernels who shares what."""
         from hone.kernels.gpu.decode import MEMBERS
 
-        engine, shared = self.engine, self.shared_by(key)
+        device, shared = self.slots.device, self.shared_by(key)
         assert shared is not None
         stretches = [[0, 0] for _ in range(key.stretches)]
         members = [[-1] * MEMBERS for _ in range(key.stretches)]
         parts = [[-1] * key.parts for _ in range(len(shared.parts_BS))]
-        own = [0] * len(engine.decoding)
-        for i, (first, end, rows) in enumerate(self.plan):
+        own = [0] * len(sequences)
+        for i, (first, end, rows) in enumerate(plan):
             stretches[i] = [first, end]
             members[i][: len(rows)] = rows
             for place, row in enumerate(rows):
                 parts[row][parts[row].index(-1)] = i * MEMBERS + place
                 own[row] = max(own[row], end)
-        shared.stretches_I2.copy_(to_device(stretches, engine.device))
-        shared.members_IR.copy_(to_device(members, engine.device))
-        shared.parts_BS.copy_(to_device(parts, engine.device))
-        slots = to_device([s.slot for s in engine.decoding], engine.device)
-        engine.slots.state[slots, column.OWN_PAGE] = to_device(own, engine.device)
+        shared.stretches_I2.copy_(to_device(stretches, device))
+        shared.members_IR.copy_(to_device(members, device))
+        shared.parts_BS.copy_(to_device(parts, device))
+        slots = to_device([s.slot for s in sequences], device)
+        self.slots.state[slots, column.OWN_PAGE] = to_device(own, device)
 
-    def _capture(self, key: Key) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
-        engine, slots = self.engine, self.engine.slots
+    def _capture(self, key: Key) -> None:
+        slots = self.slots
         rows = Rows(slots.active, slots.state, slots.table, self.shared_by(key), key.is_wide)
-        # Everything is compiled and set up by a step of the spare slot alone.
         active = slots.active.clone()
-        slots.active.fill_(slots.count)
-        engine.decode_step(key.rows, key.kind, key.has_adapters, rows)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            logits = engine.decode_step(key.rows, key.kind, key.has_adapters, rows)
-        self.pool = self.pool or graph.pool()
+        slots.active.fill_(slots.count)  # what is set up is so by a step of the spare slot alone
+        self.captured.capture(key, lambda: self.decoder.step(key.rows, key.kind, key.has_adapters, rows))
         slots.active.copy_(active)
-        return graph, logits

@@ -10,7 +10,7 @@ passes over whole prompts become graphs when their shape, rounded up, comes for 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.engine.cache import KVCache
+from hone.engine.captured import Captured
 from hone.engine.slots import to_device
 from hone.kernels import gpu
 from hone.models.adapters import Adapters
@@ -40,13 +41,14 @@ class Stretch:
 
 
 class Prefill:
-    def __init__(self, model: Transformer, cache: KVCache, adapters: Adapters) -> None:
+    """`captured`: where its graphs go; None where there are none."""
+
+    def __init__(self, model: Transformer, cache: KVCache, adapters: Adapters, captured: Captured | None) -> None:
         self.model, self.cache, self.adapters, self.device = model, cache, adapters, cache.store.device
-        self.has_graphs = gpu.takes_model(model.embed.weight, model.spec.head_dim)
+        self.captured = captured
         self.most_tokens = WORTH_A_GRAPH / (2 * sum(p.numel() for p in model.blocks.parameters()))
-        self.graphs: dict[Shape, _Graph] = {}
+        self.inputs: dict[Shape, _Inputs] = {}  # of graphs
         self.seen: set[Shape] = set()
-        self.pool: Any = None
 
     def run(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
         """Computes keys and values of these stretches; hidden states of the rows `kept`, of all laid end to end."""
@@ -56,12 +58,14 @@ class Prefill:
         tokens = np.array(list(chain.from_iterable(s.ids[s.start : s.end] for s in stretches)), dtype=np.int64)
         numbers = [s.adapter for s in stretches]
         is_plain = not any(before) and not any(numbers)
-        if self.has_graphs and is_plain and len(tokens) <= self.most_tokens:
+        if self.captured is not None and is_plain and len(tokens) <= self.most_tokens:
             shape = Shape.of(lengths)
-            if shape not in self.graphs and shape in self.seen:
-                self.graphs[shape] = self._capture(shape)
-            if shape in self.graphs:
-                return self.graphs[shape].run(tokens, positions, cells, kept, lengths)[: len(kept)]
+            if shape not in self.captured and shape in self.seen:
+                self._capture(self.captured, shape)
+            if shape in self.captured:
+                self.inputs[shape].fill(tokens, positions, cells, kept, lengths)
+                hidden_ND: Tensor = self.captured.replay(shape)
+                return hidden_ND[: len(kept)]
             self.seen.add(shape)
         tokens_T, positions_T, cells_T, kept_P = (
             to_device(x, self.device) for x in (tokens, positions, cells, kept or [0])
@@ -70,12 +74,6 @@ class Prefill:
         which_T = to_device(np.repeat(numbers, lengths), self.device) if any(numbers) else None
         with self.adapters.used_by(which_T, kept_P):
             return self.model.hidden(self.model.embed(tokens_T), positions_T, attention, kept_P)
-
-    def clear(self) -> None:
-        """Drops the graphs, after tensors that they read were replaced."""
-        self.graphs.clear()
-        self.seen.clear()
-        self.pool = None
 
     def _mix(self, stretches: list[Stretch], lengths: list[int], before: list[int]) -> Mix:
         """How the stretches see what is theirs and, in the cache, what is before them."""
@@ -86,20 +84,15 @@ class Prefill:
         seen, continued = to_device(cells, self.device), ContinuedAttention(lengths, before, self.device)
         return lambda q, k, v, keys, values: continued.attend(q, keys[seen], values[seen])
 
-    def _capture(self, shape: "Shape") -> "_Graph":
-        graph = _Graph(shape, self.device)
-        attention = PrefillAttention(self.cache, graph.positions_T, graph.cells_T, graph.mix)
+    def _capture(self, captured: Captured, shape: "Shape") -> None:
+        inputs = self.inputs[shape] = _Inputs(shape, self.device)  # of empty prompts
+        attention = PrefillAttention(self.cache, inputs.positions_T, inputs.cells_T, inputs.mix)
 
         def forward() -> Tensor:
-            x_TD = self.model.embed(graph.tokens_T)
-            return self.model.hidden(x_TD, graph.positions_T, attention, graph.kept_N)
+            x_TD = self.model.embed(inputs.tokens_T)
+            return self.model.hidden(x_TD, inputs.positions_T, attention, inputs.kept_N)
 
-        forward()  # of empty prompts, so that everything is compiled and set up
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph.graph, pool=self.pool):
-            graph.hidden_ND = forward()
-        self.pool = self.pool or graph.graph.pool()
-        return graph
+        captured.capture(shape, forward)
 
 
 class Shape(NamedTuple):
@@ -116,26 +109,25 @@ class Shape(NamedTuple):
         return Shape(-(-tokens // step) * step, gpu.power_of_2(len(lengths)), gpu.power_of_2(max(lengths)))
 
 
-class _Graph:
-    """A captured pass of one shape, and the tensors it reads. Padding tokens belong to no prompt and write to a spare
+class _Inputs:
+    """The tensors that a captured pass of one shape reads. Padding tokens belong to no prompt and write to a spare
     page."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
-        self.shape, self.graph = shape, torch.cuda.CUDAGraph()
+        self.shape = shape
         self.inputs = torch.zeros(3 * shape.tokens + shape.prompts, dtype=torch.int64, device=device)
         self.ends = torch.zeros(shape.prompts + 1, dtype=torch.int32, device=device)
         sizes = [shape.tokens] * 3 + [shape.prompts]
         self.tokens_T, self.positions_T, self.cells_T, self.kept_N = self.inputs.split(sizes)
-        self.hidden_ND: Tensor
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         longest = self.shape.longest
         return varlen(q, k, v, self.ends, self.ends, longest, longest).flatten(1)
 
-    def run(
+    def fill(
         self, tokens: NDArray[np.int64], positions: NDArray[np.int64], cells: NDArray[np.int64], kept: list[int],
         lengths: list[int],
-    ) -> Tensor:  # fmt: skip
+    ) -> None:  # fmt: skip
         T, P = self.shape.tokens, self.shape.prompts
         inputs = np.zeros(3 * T + P, dtype=np.int64)
         for i, values in enumerate((tokens, positions, cells, np.array(kept, dtype=np.int64))):
@@ -144,8 +136,6 @@ class _Graph:
         ends[: len(lengths) + 1] = [0, *np.cumsum(lengths)]
         for target, source in ((self.inputs, inputs), (self.ends, ends)):
             target.copy_(torch.from_numpy(source).pin_memory(), non_blocking=True)
-        self.graph.replay()
-        return self.hidden_ND
 
 
 def _places(stretches: list[Stretch], starts: list[int], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -27,8 +27,8 @@ def rehearse(engine: Engine, sequences: int) -> None:
     pages = list(range(engine.pool.needed(length)))
     for count in PROMPTS:
         hidden = engine.prefill.run([Stretch([0] * length, pages, 0, length)] * count, [length - 1])
-        engine.draw(hidden, slots.active[-1:], Sampler.PLAIN, advance=False)
+        engine.decoder.draw(hidden, slots.active[-1:], Sampler.PLAIN, advance=False)
     for way in ways:
         seen = Rows(slots.active, slots.state, slots.table, graphs.shared_by(way), way.is_wide)
-        engine.decode_step(way.rows, way.kind, way.has_adapters, seen)
-    engine.prefill.clear()
+        engine.decoder.step(way.rows, way.kind, way.has_adapters, seen)
+    engine.prefill.seen.clear()

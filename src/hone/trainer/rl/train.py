@@ -9,6 +9,7 @@ is what an orchestrator waits for. Also run as a file under torchrun.
 
 import logging
 import math
+import runpy
 import sys
 import time
 from functools import partial
@@ -236,6 +237,5 @@ class Publisher:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))  # src/, where torchrun gave a file and not the package
-    from hone.cli import run_as_file
-
-    run_as_file("trainer")
+    sys.argv.insert(1, "trainer")
+    runpy.run_module("hone", run_name="__main__")

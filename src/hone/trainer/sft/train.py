@@ -6,6 +6,7 @@ Who evaluates the model on environments is handed in (`launch/sft.py`).
 """
 
 import math
+import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -320,6 +321,5 @@ def _progress(disable: bool) -> Progress:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))  # src/, where torchrun gave a file and not the package
-    from hone.cli import run_as_file
-
-    run_as_file("sft")
+    sys.argv.insert(1, "sft")
+    runpy.run_module("hone", run_name="__main__")

@@ -1,4 +1,4 @@
-"""Compiles all CPU kernels by running each once: `python -m hone.kernels.cpu`, part of `make setup`."""
+"""Compiles all CPU kernels by running each once: `python -m hone.launch.kernels`, part of `make setup`."""
 
 import logging
 import time

@@ -1,0 +1,43 @@
+"""The commands that read a configuration: its type, what runs it, what it does; named, and imported when asked for."""
+
+import importlib
+from typing import Any
+
+COMMANDS = {  # name: (configuration, what runs it, summary)
+    "sft": (
+        "hone.config.sft:SFTConfig",
+        "hone.launch.sft:main",
+        "Train on conversations: loss on what the assistant says.",
+    ),
+    "rl": (
+        "hone.config.rl:RLConfig",
+        "hone.launch.rl:main",
+        "Train on rewards: sample, score, step, repeat.",
+    ),
+    "trainer": (
+        "hone.config.rl:TrainerRunConfig",
+        "hone.trainer.rl.train:main",
+        "The trainer of an RL run as a process of its own.",
+    ),
+    "orchestrator": (
+        "hone.config.rl:OrchestratorRunConfig",
+        "hone.orchestrator.run:main",
+        "The orchestrator of an RL run as a process of its own.",
+    ),
+    "inference": (
+        "hone.config.inference:InferenceConfig",
+        "hone.inference.server:serve",
+        "Serve a model behind the OpenAI chat API.",
+    ),
+    "export": (
+        "hone.config.export:ExportConfig",
+        "hone.trainer.export:main",
+        "Write a checkpoint as a model directory (`hone export`).",
+    ),
+}
+
+
+def import_object(path: str) -> Any:
+    """What MODULE:NAME names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,39 @@
+"""CUDA graphs by what they were captured for; all of an engine's share one pool of memory."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+
+class Captured:
+    """One runs after the other, so that they may use the same memory; a graph's result stands until it runs again."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._pool: Any = None
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self.graphs
+
+    def capture(self, key: Hashable, forward: Callable[[], Any]) -> None:
+        """`forward` is called twice: once so that everything is compiled and set up, then for the graph."""
+        forward()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = forward()
+        self._pool = self._pool or graph.pool()
+        self.graphs[key] = graph, result
+
+    def replay(self, key: Hashable, times: int = 1) -> Any:
+        """What `forward` returned, as it is after that many replays."""
+        graph, result = self.graphs[key]
+        for _ in range(times):
+            graph.replay()
+        return result
+
+    def clear(self) -> None:
+        """After tensors that graphs read were replaced."""
+        self.graphs.clear()
+        self._pool = None

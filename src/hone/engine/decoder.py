@@ -1,0 +1,62 @@
+"""One token for each sequence that decodes, and the first one of each prompt: the model, then the draw.
+
+    slots ─ newest tokens ─┬─ layer by layer: DecodeAttention over the cache ─ hidden states ─┬─► draw ─► slots
+                           └─ packed: one call for all layers ─ logits ───────────────────────┘
+
+The engine calls it step by step, or `graphs.py` captures it once and replays it.
+"""
+
+from torch import Tensor
+
+from hone.engine.cache import DecodeAttention, KVCache
+from hone.engine.packed import PackedModel
+from hone.engine.sampler import Sampler
+from hone.engine.slots import Slots
+from hone.kernels import gpu
+from hone.kernels import row_state as column
+from hone.kernels.decode import Rows
+from hone.kernels.linear import exact_logits
+from hone.models.adapters import Adapters
+from hone.models.transformer import Transformer
+
+
+class Decoder:
+    """`packed`: the model for requests without adapters on a CPU, where it is small. `stays_on_device`: whether all of
+    a step is done by kernels of the device, so that steps can be captured."""
+
+    def __init__(self, model: Transformer, cache: KVCache, slots: Slots) -> None:
+        self.model, self.cache, self.slots = model, cache, slots
+        self.sampler, self.adapters = Sampler(slots, model.spec.vocab_size), Adapters(model)
+        self.packed = PackedModel(model, cache) if PackedModel.takes(model) else None
+        self.stays_on_device = gpu.takes_model(model.embed.weight, model.spec.head_dim)
+
+    def step(self, B: int, kind: int, has_adapters: bool, rows: Rows) -> Tensor | None:
+        """One token for the first B active slots; returns the logits, if the kind asks for them."""
+        active_B, state = rows.active_B[:B], self.slots.state
+        rows = Rows(active_B, state, rows.table, rows.shared, rows.is_wide)
+        if self.packed is not None and not has_adapters:
+            return self.draw(self.packed.decode(rows), active_B, kind, advance=True, is_logits=True)
+        attention = DecodeAttention(self.cache, rows)
+        with self.adapters.used_by(state[active_B, column.ADAPTER] if has_adapters else None):
+            if self.stays_on_device:
+                from hone.kernels.gpu.rows import newest_embeddings
+
+                x_BD, positions_B = newest_embeddings(self.model.embed.weight, active_B, state), None
+            else:
+                state_BF = state[active_B]
+                x_BD, positions_B = self.model.embed(state_BF[:, column.LAST]), state_BF[:, column.LENGTH]
+            hidden_BD = self.model.hidden(x_BD, positions_B, attention)
+        return self.draw(hidden_BD, active_B, kind, advance=True)
+
+    def draw(
+        self, result_BD: Tensor, active_B: Tensor, kind: int, advance: bool, is_logits: bool = False
+    ) -> Tensor | None:
+        """A token for each of these slots, from hidden states or logits; returns the logits where there was a need to
+        have them."""
+        weight_VD = self.model.head_weight_VD
+        if not is_logits and kind == Sampler.PLAIN and gpu.takes_head(result_BD):
+            self.sampler.sample_hidden(result_BD, weight_VD, active_B, advance)
+            return None
+        logits_BV = result_BD if is_logits else exact_logits(result_BD, weight_VD)
+        self.sampler.sample(logits_BV, active_B, kind, advance)
+        return logits_BV
