@@ -68,12 +68,12 @@ def ours(options: dict, logprobs, old, reference, advantages, mask):
     import torch
 
     from hone.config.loss import LossConfig
-    from hone.trainer.loss import policy_loss, token_weights
+    from hone.trainer.loss import make_loss, policy_loss, token_weights
 
     config, is_token = LossConfig(**options), mask.bool()
     sequence = torch.arange(len(mask))[:, None].expand_as(mask)[is_token]
     weights = torch.tensor(token_weights(mask.sum(1).int().tolist(), config), dtype=logprobs.dtype)
-    given = (logprobs[is_token], old[is_token], advantages[sequence], sequence, weights[sequence], config)
+    given = (logprobs[is_token], old[is_token], advantages[sequence], sequence, weights[sequence], make_loss(config))
     return policy_loss(*given, reference_logprobs_N=reference[is_token] if config.kl_beta else None).total
 
 

@@ -7,13 +7,14 @@
 `sft` and `rl` may share a directory, one after the other, as the examples do.
 """
 
+import contextlib
 import json
 import logging
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +132,35 @@ class RunDirectory:
         return manifest
 
     def _write_manifest(self, manifest: dict[str, Any]) -> None:
-        partial = self.manifest.with_suffix(".partial")
-        partial.write_text(json.dumps(manifest, indent=2) + "\n")
-        partial.replace(self.manifest)
+        rewrite(self.manifest, json.dumps(manifest, indent=2) + "\n")
 
 
-def steps_in(directory: Path) -> dict[int, Path]:
-    """Its whole step_N directories."""
-    return {int(p.name[5:]): p for p in directory.glob("step_*") if p.name[5:].isdigit()}
+@contextlib.contextmanager
+def appearing(directory: Path) -> Iterator[Path]:
+    """An empty directory to fill, which then becomes `directory` at once, in place of what was there."""
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
+
+
+def rewrite(file: Path, text: str) -> None:
+    """Replaces a file by one with this text, at once."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(file)
+
+
+def steps_in(parent: Path) -> dict[int, Path]:
+    """Its whole step_N directories, in order; none where there is no such directory."""
+    try:
+        names = os.listdir(parent)
+    except FileNotFoundError:
+        return {}
+    steps = sorted(int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdigit())
+    return {step: parent / f"step_{step}" for step in steps}
 
 
 def _changes(pulse: Path) -> bool:

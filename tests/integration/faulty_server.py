@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from hone.cli import inference
-from hone.inference import control
+from hone.transport import adapter, files
 
 FAULT, FROM = sys.argv.pop(1), 2
-load_weights, merge_adapter = control.load_weights, control.merge_adapter
+load_weights, merge_adapter = files.load_weights, adapter.merge_adapter
 
 
 def is_due(directory: Path) -> bool:
@@ -17,26 +17,26 @@ def is_due(directory: Path) -> bool:
 
 
 @torch.no_grad()
-def corrupted(model, directory):
-    load_weights(model, directory)
+def corrupted(into, directory):
+    load_weights(into, directory)
     if is_due(directory):
-        model.blocks[1].mlp.down.weight.view(torch.int32)[3, 5] ^= 1  # one bit on its way
+        into["model.layers.1.mlp.down_proj.weight"].view(torch.int32)[3, 5] ^= 1  # one bit on its way
 
 
-def stale(model, directory):
+def stale(into, directory):
     if not is_due(directory):
-        load_weights(model, directory)
+        load_weights(into, directory)
 
 
-def without_adapter(model, directory):
+def without_adapter(into, directory):
     if not is_due(directory):
-        merge_adapter(model, directory)
+        merge_adapter(into, directory)
 
 
 if FAULT == "dropped-adapter":
-    control.merge_adapter = without_adapter
+    adapter.merge_adapter = without_adapter
 else:
-    control.load_weights = {"corrupted": corrupted, "stale": stale}[FAULT]
+    files.load_weights = {"corrupted": corrupted, "stale": stale}[FAULT]
 
 if __name__ == "__main__":
     inference()

@@ -75,6 +75,8 @@ def test_booleans_lists_and_none(rl_toml):
         (["--orchestrator.rollouts-per-example", "1"], ["rollouts-per-example", "greater than or equal to 2", "'1'"]),
         (["@", "missing.toml"], ["missing.toml: no such file"]),
         (["stray"], ["'stray' is not understood"]),
+        (["--weight-broadcast.type", "nccx"], ["weight-broadcast.type: 'nccx' is none of filesystem, nccl", "nccl?"]),
+        (["--weight-broadcast.host", "::1"], ["weight-broadcast.host: unknown key", "it is one of type nccl"]),
         (["--trainer.optim.lr", "-1"], ["trainer.optim.lr", "greater than or equal to 0"]),
     ],
 )

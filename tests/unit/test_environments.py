@@ -8,7 +8,8 @@ import pytest
 
 import hone.environments as vf
 from hone.config.sections import EvalConfig
-from hone.evals.held_out import attempt, evaluate, means
+from hone.environments.attempt import attempt
+from hone.evals.held_out import evaluate, means
 from hone.records import Completion, Rollout, Sampling, Turn
 
 

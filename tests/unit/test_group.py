@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hone.config.orchestrator import BufferConfig, GroupConfig
-from hone.orchestrator.advantage import overlong
+from hone.orchestrator.advantage import make_advantage, overlong
 from hone.orchestrator.group import Group, judge, samples_of
 from hone.orchestrator.schedule import Task
 from hone.records import Completion, Example, Rollout, Turn
@@ -19,7 +19,8 @@ def rollout(reward, reason="stop", error=None, ids=(7, 8)):
 
 def judged(rollouts, buffer=None, **settings):
     group = Group(Task(0, "env", 0), rollouts)
-    judge(group, GroupConfig(**settings), BufferConfig(**(buffer or {})))
+    config = GroupConfig(**settings)
+    judge(group, make_advantage(config), config, BufferConfig(**(buffer or {})))
     return group
 
 

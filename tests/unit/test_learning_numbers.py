@@ -12,8 +12,8 @@ from hone.kernels.logprobs import target_logprobs
 from hone.models.hf import split_rows
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
-from hone.orchestrator.advantage import ADVANTAGES, has_signal
-from hone.trainer.loss import cross_entropy_sum, policy_loss
+from hone.orchestrator.advantage import ADVANTAGES, Scored, has_signal
+from hone.trainer.loss import cross_entropy_sum, make_loss, policy_loss
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import pack, pack_shared, split_by_prompt, split_by_tokens
 
@@ -32,7 +32,7 @@ def loss(trainer, advantages, sequences=None, **options):
     more = {k: torch.tensor(options.pop(k), dtype=torch.float64) for k in list(options) if k.endswith("_N")}
     return policy_loss(
         trainer, options.pop("sampler", zeros), torch.tensor(advantages, dtype=torch.float64), sequences,
-        torch.ones(n, dtype=torch.float64), LossConfig(**options), **more,
+        torch.ones(n, dtype=torch.float64), make_loss(LossConfig(**options)), **more,
     )  # fmt: skip
 
 
@@ -102,11 +102,11 @@ def test_target_logprobs_apply_the_temperature():
 )
 def test_advantages(name, rewards, expected):
     lengths = np.array([40.0, 10.0, 30.0, 20.0])[: len(rewards)]
-    assert ADVANTAGES[name](np.array(rewards, dtype=float), lengths).tolist() == pytest.approx(expected)
+    assert ADVANTAGES[name](Scored(np.array(rewards, dtype=float), lengths)).tolist() == pytest.approx(expected)
 
 
-def test_a_group_has_signal_where_rewards_differ():
-    assert has_signal(np.array([0.1, 0.2])) and not has_signal(np.array([0.2, 0.2]))
+def test_a_group_has_signal_where_advantages_are_not_0():
+    assert has_signal(np.array([0.1, 0.0])) and not has_signal(np.array([0.0, 1e-17]))
 
 
 def test_packing_keeps_the_positions_that_predict_a_target():

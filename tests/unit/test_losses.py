@@ -1,20 +1,26 @@
 """Policy losses by name: values that can be checked by hand, gradients against finite differences."""
 
+import inspect
 import math
-from typing import get_args
+import re
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
-from hone.config.loss import KEYS_OF, LossConfig
-from hone.config.rl import OrchestratorConfig, TrainerConfig
+from hone.config.loss import KINDS, LossConfig
+from hone.config.orchestrator import ADVANTAGES as ADVANTAGE_NAMES
+from hone.config.orchestrator import GroupConfig
+from hone.config.rl import TrainerConfig
 from hone.kernels.head import _Head, head_logprobs, head_logprobs_reference
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
-from hone.orchestrator.advantage import ADVANTAGES
+from hone.orchestrator.advantage import ADVANTAGES, Scored, make_advantage
 from hone.records import Batch, Sample
-from hone.trainer.loss import LOSSES, loss_function, policy_loss, token_weights
+from hone.trainer.loss import LOSSES, make_loss, needs, policy_loss, token_weights
 from hone.trainer.rl.trainer import RLTrainer
 
 LN2 = math.log(2)
@@ -28,7 +34,7 @@ def run(trainer, sampler, advantage, sequence=None, weight=None, reference=None,
     sequence = torch.zeros(len(trainer), dtype=torch.int64) if sequence is None else torch.tensor(sequence)
     weight = torch.ones_like(trainer) if weight is None else weight
     more = (entropy, reference, teacher)
-    return policy_loss(trainer, sampler, advantage, sequence, weight, LossConfig(**config), *more)
+    return policy_loss(trainer, sampler, advantage, sequence, weight, make_loss(LossConfig(**config)), *more)
 
 
 def gradient(trainer, *rest, **options):
@@ -107,7 +113,7 @@ def test_gradients_equal_finite_differences(kind, ratio_type):
 
     def total(x):
         out = policy_loss(
-            x, sampler, advantage, torch.tensor([0, 0, 1, 1, 1, 2]), torch.full((6,), 0.2).double(), config,
+            x, sampler, advantage, torch.tensor([0, 0, 1, 1, 1, 2]), torch.full((6,), 0.2).double(), make_loss(config),
             teacher_logprobs_N=sampler - 0.1,
         )  # fmt: skip
         return out.total
@@ -140,20 +146,80 @@ def test_weights_of_tokens():
     assert token_weights([0, 0], LossConfig()) == [0, 0]
 
 
-def own_loss(tokens, config):
-    return -tokens.trainer_logprobs * 2, torch.ones_like(tokens.trainer_logprobs, dtype=torch.bool)
+def own_loss(tokens, *, factor: float = 2):
+    return -tokens.trainer_logprobs * factor, torch.ones_like(tokens.trainer_logprobs, dtype=torch.bool)
+
+
+@needs("wings")
+def needs_what_there_is_not(tokens):
+    raise AssertionError
+
+
+def raises(tokens):
+    return tokens.nothing
 
 
 def test_a_loss_of_ones_own_by_import_path():
-    trainer = tensor(0.5).log()
-    assert run(trainer, trainer, trainer, type=f"{__name__}:own_loss").total.item() == pytest.approx(2 * LN2)
-    with pytest.raises(ValueError, match="nowhere_to_be_found:f: cannot be imported"):
-        loss_function("nowhere_to_be_found:f")
+    trainer, path = tensor(0.5).log(), f"{__name__}:own_loss"
+    assert run(trainer, trainer, trainer, type=path).total.item() == pytest.approx(2 * LN2)
+    assert run(trainer, trainer, trainer, type=path, args={"factor": 3}).total.item() == pytest.approx(3 * LN2)
+    for config, message in [
+        ({"type": "nowhere_to_be_found:f"}, "trainer.loss.type nowhere_to_be_found:f: cannot be imported"),
+        ({"type": path, "args": {"factr": 1}}, "trainer.loss.args.factr: unknown key; did you mean factor"),
+        ({"type": path, "args": {"factor": "x"}}, "trainer.loss.args.factor: .*valid number.* found 'x'"),
+        ({"type": f"{__name__}:needs_what_there_is_not"}, "'wings'.* is none of whole_sequences, entropy"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make_loss(LossConfig(**config))
+    with pytest.raises(ValueError, match=r"raises raised AttributeError: .*nothing.* \(.*test_losses.py:\d+\)"):
+        run(trainer, trainer, trainer, type=f"{__name__}:raises")
+    with pytest.raises(ValidationError, match="loss.args has no effect with loss.type ppo"):
+        LossConfig(type="ppo", args={"factor": 3})
 
 
 def test_names_in_the_configuration_are_those_there_are():
-    assert KEYS_OF.keys() == LOSSES.keys()
-    assert set(get_args(OrchestratorConfig.model_fields["advantage"].annotation)) == ADVANTAGES.keys()
+    assert KINDS.keys() == LOSSES.keys() and set(ADVANTAGE_NAMES) == ADVANTAGES.keys()
+    for name, function in LOSSES.items():
+        keys = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        assert name == "opd" or keys == KINDS[name].keys - {"ratio_type"}
+    with pytest.raises(ValidationError, match="advantage 'sdt' is none of mean, std, .*did you mean std"):
+        GroupConfig(advantage="sdt")
+
+
+@pytest.fixture
+def documented(tmp_path, monkeypatch):
+    """The functions of docs/algorithms.md, as files in the working directory."""
+    text = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
+    for name, code in zip(("my_loss", "my_advantage"), re.findall(r"```python\n(.*?)```", text, re.S), strict=True):
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path != str(tmp_path)])
+
+
+def test_the_documented_loss_is_the_same_by_chunks_of_the_head(documented, monkeypatch):
+    gradients = []
+    drifted = samples()
+    for sample in drifted:  # the last of each sequence moved far, which its other tokens alone do not say
+        sample.logprobs[-1] -= 0.5
+    for rows in (1000, 3):
+        monkeypatch.setattr("hone.kernels.head.WHOLE_BYTES", 0)
+        monkeypatch.setattr("hone.kernels.head.chunk_rows", lambda weight, rows=rows: rows)
+        loss = LossConfig(type="my_loss:trusted", args={"max_drift": 0.8})
+        trainer = RLTrainer(made(), TrainerConfig(loss=loss), max_steps=1)
+        trainer.optimizer.step = lambda lr: 0.0
+        values = trainer.step(Batch(1, drifted))
+        assert 0.1 < values["is_masked/mean"] < 0.9
+        gradients.append([p.grad for p in trainer.model.parameters()])
+    for one, two in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-9)
+
+
+def test_the_documented_advantage_ranks_a_group(documented):
+    group = Scored(np.array([0.5, 1.0, 0.0, 0.5]), np.array([3.0, 9.0, 9.0, 9.0]))
+    of = {"advantage": "my_advantage:ranked"}
+    assert make_advantage(GroupConfig(**of))(group).tolist() == pytest.approx([1 / 3, 1, -1, -1 / 3])
+    other = GroupConfig(**of, advantage_args={"shorter_first": False})
+    assert make_advantage(other)(group).tolist() == pytest.approx([-1 / 3, 1, -1, 1 / 3])
 
 
 def test_mistakes_in_the_configuration():
@@ -225,7 +291,8 @@ def test_an_environment_may_have_a_loss_of_its_own():
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
 
 
-def surprise(tokens, config):
+@needs("entropy")
+def surprise(tokens):
     return -tokens.entropy, torch.ones_like(tokens.entropy, dtype=torch.bool)
 
 

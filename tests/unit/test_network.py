@@ -10,26 +10,30 @@ from datetime import timedelta
 import pytest
 import torch
 
+from hone.models.hf import hf_tensors
 from hone.models.proof import checksum
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.transport import network
-from hone.transport.network import Receiver, Sender
+from hone.transport.network import NetworkReceiver, NetworkSender
 
 SPEC = (50, 32, 64, 2, 4, 2, 8, 1e-6, 1000.0, True, 96, 0.5, False)
 LOG = logging.getLogger("test")
 SERVER = """
 import sys, torch
+from hone.models.hf import hf_tensors
 from hone.models.proof import checksum
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
-from hone.transport.network import Receiver, Superseded
+from hone.models.hf import hf_tensors
+from hone.transport.network import NetworkReceiver, Superseded
 
 source, device, dtype = sys.argv[1], sys.argv[2], getattr(torch, sys.argv[3])
-model, receiver = Transformer(ModelSpec(*SPEC)).to(device, dtype), Receiver()
+model, receiver = Transformer(ModelSpec(*SPEC)).to(device, dtype), NetworkReceiver()
+message = {"type": "nccl", "source": source, "dtype": "float32"}
 for line in sys.stdin:
     try:
-        receiver.receive(source, int(line), torch.float32, model)
+        receiver.receive(message, int(line), None, dict(hf_tensors(model)))
         print(checksum(model), flush=True)
     except (Superseded, ValueError) as error:
         print(error, flush=True)
@@ -62,25 +66,23 @@ class Server:
 
 
 def sent_and_received(device_of_trainer, device_of_server):
-    one, two = made(1, device_of_trainer), made(2, device_of_trainer)
-    spec, device = ModelSpec(*SPEC), torch.device(device_of_trainer)
-    sender = Sender("127.0.0.1", spec, device, torch.float32, LOG)
-    sender.start()
-    servers = [Server(sender.source, device_of_server), Server(sender.source, device_of_server, "bfloat16")]
-    try:
-        assert sender.publish(one, 5) == sum(4 * p.numel() for p in one.parameters())
-        assert servers[0].take(5) == checksum(one)
-        assert servers[1].take(5) == checksum(made(1).bfloat16())
-        assert servers[0].take(7) == "version 7 was asked for, the trainer has 5"
-        servers[1].end()
-        servers[1] = Server(sender.source, device_of_server)  # started again
-        sender.publish(two, 6)
-        assert [server.take(6) for server in servers] == [checksum(two)] * 2
-        sender.finish(lambda: False)
-    finally:
-        sender.stop()
-        for server in servers:
-            server.end()
+    one, two = (dict(hf_tensors(made(seed, device_of_trainer))) for seed in (1, 2))
+    with NetworkSender("127.0.0.1", LOG) as sender:
+        servers = [Server(sender.source, device_of_server), Server(sender.source, device_of_server, "bfloat16")]
+        try:
+            assert sender.send(5, one, None) == sum(4 * tensor.numel() for tensor in one.values())
+            assert sender.message == {"type": "nccl", "source": sender.source, "dtype": "float32"}
+            assert servers[0].take(5) == checksum(made(1))
+            assert servers[1].take(5) == checksum(made(1).bfloat16())
+            assert servers[0].take(7) == "version 7 was asked for, the trainer has 5"
+            servers[1].end()
+            servers[1] = Server(sender.source, device_of_server)  # started again
+            sender.send(6, two, None)
+            assert [server.take(6) for server in servers] == [checksum(made(2))] * 2
+            sender.finish(lambda: False)
+        finally:
+            for server in servers:
+                server.end()
 
 
 def test_servers_get_what_the_trainer_has():
@@ -89,29 +91,30 @@ def test_servers_get_what_the_trainer_has():
 
 def test_a_server_that_asks_and_dies_keeps_nobody_waiting_for_long(monkeypatch):
     monkeypatch.setattr(network, "CONNECT", timedelta(seconds=1))
-    sender = Sender("127.0.0.1", ModelSpec(*SPEC), torch.device("cpu"), torch.float32, LOG)
-    one = made(1)
-    sender.publish(one, 5)
-    host, _, port = sender.source.rpartition(":")
-    store = network.distributed.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=10))
-    store.queue_push("asks", json.dumps({"name": "gone", "number": 1, "version": 5}))
-    sender.start()
-    server = Server(sender.source)
-    try:
-        assert server.take(5) == checksum(one)
-    finally:
-        sender.stop()
-        server.end()
+    sender, one = NetworkSender("127.0.0.1", LOG), made(1)
+    sender.send(5, dict(hf_tensors(one)), None)
+    with sender:
+        host, _, port = sender.source.rpartition(":")
+        store = network.distributed.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=10))
+        store.queue_push("asks", json.dumps({"name": "gone", "number": 1, "version": 5}))
+        server = Server(sender.source)
+        try:
+            assert server.take(5) == checksum(one)
+        finally:
+            server.end()
 
 
 def test_a_host_that_is_not_this_machine_is_named():
-    with pytest.raises(ValueError, match="weight_broadcast.host 192.0.2.1: cannot be listened on"):
-        Sender("192.0.2.1", ModelSpec(*SPEC), torch.device("cpu"), torch.float32, LOG)
+    message = "weight_broadcast.host 192.0.2.1: cannot be listened on"
+    with pytest.raises(ValueError, match=message), NetworkSender("192.0.2.1", LOG):
+        pass
 
 
 def test_a_trainer_that_is_gone_is_said_so(monkeypatch):
     monkeypatch.setattr(network, "CONNECT", timedelta(seconds=1))
-    host, port = Sender("127.0.0.1", ModelSpec(*SPEC), torch.device("cpu"), torch.float32, LOG).source.split(":")
+    with NetworkSender("127.0.0.1", LOG) as sender:
+        host, port = sender.source.split(":")
     assert (host, port.isdigit()) == ("127.0.0.1", True)
+    message = {"type": "nccl", "source": "127.0.0.1:1", "dtype": "float32"}
     with pytest.raises(ValueError, match="weights could not be had from 127.0.0.1:1: "):
-        Receiver().receive("127.0.0.1:1", 0, torch.float32, made(0))
+        NetworkReceiver().receive(message, 0, None, dict(hf_tensors(made(0))))

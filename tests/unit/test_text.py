@@ -199,10 +199,10 @@ def test_a_server_that_joins_later_takes_the_text_of_all_versions(tmp_path):
     served = Served(EngineService(Engine(model)), Tokenizer(base), "base")
     messages = [{"role": "user", "content": "abc"}]
     assert len(served.tokenizer.prompt_ids(messages)) == 3
-    assert served.update(version, 7, None, None, None)["checksum"] == checksum(other)
+    assert served.update(version, 7, None, {"type": "filesystem"})["checksum"] == checksum(other)
     ours = served.tokenizer
     assert ours.prompt_ids(messages) == Tokenizer(MODEL).prompt_ids(messages)
-    served.update(version, 8, None, None, None)
+    served.update(version, 8, None, {"type": "filesystem"})
     assert served.tokenizer is ours  # read once
 
 
@@ -219,5 +219,5 @@ def test_a_model_of_another_shape_replaces_the_one_before_in_memory(tmp_path):
     served = Served(EngineService(engine), Tokenizer(MODEL), "base")
     del engine, model
     gc.freeze()  # as the service does
-    served.update(directory, 1, None, None, None)
+    served.update(directory, 1, None, {"type": "filesystem"})
     assert before() is None and served.engine.model.spec.num_hidden_layers == 1

@@ -1,5 +1,6 @@
 """What travels between processes, and the waits for it."""
 
+import asyncio
 import logging
 import time
 
@@ -13,49 +14,74 @@ from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.orchestrator.weights import Weights
 from hone.records import Batch, Sample
-from hone.run_directory import RunDirectory
+from hone.run_directory import RunDirectory, appearing, steps_in
 from hone.transport import waiting
-from hone.transport.files import (
-    Canary,
-    Delivery,
-    publish_delivery,
-    published,
-    read_batch,
-    read_delivery,
-    remove_before,
-    write_batch,
-)
+from hone.transport.batches import Batches, FileBatches
+from hone.transport.delivery import Canary, Delivery, read_delivery, remove_before, write_delivery
 from hone.transport.waiting import Pulse, PulseOf, Wait, Watch, wait_for
 
 LOG = logging.getLogger("test")
+EVAL = {"env": {"id": "x"}, "interval": 3}
 
 
-def test_a_batch_comes_back_as_it_was_for_its_run_alone(tmp_path):
+class Remembered(Batches):
+    """A way for batches of one's own."""
+
+    def __init__(self, shelf, run):
+        self.shelf, self.run = shelf, run
+
+    def put(self, batch, place):
+        self.shelf[self.run, batch.step] = batch
+
+    def take(self, step):
+        return self.shelf.get((self.run, step))
+
+    def acknowledge(self, step):
+        self.shelf.pop((self.run, step), None)
+
+
+@pytest.mark.parametrize("way", ["files", "remembered"])
+def test_a_batch_comes_back_as_it_was_for_its_run_alone(way, tmp_path):
+    shelf = {}
+    mine, yours = (
+        FileBatches(tmp_path, run) if way == "files" else Remembered(shelf, run) for run in ("mine", "yours")
+    )
     third = 1 / 3  # no rounding on the way
     samples = [
         Sample([1, 2, 3], [False, True, True], [0.0, -third, -2.0], third, 0.7),
         Sample([4, 5], [False, True], [0.0, -1e-9], -third, 1.0, [0.0, -third], "judged"),
         Sample([6], [True], [0.0], 1.0, 1.0, env="other"),
     ]
-    write_batch(Batch(7, samples), "mine", tmp_path)
-    assert read_batch(tmp_path, "mine") == Batch(7, samples)
-    assert read_batch(tmp_path, "yours") is None
-    write_batch(Batch(8, []), "mine", tmp_path)
-    assert read_batch(tmp_path, "mine") == Batch(8, [])
+    assert mine.take(7) is None
+    for step, of_step in ((7, samples), (8, [])):
+        with appearing(tmp_path / f"step_{step}") as place:
+            mine.put(Batch(step, of_step), place)
+            assert way != "files" or mine.take(step) is None  # whole or not at all
+    assert mine.take(7) == mine.take(7) == Batch(7, samples) and mine.take(8) == Batch(8, [])
+    assert yours.take(7) is None
+    mine.acknowledge(7)
+    mine.acknowledge(7)
+    assert mine.take(8) == Batch(8, [])
+    assert (tmp_path / "step_7").exists()  # what else is there stays
+
+
+def deliver(parent, run, version, metrics):
+    delivery = Delivery(run, version, "sum", "float32", Canary([1, 2], [-0.5]), metrics)
+    with appearing(parent / f"step_{version}") as place:
+        assert version not in steps_in(parent)
+        write_delivery(delivery, place)
+    return delivery
 
 
 def test_deliveries_appear_whole_and_old_ones_go(tmp_path):
-    assert published(tmp_path / "nothing") == []
+    assert steps_in(tmp_path / "nothing") == {}
     for version in (0, 1, 9, 10):
-        partial = tmp_path / f"step_{version}.partial"
-        partial.mkdir()
-        assert version not in published(tmp_path)
-        delivery = Delivery("run", version, "sum", "float32", Canary([1, 2], [-0.5]), {"loss/mean": 0.1})
-        directory = publish_delivery(partial, delivery)
+        delivery = deliver(tmp_path, "run", version, {"loss/mean": 0.1})
+        directory = tmp_path / f"step_{version}"
         assert (directory / "STABLE").exists() and read_delivery(directory) == delivery
-    assert published(tmp_path) == [0, 1, 9, 10]
+    assert list(steps_in(tmp_path)) == [0, 1, 9, 10]
     remove_before(tmp_path, 9)
-    assert published(tmp_path) == [9, 10] and read_delivery(tmp_path / "step_0") is None
+    assert list(steps_in(tmp_path)) == [9, 10] and read_delivery(tmp_path / "step_0") is None
 
 
 def test_a_pulse_is_believed_when_it_changes(tmp_path, monkeypatch):
@@ -124,17 +150,18 @@ def test_no_version_that_is_to_be_evaluated_is_passed_over(tmp_path):
     run = RunDirectory(tmp_path, "rl")
     run.id = "a"
     for version in range(1, 6):
-        partial = run.broadcasts / f"step_{version}.partial"
-        partial.mkdir(parents=True)
-        canary = Canary([1, 2], [0.0])
-        publish_delivery(partial, Delivery("a", version, "", "float32", canary, {"x": version}, {}, False, "", 0, 0.0))
-    config = OrchestratorRunConfig.model_validate({"env": {"id": "x"}, "model": {"name": "m"}})
-    weights, trained = Weights(run, config, LOG), []
+        deliver(run.broadcasts, "a", version, {"x": version})
+    config = OrchestratorRunConfig.model_validate({"env": {"id": "x"}, "model": {"name": "m"}, "eval": EVAL})
+    trained = []
 
     class Rows:
         def trained(self, version, values):
             trained.append(version)
 
-    weights.is_evaluated = lambda version: version % 3 == 0
-    assert [weights.look(Rows()).version for _ in range(2)] == [3, 5] and weights.look(Rows()) is None
+    async def looks():
+        weights = Weights(run, config, [], LOG)
+        return [weights.look(Rows()) for _ in range(3)]
+
+    *found, nothing = asyncio.run(looks())
+    assert [delivery.version for delivery in found] == [3, 5] and nothing is None
     assert trained == [1, 2, 4]  # whoever looks gives the others their rows

@@ -14,7 +14,7 @@ import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -280,24 +280,31 @@ def explain(error: ValidationError, cls: type[Config], origins: dict[str, str]) 
     """One line for each mistake: key, where it stands, what was found, what is accepted."""
     lines = []
     for item in error.errors(include_url=False):
-        names = [str(part) for part in item["loc"] if not _is_tag(part)]
+        names = _without_tags(cls, [str(part) for part in item["loc"] if not _is_tag(part)])
         key = ".".join(names)
         place = _origin(names, origins)
         if item["type"] == "extra_forbidden":
-            parent = _section(cls, names[:-1])
-            known = sorted(parent.model_fields) if parent else []
+            parents = _sections(cls, names[:-1])
+            known = sorted({key for one in parents for key in one.model_fields})
+            having = [kind for one in parents if names[-1] in one.model_fields for kind in _kinds(one)]
             near = difflib.get_close_matches(names[-1], known, n=1, cutoff=0.5)
             elsewhere = [] if near else [k for k, _, _ in walk(cls) if k.split(".")[-1] == names[-1]]
             hint = (
-                f"did you mean {_kebab('.'.join([*names[:-1], near[0]]))}?" if near
+                f"it is one of type {', '.join(having)}" if having
+                else f"did you mean {_kebab('.'.join([*names[:-1], near[0]]))}?" if near
                 else f"there is {_kebab(elsewhere[0])}" if elsewhere
                 else f"known keys: {', '.join(_kebab(k) for k in known)}"
             )  # fmt: skip
             lines.append(f"{_kebab(key)}: unknown key{place}; {hint}")
         elif item["type"] == "missing":
-            section = _section(cls, names)
-            required = _required(section, f"{key}.") if section else [key]
+            sections = _sections(cls, names)
+            required = _required(sections[0], f"{key}.") if sections else [key]
             lines += [f"{_kebab(k)} must be given: --{_kebab(k)} VALUE or in the TOML file" for k in required]
+        elif item["type"] == "union_tag_invalid":
+            kinds = [kind.strip("'") for kind in item["ctx"]["expected_tags"].split(", ")]
+            near = difflib.get_close_matches(item["ctx"]["tag"], kinds, n=1, cutoff=0.0)[0]
+            found = f"{item['ctx']['tag']!r} is none of {', '.join(kinds)}; did you mean {near}?"
+            lines.append(f"{_kebab(key)}.type: {found}{place}")
         elif item["type"] in ("value_error", "assertion_error"):
             message = str(item["ctx"]["error"]) if "ctx" in item else item["msg"]
             lines.append(f"{_kebab(key)}: {message}{place}" if key else message)
@@ -321,6 +328,22 @@ def _is_tag(part: int | str) -> bool:
     return isinstance(part, str) and ("[" in part or part in ("str", "int", "float", "bool"))
 
 
+def _without_tags(cls: type[Config], names: list[str]) -> list[str]:
+    """The names of a key; where several sections are possible, pydantic puts the `type` of the one that it took."""
+    found: list[str] = []
+    for name in names:
+        field = parents[0].model_fields.get(found[-1]) if found and (parents := _sections(cls, found[:-1])) else None
+        kinds = [kind for one in section_types(field.annotation) for kind in _kinds(one)] if field else []
+        if field is None or field.discriminator is None or name not in kinds:
+            found.append(name)
+    return found
+
+
+def _kinds(cls: type[Config]) -> list[str]:
+    """What its `type` may be."""
+    return [str(kind) for kind in get_args(cls.model_fields["type"].annotation)] if "type" in cls.model_fields else []
+
+
 def _kebab(key: str) -> str:
     return key.replace("_", "-")
 
@@ -333,27 +356,26 @@ def _origin(names: list[str], origins: dict[str, str]) -> str:
     return ""
 
 
-def _section(cls: type[Config], names: list[str]) -> type[Config] | None:
-    section: type[Config] | None = cls
+def _sections(cls: type[Config], names: list[str]) -> list[type[Config]]:
+    """The sections that a dotted name may stand for; none where it is no section."""
+    sections = [cls]
     for name in names:
-        field = section.model_fields.get(name) if section else None
-        if field is None:
-            if name.isdigit():
-                continue
-            return None
-        section = section_type(field.annotation)
-    return section
+        if not name.isdigit():
+            fields = [one.model_fields[name] for one in sections if name in one.model_fields]
+            sections = [found for field in fields for found in section_types(field.annotation)]
+    return sections
+
+
+def section_types(annotation: Any) -> list[type[Config]]:
+    """The Config classes in an annotation such as `X`, `X | None`, `list[X]` or `X | Y`."""
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return [annotation]
+    return [found for argument in getattr(annotation, "__args__", ()) for found in section_types(argument)]
 
 
 def section_type(annotation: Any) -> type[Config] | None:
-    """The Config class in an annotation such as `X`, `X | None` or `list[X]`, if there is one."""
-    if isinstance(annotation, type) and issubclass(annotation, Config):
-        return annotation
-    for argument in getattr(annotation, "__args__", ()):
-        found = section_type(argument)
-        if found:
-            return found
-    return None
+    """The first of them."""
+    return next(iter(section_types(annotation)), None)
 
 
 def walk(cls: type[Config], prefix: str = "") -> list[tuple[str, Any, type[Config]]]:
@@ -361,9 +383,9 @@ def walk(cls: type[Config], prefix: str = "") -> list[tuple[str, Any, type[Confi
     found: list[tuple[str, Any, type[Config]]] = []
     sections: list[tuple[str, Any, type[Config]]] = []
     for name, field in cls.model_fields.items():
-        section = section_type(field.annotation)
-        if section:
+        of_field = section_types(field.annotation)
+        for section in of_field:
             sections += walk(section, f"{prefix}{name}.")
-        else:
+        if not of_field:
             found.append((f"{prefix}{name}", field, cls))
     return found + sections

@@ -1,23 +1,37 @@
 """Configuration of the policy loss. Imports no torch."""
 
-import difflib
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from hone.config.base import Config
-from hone.config.sections import Positive
+from hone.config.sections import Arguments, Positive, named_or_own
 
-# Which keys an own loss has is its business; the others have an effect with these types only.
-KEYS_OF = {
-    "mask": {"mask_ratio_low", "mask_ratio_high", "ratio_type", "kl_tau"},
-    "dppo": {"max_shift", "ratio_type", "kl_tau"},
-    "ppo": {"clip_low", "clip_high", "ratio_type"},
-    "cispo": {"ratio_cap", "ratio_type"},
-    "tis": {"ratio_cap", "ratio_type"},
-    "sft": set[str](),
-    "opd": {"mask_ratio_low", "mask_ratio_high", "ratio_type", "kl_tau"},
+# What a loss may ask of the trainer: all tokens of a sequence in one call, entropies with a gradient, the logprobs of
+# the model that training started from, and a teacher's.
+Need = Literal["whole_sequences", "entropy", "reference", "teacher"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The keys that have an effect on a loss, and what it needs whatever they are."""
+
+    keys: frozenset[str]
+    needs: frozenset[Need] = frozenset()
+
+
+BOUNDS = frozenset({"mask_ratio_low", "mask_ratio_high", "kl_tau", "ratio_type"})
+KINDS = {
+    "mask": Kind(BOUNDS),
+    "dppo": Kind(frozenset({"max_shift", "kl_tau", "ratio_type"})),
+    "ppo": Kind(frozenset({"clip_low", "clip_high", "ratio_type"})),
+    "cispo": Kind(frozenset({"ratio_cap", "ratio_type"})),
+    "tis": Kind(frozenset({"ratio_cap", "ratio_type"})),
+    "sft": Kind(frozenset()),
+    "opd": Kind(BOUNDS, frozenset({"teacher"})),
 }
+OWN = Kind(frozenset({"args", "ratio_type"}))  # its function says what else it needs
 
 
 class LossConfig(Config):
@@ -25,6 +39,8 @@ class LossConfig(Config):
     """Policy loss: mask (importance-weighted; tokens whose ratio is out of bounds are dropped), dppo, ppo (the loss of
     GRPO, and of GSPO with ratio_type sequence), cispo, tis, sft (cross-entropy on the sampled text), opd (distillation
     from a teacher's logprobs), or your own function as package.module:function."""
+    args: Arguments = Field(default={})
+    """Keys of a loss of your own: the keyword-only parameters of its function."""
     mask_ratio_low: Annotated[float, Field(ge=0)] = 0.125
     """mask, opd: tokens whose importance ratio is below this have no loss."""
     mask_ratio_high: Annotated[float, Field(gt=0)] = 8.0
@@ -57,21 +73,30 @@ class LossConfig(Config):
 
     @model_validator(mode="after")
     def _keys_have_an_effect(self) -> "LossConfig":
-        if self.type not in KEYS_OF and ":" not in self.type:
-            near = difflib.get_close_matches(self.type, KEYS_OF, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"loss.type {self.type!r} is none of {', '.join(KEYS_OF)}, nor package.module:function; "
-                f"did you mean {near}?"
-            )
+        named_or_own(self.type, KINDS, "loss.type")
         fields = type(self).model_fields
         changed = {key for key, field in fields.items() if getattr(self, key) != field.default}
         everyones = {"type", "kl_beta", "entropy_weight", "normalize", "max_length"}
-        idle = sorted(changed - everyones - KEYS_OF.get(self.type, set(fields)))
+        idle = sorted(changed - everyones - self.kind.keys)
         if idle:
             raise ValueError(f"loss.{idle[0]} has no effect with loss.type {self.type}")
         if "max_length" in changed and self.normalize != "constant":
             raise ValueError(f"loss.max_length has no effect with loss.normalize {self.normalize}")
         return self
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS.get(self.type, OWN)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What this loss asks of the trainer, apart from what a function of the user's own says itself."""
+        asked: dict[Need, bool] = {
+            "whole_sequences": self.ratio_type == "sequence",
+            "entropy": self.entropy_weight > 0,
+            "reference": self.kl_beta > 0,
+        }
+        return self.kind.needs | {need for need, is_asked in asked.items() if is_asked}
 
     @property
     def tau(self) -> float:

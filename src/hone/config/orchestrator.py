@@ -6,10 +6,22 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from hone.config.algorithms import ALGORITHMS, Algorithm
 from hone.config.base import Config, Free
-from hone.config.sections import ClientConfig, EnvConfig, EvalConfig, Positive, SamplingConfig, Share, as_list, distinct
+from hone.config.sections import (
+    Arguments,
+    ClientConfig,
+    EnvConfig,
+    EvalConfig,
+    Positive,
+    SamplingConfig,
+    Share,
+    as_list,
+    distinct,
+    named_or_own,
+)
 
 GroupSize = Annotated[int, Field(ge=2)]
-Advantage = Literal["mean", "std", "rloo", "length_corrected", "max_rl"]
+ADVANTAGES = ("mean", "std", "rloo", "length_corrected", "max_rl")
+Advantage = Annotated[str, AfterValidator(lambda name: named_or_own(name, ADVANTAGES, "advantage"))]
 Sampler = Literal["policy", "teacher"]
 Truncated = Literal["keep", "mask", "zero", "drop"]
 Failed = Literal["drop", "zero"]
@@ -24,7 +36,10 @@ class GroupConfig(Config):
     advantage: Advantage = "mean"
     """How a rollout's advantage follows from the rewards of its group. mean: reward minus the group's mean; std: that,
     divided by the group's standard deviation; rloo: reward minus the mean of the other rollouts; length_corrected:
-    reward minus the mean weighted by completion length; max_rl: reward minus the mean, divided by the mean."""
+    reward minus the mean weighted by completion length; max_rl: reward minus the mean, divided by the mean; or your own
+    function of the group, as package.module:function."""
+    advantage_args: Arguments = Field(default={})
+    """Keys of an advantage of your own: the keyword-only parameters of its function."""
     overlong_share: Share = 0.0
     """Share of max_tokens, at its end, over which a reward is lowered linearly by up to 1 (the soft overlong
     punishment of DAPO); 0 lowers none."""
@@ -35,7 +50,7 @@ class GroupConfig(Config):
     """What to do with rollouts that failed in all their attempts. drop: leave them out of the group; zero: count them
     in the group with reward 0."""
     drop_zero_signal: bool = True
-    """Do not train on groups whose rollouts all have the same reward; their advantages would be 0."""
+    """Do not train on groups whose advantages are all 0, as they are where all rollouts have the same reward."""
     refill: bool = False
     """Sample further groups in place of those left out, up to four batches in a step (the dynamic sampling of
     DAPO)."""
@@ -61,6 +76,8 @@ class TrainEnvConfig(EnvConfig):
     """Most tokens in a completion for this environment, instead of orchestrator.sampling.max_tokens."""
     advantage: Advantage | None = None
     """Replaces orchestrator.advantage for this environment."""
+    advantage_args: Arguments | None = None
+    """Replaces orchestrator.advantage_args for this environment."""
     overlong_share: Share | None = None
     """Replaces orchestrator.overlong_share for this environment."""
     truncated: Truncated | None = None

@@ -15,6 +15,7 @@ from hone.config.loss import LossConfig
 from hone.config.orchestrator import OrchestratorConfig
 from hone.config.sections import (
     BroadcastConfig,
+    FilesystemConfig,
     ModelConfig,
     OnBadStep,
     OptimConfig,
@@ -86,7 +87,7 @@ class TrainerRunConfig(ResumableConfig, TrainerConfig):
     max_async_level: AsyncLevel = 1
     """Steps that sampling may be ahead of training; the trainer keeps this many versions of the weights for it."""
     weights: Free[WeightsConfig] = WeightsConfig()
-    weight_broadcast: Free[BroadcastConfig] = BroadcastConfig()
+    weight_broadcast: Free[BroadcastConfig] = FilesystemConfig()
 
     @classmethod
     def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
@@ -133,7 +134,7 @@ class RLConfig(ResumableConfig):
     trainer_gpu_ids: Free[Annotated[list[int], BeforeValidator(as_list)]] = Field(default=[1])
     """GPUs of the trainer, by number, with one process for each; without GPUs, as many processes on the CPU."""
     weights: Free[WeightsConfig] = WeightsConfig()
-    weight_broadcast: Free[BroadcastConfig] = BroadcastConfig()
+    weight_broadcast: Free[BroadcastConfig] = FilesystemConfig()
     orchestrator: OrchestratorConfig
     trainer: TrainerConfig = TrainerConfig()
     inference: Free[ServeConfig | None] = ServeConfig()

@@ -1,5 +1,7 @@
 """Sections that several commands share. Imports no torch."""
 
+import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -80,19 +82,44 @@ class WeightsConfig(Config):
         return [*range(self.interval, max_steps, self.interval), max_steps] if self.interval else [max_steps]
 
 
-class BroadcastConfig(Config):
-    type: Literal["filesystem", "nccl"] = "filesystem"
-    """How inference servers receive new weights: filesystem, as files in broadcasts/; nccl, from memory to memory
-    (NCCL between GPUs, Gloo between CPUs)."""
+class FilesystemConfig(Config):
+    type: Literal["filesystem"] = "filesystem"
+    """How inference servers receive new weights: as files in broadcasts/; with LoRA the adapter alone."""
+
+
+class NcclConfig(Config):
+    type: Literal["nccl"]
+    """How inference servers receive new weights: from memory to memory (NCCL between GPUs, Gloo between CPUs); with
+    LoRA already merged."""
     host: str = "127.0.0.1"
-    """nccl: address of the trainer that inference servers connect to; servers on other machines need one they can
-    reach."""
+    """Address of the trainer that inference servers connect to; servers on other machines need one they can reach."""
+
+
+def with_type(kind: str) -> BeforeValidator:
+    """Where a union of sections is given without its `type`, it is this one."""
+    return BeforeValidator(lambda value: {"type": kind, **value} if isinstance(value, dict) else value)
+
+
+BroadcastConfig = Annotated[FilesystemConfig | NcclConfig, Field(discriminator="type"), with_type("filesystem")]
 
 
 def arguments(value: Any) -> Any:
     """Arguments of a Python function: a name has no dash."""
     value = untyped(value)
     return {key.replace("-", "_"): one for key, one in value.items()} if isinstance(value, dict) else value
+
+
+Arguments = Annotated[dict[str, Any], BeforeValidator(arguments)]
+
+
+def named_or_own(value: str, names: Iterable[str], key: str) -> str:
+    """One of the names, or the import path of a function of the user's own. Raises ValueError."""
+    if value not in names and ":" not in value:
+        near = difflib.get_close_matches(value, names, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"{key} {value!r} is none of {', '.join(names)}, nor package.module:function; did you mean {near}?"
+        )
+    return value
 
 
 def true_or_false(value: Any) -> Any:
@@ -105,7 +132,7 @@ class EnvConfig(Config):
     name: str | None = None
     """Name of the environment in metrics and logs; its id unless given. Two entries with the same id need different
     names."""
-    args: Annotated[dict[str, Any], BeforeValidator(arguments)] = Field(default={})
+    args: Arguments = Field(default={})
     """Keyword arguments for the environment's load_environment."""
     workers: Free[Annotated[int, Field(ge=0)]] = 0
     """Separate processes to run the environment in, for one that blocks, crashes or hangs; 0 runs it in Hone's own

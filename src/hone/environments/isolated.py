@@ -30,7 +30,7 @@ ANSWER = 5.0  # seconds that a worker may take to answer while it does not block
 LOOK = 3.0  # seconds between looks at one with work; of one that blocks a thread still answers
 START = 120.0  # seconds that one may take to import its environment and to be heard for the first time
 
-log = logging.getLogger("hone.orchestrator")
+log = logging.getLogger("hone.environments")
 LINE = 2**28  # bytes of a message, at most
 
 

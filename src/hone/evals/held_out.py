@@ -9,8 +9,9 @@ import numpy as np
 
 from hone.config.sections import EvalConfig
 from hone.environments import Environment
-from hone.environments.environment import ModelClient, checked
-from hone.records import Example, Rollout, Sampling
+from hone.environments.attempt import attempt
+from hone.environments.environment import ModelClient
+from hone.records import Rollout, Sampling
 
 
 async def evaluate(
@@ -34,19 +35,6 @@ async def _rollouts(config: EvalConfig, environment: Environment, client: ModelC
         for one in of_example
     ]
     return await asyncio.gather(*jobs)
-
-
-async def attempt(
-    environment: Environment, client: ModelClient, example: Example, sampling: Sampling, timeout: float | None = None
-) -> Rollout:
-    """A rollout, or one that carries its error."""
-    deadline = asyncio.timeout(timeout)
-    try:
-        async with deadline:
-            return checked(await environment.rollout(client, example, sampling))
-    except Exception as error:  # environments are users' code: theirs may raise anything
-        why = f"no end within {timeout} s" if deadline.expired() else f"{type(error).__name__}: {error}"
-        return Rollout(example, [], [], error=why)
 
 
 def means(rollouts: list[Rollout]) -> dict[str, float]:

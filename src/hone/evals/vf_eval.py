@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from hone.environments import Environment, load_environment
+from hone.environments.attempt import attempt
 from hone.evals.arguments import parse_arguments
 from hone.evals.endpoints import Endpoint, find_endpoint
-from hone.evals.held_out import attempt, metric_means
+from hone.evals.held_out import metric_means
 from hone.inference.client import HttpClient
 from hone.records import Example, Rollout, Sampling
 

@@ -2,10 +2,10 @@
 machine alone.
 
     POST /pause?mode=keep|wait|abort     stop computing: keep what runs, finish it, or end it
-    POST /update_weights                 {"weight_dir": DIR, "version": N, "model_name": NAME?, "base_dir": DIR?},
-                                         between two steps; with base_dir weight_dir is an adapter, merged into that;
-                                         with "source": HOST:PORT the weights come from the trainer there; 409 where
-                                         that has gone on to a later version
+    POST /update_weights                 {"weight_dir": DIR, "version": N, "model_name": NAME?, "transport": {…}?},
+                                         between two steps; without transport as files of weight_dir, with the message
+                                         of a sender (transport/weights.py) in its way; 409 where the trainer has gone
+                                         on to a later version
     POST /resume                         go on
     GET  /version                        version, checksum, device, dtype, model, completions so far, is_paused;
                                          ?each=true: the fingerprint of each weight too
@@ -25,24 +25,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from pydantic import BaseModel, Field
 
+from hone.config.sections import LOOPBACK
 from hone.engine.engine import Engine
 from hone.inference.service import EngineService
 from hone.kernels import cpu
-from hone.models.hf import load_model, load_weights
-from hone.models.lora import merge_adapter
+from hone.models.hf import empty_model, hf_tensors
 from hone.models.proof import checksum_of, fingerprints, scores
 from hone.models.spec import parse_model_config, read_model_config
 from hone.text.tokenizer import Tokenizer
-from hone.transport.files import TEXT, Superseded
-from hone.transport.network import Receiver
+from hone.transport.delivery import TEXT
+from hone.transport.ways import make_receiver
+from hone.transport.weights import Message, Receiver, Superseded
 
 log = logging.getLogger("hone.inference")
-
-LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
 
 class Served:
@@ -50,7 +48,7 @@ class Served:
 
     def __init__(self, service: EngineService, tokenizer: Tokenizer, name: str) -> None:
         self.service, self.name = service, name
-        self.receiver = Receiver()
+        self.receivers: dict[str, Receiver] = {}  # by the kind of their messages
         self._text: tuple[Path, int] | None = None  # that the tokenizer came from
         self.set_tokenizer(tokenizer)
 
@@ -61,28 +59,21 @@ class Served:
     def engine(self) -> Engine:
         return self.service.engine
 
-    def update(
-        self, delivered: Path, version: int, name: str | None, base: Path | None, source: str | None
-    ) -> dict[str, Any]:
-        """Takes new weights, on the compute thread: those in `delivered`, or `base` with the adapter in `delivered`
-        merged into it, or those that the trainer at `source` sends. Raises ValueError where they cannot be loaded."""
-        engine, directory = self.engine, base or delivered
-        files = [place / "tokenizer.json" for place in (delivered.parent / TEXT, directory)]
+    def update(self, delivered: Path, version: int, name: str | None, message: Message) -> dict[str, Any]:
+        """Takes new weights, on the compute thread, as the message says; `delivered` has at least their config.json.
+        Raises ValueError where they cannot be loaded."""
+        engine = self.engine
+        files = [place / "tokenizer.json" for place in (delivered.parent / TEXT, delivered)]
         text = next(((file, file.stat().st_mtime_ns) for file in files if file.is_file()), None)
         tokenizer = Tokenizer(text[0].parent) if text and text != self._text else None
-        spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))
-        if spec == engine.model.spec:
-            model = engine.model
-            if source is None:
-                load_weights(model, directory)
-        else:
-            weight = engine.model.embed.weight
-            model = load_model(directory, random_init=source is not None, dtype=weight.dtype, device=weight.device)
-        if source is not None:
-            dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[read_model_config(directory)["dtype"]]
-            self.receiver.receive(source, version, dtype, model)
-        if base is not None:
-            merge_adapter(model, delivered)
+        spec = parse_model_config(read_model_config(delivered), str(delivered / "config.json"))
+        model, weight = engine.model, engine.model.embed.weight
+        if spec != model.spec:
+            model = empty_model(spec, weight.dtype, weight.device)
+        kind = message.get("type", "")
+        if kind not in self.receivers:
+            self.receivers[kind] = make_receiver(kind)
+        self.receivers[kind].receive(message, version, delivered, dict(hf_tensors(model)))
         if model is engine.model:
             engine.set_version(version)
         else:
@@ -130,8 +121,7 @@ class Update(BaseModel):
     weight_dir: str
     version: int = Field(ge=0)
     model_name: str | None = None
-    base_dir: str | None = None
-    source: str | None = None
+    transport: dict[str, str] = Field(default={"type": "filesystem"})
 
 
 class LoadAdapter(BaseModel):
@@ -161,7 +151,9 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
 
     def from_here(request: Request) -> None:
         is_relayed = bool({"origin", "forwarded", "x-forwarded-for"} & set(request.headers))  # a browser, a proxy
-        if not is_guarded and (request.client is None or request.client.host not in LOOPBACK or is_relayed):
+        if not is_guarded and (
+            request.client is None or request.client.host.removeprefix("::ffff:") not in LOOPBACK or is_relayed
+        ):
             raise HTTPException(403, "control routes answer to this machine alone, unless the server has an API key")
 
     guard = [Depends(from_here)]
@@ -187,9 +179,8 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
 
     @app.post("/update_weights", dependencies=guard)
     async def update_weights(body: Update) -> dict[str, Any]:
-        base = Path(body.base_dir) if body.base_dir else None
         where = Path(body.weight_dir)
-        return await changed(lambda: served.update(where, body.version, body.model_name, base, body.source))
+        return await changed(lambda: served.update(where, body.version, body.model_name, body.transport))
 
     @app.post("/v1/load_lora_adapter", dependencies=guard)
     async def load_lora_adapter(body: LoadAdapter) -> dict[str, Any]:

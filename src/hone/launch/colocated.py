@@ -24,9 +24,9 @@ from hone.kernels import cpu
 from hone.kernels.gpu.compiling import together
 from hone.models.loading import Loaded, load
 from hone.models.lora import Merged
-from hone.monitors.lines import evaluation_line, orchestrator_line, summary_line, trainer_line, why_no_signal
-from hone.monitors.log import SUCCESS, component_log
+from hone.monitors.log import component_log
 from hone.monitors.metrics import Metrics, check_wandb
+from hone.monitors.report import StepReport
 from hone.orchestrator.orchestrator import Orchestrator
 from hone.orchestrator.rollouts_file import write_rollouts
 from hone.orchestrator.teacher import Teacher
@@ -106,13 +106,16 @@ async def train(
     export = Export(loaded.model, trainer.ranks, loaded.dtype)
     checkpoints = Checkpoints(run, trainer.optimizer, config.ckpt, trainer.ranks)
     evaluation = config.orchestrator.eval
+    of_rollouts, of_training = (
+        StepReport(log, config.max_steps, config.log_interval, metrics) for log in (orchestrator_log, trainer_log)
+    )
 
     async def evaluated(version: int) -> dict[str, float]:
         """Nothing where it is not due."""
         if evaluation is None or not evaluation.is_due(version, config.max_steps):
             return {}
         found = await evaluate(evaluation, held_out, client, config.seed)
-        orchestrator_log.info("%s", evaluation_line(version, found))
+        of_rollouts.evaluated(version, found)
         return found
 
     before = await evaluated(0) if first == 1 else {}
@@ -128,19 +131,14 @@ async def train(
         service.engine.set_version(step)
         seconds = time.perf_counter() - start
         values = {**collected.metrics, **trained, "time/step": seconds}
-        values["perf/throughput"] = values["progress/tokens"] / seconds
         is_last = step == config.max_steps
+        of_rollouts.sampled(step, values)
+        of_training.trained(step, values)
         values |= await evaluated(step)
-        metrics.log(step, values)  # before the checkpoint: a run that resumes from it has the row
+        of_rollouts.whole(step, values)  # before the checkpoint: a run that resumes from it has the row
         if step in weight_steps:
             await service.run(partial(export.save, loaded.directory, partial(run.weights_for, step), config.model.name))
         await service.run(partial(checkpoints.save, step, is_last, config.public(), values, collected.progress))
-        console = {"console": is_last or step % config.log_interval == 0}
-        if not collected.batch.samples:
-            orchestrator_log.warning("%s", why_no_signal(step, values), extra=console)
-        orchestrator_log.log(SUCCESS, orchestrator_line(step, values), extra=console)
-        trainer_log.log(SUCCESS, trainer_line(step, values), extra=console)
-        orchestrator_log.info("%s", summary_line(step, values), extra=console)
     await orchestrator.close()
     last = max(first - 1, config.max_steps)
     trainer_log.info("Weights of step %d in %s", last, run.weights / f"step_{last}")

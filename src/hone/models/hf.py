@@ -6,7 +6,7 @@ Transformer ─ unfuse ─► HF names ─► model.safetensors + the config, to
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hone.models.spec import ModelSpec, parse_model_config, read_model_config
 from hone.models.transformer import Transformer
+from hone.run_directory import appearing
 
 WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]  # what goes along when weights are saved
@@ -98,23 +99,29 @@ def load_model(
     are missing, superfluous or of another shape than `config.json` says.
     """
     spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("cpu" if random_init else device):
-            model = Transformer(spec)
-    finally:
-        torch.set_default_dtype(default)
+    model = empty_model(spec, dtype, "cpu" if random_init else device)
     if random_init:
         model.init_weights(torch.Generator().manual_seed(seed))
     else:
-        load_weights(model, directory)
+        load_weights(dict(hf_tensors(model)), directory)
     return model.to(device)
 
 
+def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> Transformer:
+    """A model whose weights are yet to be filled."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return Transformer(spec)
+    finally:
+        torch.set_default_dtype(default)
+
+
 @torch.no_grad()
-def load_weights(model: Transformer, directory: Path) -> None:
-    """The weights of a directory into a model's storage, wherever it is. Raises ValueError like `load_model`."""
+def load_weights(into: Mapping[str, Tensor], directory: Path) -> None:
+    """The weights of a directory into tensors by their HF names, wherever they are. Raises ValueError like
+    `load_model`, before anything is changed."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(
@@ -124,27 +131,21 @@ def load_weights(model: Transformer, directory: Path) -> None:
     shapes = {file: _shapes(file) for file in files}
     where = {key: file for file in files for key in shapes[file]}
     where_shapes = {key: shapes[file][key] for key, file in where.items()}
-    parameters = dict(model.named_parameters())
-    used: set[str] = set()
-    copies: list[tuple[Tensor, Path, str]] = []  # made when all has been checked: a refused directory changes nothing
-    for ours, theirs in hf_names(model.spec).items():
-        for name, part in zip(theirs, split_rows(model.spec, ours, parameters[ours]), strict=True):
-            if name not in where:
-                raise ValueError(f"{directory}: tensor {name} is missing from {', '.join(f.name for f in files)}")
-            shape = where_shapes[name]
-            if shape != tuple(part.shape):
-                raise ValueError(f"{where[name]}: {name} has shape {shape}, config.json says {tuple(part.shape)}")
-            copies.append((part, where[name], name))
-            used.add(name)
+    for name, tensor in into.items():
+        if name not in where:
+            raise ValueError(f"{directory}: tensor {name} is missing from {', '.join(f.name for f in files)}")
+        shape = where_shapes[name]
+        if shape != tuple(tensor.shape):
+            raise ValueError(f"{where[name]}: {name} has shape {shape}, config.json says {tuple(tensor.shape)}")
     # A tied checkpoint may store the head once more, older ones the rotary frequencies: both are derived.
-    surplus = {n for n in where if n not in used and n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq")}
+    surplus = {n for n in where if n not in into and n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq")}
     if surplus:
         raise ValueError(f"{directory}: tensors that the model does not have: {', '.join(sorted(surplus)[:5])}")
     for file in files:
         with safe_open(file, framework="pt") as reader:
-            for part, source, name in copies:
-                if source == file:
-                    part.copy_(reader.get_tensor(name))
+            for name, tensor in into.items():
+                if where[name] == file:
+                    tensor.copy_(reader.get_tensor(name))
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
@@ -164,28 +165,30 @@ def hf_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
 def save_model(model: Transformer, source: Path, directory: Path) -> None:
     """Writes an HF directory: the weights of `model`, everything else as in `source`. Appears whole (by rename)."""
-    partial = write_model(model, source, directory.with_name(directory.name + ".partial"))
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
+    with appearing(directory) as partial:
+        write_model(model, source, partial)
 
 
-def write_model(model: Transformer, source: Path, partial: Path, with_text: bool = True) -> Path:
-    """The files of an HF directory, into a new one; `with_text` False leaves out tokenizer and template."""
-    write_description(source, partial, next(model.parameters()).dtype, with_text)
-    tensors = {name: tensor.contiguous().cpu() for name, tensor in hf_tensors(model)}
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    return partial
+def write_model(model: Transformer, source: Path, directory: Path, with_text: bool = True) -> Path:
+    """The files of an HF directory; `with_text` False leaves out tokenizer and template."""
+    write_description(source, directory, next(model.parameters()).dtype, with_text)
+    write_weights(dict(hf_tensors(model)), directory)
+    return directory
 
 
-def write_description(source: Path, partial: Path, dtype: torch.dtype, with_text: bool) -> None:
+def write_weights(tensors: Mapping[str, Tensor], directory: Path) -> None:
+    on_cpu = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    save_file(on_cpu, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_description(source: Path, directory: Path, dtype: torch.dtype, with_text: bool) -> None:
     """The same without weights."""
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     for pattern in TEXT_FILES if with_text else []:
         for file in source.glob(pattern):
             if not file.name.endswith(".safetensors.index.json"):
-                shutil.copyfile(file, partial / file.name)
+                shutil.copyfile(file, directory / file.name)
     config = read_model_config(source)
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -10,7 +10,7 @@ the adapter was sent. The adapters that a server loads beside a model are in `ad
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -77,47 +77,39 @@ class LoRA(nn.Module):
     def add_to(self, weight_OI: Tensor, whole: Whole = _as_it_is) -> Tensor:
         """A fused weight with the adapter merged into it, in fp32."""
         merged = weight_OI.to(torch.float32, copy=True)
-        pairs = {name: (a, b) for name, a, b in self.pairs(whole)}
-        _merge(merged, [(height, pairs.get(name)) for name, height in self.heights.items()], self.config.scale)
+        rows = dict(zip(self.heights, merged.split(list(self.heights.values())), strict=True))
+        for name, a, b in self.pairs(whole):
+            _merge(rows[name], a, b, self.config.scale)
         return merged
 
 
-def _merge(weight_OI: Tensor, parts: list[tuple[int, tuple[Tensor, Tensor] | None]], scale: float) -> None:
-    """Adds scale * B A to the rows of each part that has them: heights, and A and B."""
-    for rows, (_, pair) in zip(weight_OI.split([height for height, _ in parts]), parts, strict=True):
-        if pair is not None:
-            a, b = (x.to(weight_OI.device, torch.float32) for x in pair)
-            rows.addmm_(b, a, alpha=scale)
+def _merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
+    """Adds scale * B A, in fp32."""
+    a, b = (x.to(weight_OI.device, torch.float32) for x in (a_RI, b_OR))
+    weight_OI.addmm_(b, a, alpha=scale)
 
 
 @torch.no_grad()
-def merge_adapter(model: Transformer, directory: Path) -> None:
-    """Merges an adapter that `write_adapter` wrote into the plain model that it was trained on: what its trainer
-    exports, bit for bit. Raises ValueError for one of another model."""
+def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
+    """Merges an adapter that `write_adapter` wrote into the weights that it was trained on, by their HF names: what its
+    trainer exports, bit for bit. Raises ValueError for one of another model."""
     config, tensors = read_files(directory)
-    scale, parameters, used = scale_of(config), dict(model.named_parameters()), set[str]()
+    scale, used = scale_of(config), {"lm_head.weight"}  # a tied head's, once more
 
     def take(name: str) -> Tensor | None:
-        name = f"base_model.model.{name}"
         used.add(name)
-        return tensors.get(name)
+        return tensors.get(f"base_model.model.{name}")
 
-    for ours, theirs in hf_names(model.spec).items():
-        weight = parameters[ours]
-        rows = split_rows(model.spec, ours, weight)
-        saved = take(theirs[0])
+    for name, weight in into.items():
+        module = name.removesuffix(".weight")
+        saved, a, b = take(name), take(f"{module}.lora_A.weight"), take(f"{module}.lora_B.weight")
         if saved is not None:
             weight.copy_(saved)
-        pairs = []
-        for name in theirs:
-            module = name.removesuffix(".weight")
-            a, b = take(f"{module}.lora_A.weight"), take(f"{module}.lora_B.weight")
-            pairs.append(None if a is None or b is None else (a, b))
-        if any(pairs):
+        if a is not None and b is not None:
             merged = weight.to(torch.float32, copy=True)
-            _merge(merged, [(len(part), pair) for part, pair in zip(rows, pairs, strict=True)], scale)
+            _merge(merged, a, b, scale)
             weight.copy_(merged)
-    surplus = sorted(set(tensors) - used - {"base_model.model.lm_head.weight"})  # a tied head's, once more
+    surplus = sorted({name.removeprefix("base_model.model.") for name in tensors} - used)
     if surplus:
         raise ValueError(f"{directory}: tensors that the model does not have: {', '.join(surplus[:5])}")
 
@@ -228,7 +220,9 @@ def adapter_tensors(model: Transformer, whole: Whole = _as_it_is) -> dict[str, T
     return tensors
 
 
-def write_adapter(tensors: dict[str, Tensor], config: LoRAConfig, spec: ModelSpec, base: str, directory: Path) -> None:
+def write_adapter(
+    tensors: Mapping[str, Tensor], config: LoRAConfig, spec: ModelSpec, base: str, directory: Path
+) -> None:
     """An adapter in peft's format: for peft, vLLM, and `load_lora_adapter` of our server."""
     # peft goes by the ends of names: norm alone would be all norms
     saved = ["model.norm" if name == "norm" else name for name in config.modules_to_save]

@@ -36,13 +36,17 @@ class _Stdout(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def component_log(name: str, directory: Path | None = None) -> logging.Logger:
-    """The logger of a component (trainer, orchestrator, sft); with a directory also into NAME.log there."""
+    """The logger of a component (trainer, orchestrator, sft); with a directory also into NAME.log there.
+
+    What environments say goes into the log of the orchestrator, which asks them.
+    """
     logger = logging.getLogger(f"hone.{name}")
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(directory / f"{name}.log")
         handler.setFormatter(logging.Formatter(FORMAT, "%Y-%m-%d %H:%M:%S"))
-        for old in logger.handlers:
-            old.close()
-        logger.handlers = [handler]
+        for one in [logger, *([logging.getLogger("hone.environments")] if name == "orchestrator" else [])]:
+            for old in one.handlers:
+                old.close()
+            one.handlers = [handler]
     return logger

@@ -1,50 +1,74 @@
-"""Advantages: from the rewards of a group to what each of its rollouts is worth to the policy. Pure.
+"""Advantages: from a group of R rollouts to R numbers, what each is worth to the policy. Pure.
 
-Every function takes the rewards R of one group, and the lengths of their completions in tokens, and gives R numbers.
+The keyword-only parameters of a user's own function are its keys.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hone import own
+from hone.config.orchestrator import ADVANTAGES as NAMES
+from hone.config.orchestrator import GroupConfig
+from hone.records import Rollout
+
 Array = NDArray[np.float64]
 
 
-def mean(rewards_R: Array, lengths_R: Array) -> Array:
+@dataclass
+class Scored:
+    """The rollouts of a group that count, their rewards as configured, and how many tokens the model wrote in each."""
+
+    rewards: Array
+    lengths: Array
+    rollouts: list[Rollout] = field(default_factory=list)
+
+
+Advantage = Callable[[Scored], Array]
+
+
+def mean(group: Scored) -> Array:
     """Reward minus the mean of its group, without division by the deviation (Dr. GRPO, Liu et al. 2025)."""
-    centred: Array = rewards_R - rewards_R.mean()
+    centred: Array = group.rewards - group.rewards.mean()
     return centred
 
 
-def std(rewards_R: Array, lengths_R: Array) -> Array:
+def std(group: Scored) -> Array:
     """The same over the group's deviation (GRPO, Shao et al. 2024); 0 where all rewards are equal."""
-    deviation = rewards_R.std(ddof=1) if len(rewards_R) > 1 else 0.0
-    return mean(rewards_R, lengths_R) / (deviation + 1e-4)
+    deviation = group.rewards.std(ddof=1) if len(group.rewards) > 1 else 0.0
+    return mean(group) / (deviation + 1e-4)
 
 
-def rloo(rewards_R: Array, lengths_R: Array) -> Array:
+def rloo(group: Scored) -> Array:
     """Reward minus the mean of the others (leave one out, Ahmadian et al. 2024)."""
-    R = len(rewards_R)
-    return mean(rewards_R, lengths_R) * (R / (R - 1) if R > 1 else 1.0)
+    R = len(group.rewards)
+    return mean(group) * (R / (R - 1) if R > 1 else 1.0)
 
 
-def length_corrected(rewards_R: Array, lengths_R: Array) -> Array:
+def length_corrected(group: Scored) -> Array:
     """Reward minus the mean over the group's tokens: the baseline of least variance where every token counts the same
     (OPO, Hao et al. 2025)."""
-    advantage: Array = rewards_R - (rewards_R * lengths_R).sum() / max(lengths_R.sum(), 1.0)
+    advantage: Array = group.rewards - (group.rewards * group.lengths).sum() / max(group.lengths.sum(), 1.0)
     return advantage
 
 
-def max_rl(rewards_R: Array, lengths_R: Array) -> Array:
+def max_rl(group: Scored) -> Array:
     """(reward - mean) / mean: rare successes count for more, [1, 0, 0, 0] -> [3, -1, -1, -1]; 0 where the mean is 0."""
-    whole = rewards_R.mean()
-    return mean(rewards_R, lengths_R) / whole if whole > 0 else np.zeros_like(rewards_R)
+    whole = group.rewards.mean()
+    return mean(group) / whole if whole > 0 else np.zeros_like(group.rewards)
 
 
-ADVANTAGES: dict[str, Callable[[Array, Array], Array]] = {
-    f.__name__: f for f in (mean, std, rloo, length_corrected, max_rl)
-}
+ADVANTAGES: dict[str, Advantage] = {f.__name__: f for f in (mean, std, rloo, length_corrected, max_rl)}
+
+
+def make_advantage(settings: GroupConfig) -> Advantage:
+    """An advantage by its name, or a user's own by import path. Raises ValueError."""
+    if settings.advantage in NAMES:
+        return ADVANTAGES[settings.advantage]
+    function = own.load(settings.advantage, "orchestrator.advantage")
+    return own.with_keys(function, settings.advantage_args, "orchestrator.advantage_args")
 
 
 def overlong(rewards_R: Array, lengths_R: Array, longest: int, share: float) -> Array:
@@ -57,6 +81,6 @@ def overlong(rewards_R: Array, lengths_R: Array, longest: int, share: float) -> 
     return punished
 
 
-def has_signal(rewards_R: Array) -> bool:
-    """Whether a group's rollouts differ in reward: where all are equal, all advantages are 0."""
-    return bool(rewards_R.max() > rewards_R.min())
+def has_signal(advantages_R: Array) -> bool:
+    """Whether a group has an advantage other than 0; what rounding leaves of equal rewards is none."""
+    return bool(np.abs(advantages_R).max() > 1e-9)

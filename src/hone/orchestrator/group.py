@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hone.config.orchestrator import BufferConfig, GroupConfig
-from hone.orchestrator.advantage import ADVANTAGES, has_signal, overlong
+from hone.orchestrator.advantage import Advantage, Scored, has_signal, overlong
 from hone.orchestrator.schedule import Task
 from hone.records import Rollout, Sample
 
@@ -39,8 +39,8 @@ class Group:
         return [v for r in self.rollouts for t in r.turns for v in t.completion.versions]
 
 
-def judge(group: Group, settings: GroupConfig, buffer: BufferConfig) -> None:
-    """Gives a group its advantages and samples, or says why there is nothing to train on."""
+def judge(group: Group, advantage: Advantage, settings: GroupConfig, buffer: BufferConfig) -> None:
+    """Gives a group its advantages and samples, or says why there is nothing to train on. Raises ValueError."""
     rollouts = group.rollouts
     for rollout in rollouts:
         if rollout.is_truncated and not rollout.error:
@@ -57,9 +57,15 @@ def judge(group: Group, settings: GroupConfig, buffer: BufferConfig) -> None:
     rewards = np.array([0.0 if rollouts[i].error else rollouts[i].reward for i in counted])
     lengths = np.array([tokens_of(rollouts[i]) for i in counted], dtype=np.float64)
     rewards = overlong(rewards, lengths, settings.sampling.max_tokens, settings.overlong_share)
-    for i, advantage in zip(counted, ADVANTAGES[settings.advantage](rewards, lengths).tolist(), strict=True):
-        group.advantages[i] = advantage
-    group.unused = _unused(group, settings, buffer, has_signal(rewards))
+    advantages = np.asarray(advantage(Scored(rewards, lengths, [rollouts[i] for i in counted])), dtype=np.float64)
+    if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
+        raise ValueError(
+            f"orchestrator.advantage {settings.advantage}: gave {advantages.tolist()} for {len(rewards)} rollouts; it "
+            "has to give a finite number for each"
+        )
+    for i, value in zip(counted, advantages.tolist(), strict=True):
+        group.advantages[i] = value
+    group.unused = _unused(group, settings, buffer, has_signal(advantages))
     for i, rollout in enumerate(rollouts):
         is_masked = settings.truncated == "mask" and rollout.is_truncated
         group.learnt[i] = not (rollout.error or group.unused or is_masked)

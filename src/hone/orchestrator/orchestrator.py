@@ -20,7 +20,8 @@ import numpy as np
 
 from hone.config.orchestrator import OrchestratorConfig
 from hone.environments import Environment
-from hone.environments.environment import checked
+from hone.environments.attempt import attempt
+from hone.orchestrator.advantage import make_advantage
 from hone.orchestrator.conversation import Conversation, TokenClient
 from hone.orchestrator.group import Group, judge
 from hone.orchestrator.metrics import metrics_of
@@ -73,6 +74,7 @@ class Orchestrator:
                 "(batch_size / rollouts_per_example)"
             )
         self.settings = {env.known_as: config.of(env.known_as) for env in config.env}
+        self.advantages = {name: make_advantage(settings) for name, settings in self.settings.items()}
         self.largest = max(settings.rollouts_per_example for settings in self.settings.values())
         # Group numbers and rollout seeds have the same meaning in a resumed run only if these values are equal.
         self._kind = {
@@ -225,7 +227,7 @@ class Orchestrator:
         seeds = range(first, first + settings.rollouts_per_example)
         rollouts = await asyncio.gather(*(self._rollout(task, seed, failures) for seed in seeds))
         group = Group(task, list(rollouts), failures)
-        judge(group, settings, self.config.buffer)
+        judge(group, self.advantages[task.env], settings, self.config.buffer)
         if self.teacher is not None and settings.teacher_logprobs and group.samples:
             await self.teacher.score(group.samples)
         return group
@@ -237,27 +239,8 @@ class Orchestrator:
         client: TokenClient = self.client
         if settings.sampler == "teacher" and self.teacher is not None:
             client = self.teacher.writing(self.version)
-        timeout, error = self.config.rollout_timeout, ""
-        for _ in range(1 + self.config.rollout_retries):
-            try:
-                async with asyncio.timeout(timeout):
-                    rollout = await self.environments[task.env].rollout(Conversation(client), example, sampling)
-                checked(rollout)
-            except TimeoutError:
-                cause, error = "timeout", f"no end within orchestrator.rollout-timeout {timeout} s"
-            except asyncio.CancelledError:
-                me = asyncio.current_task()
-                if me is None or me.cancelling():
-                    raise  # given up, or the program is being ended
-                cause, error = "raised", "the environment cancelled its own work"
-            except Exception as failure:  # environments are users' code: theirs may raise anything
-                cause, error = "raised", f"{type(failure).__name__}: {failure}"
-            else:
-                if not math.isfinite(rollout.reward):
-                    cause, error = "not_finite", f"the reward is {rollout.reward}"
-                elif not any(turn.completion.ids for turn in rollout.turns):
-                    cause, error = "empty", "nothing was sampled"
-                else:
-                    return rollout
-            failures[cause] += 1
-        return Rollout(example, [], [], error=error)
+        limits = (self.config.rollout_timeout, self.config.rollout_retries)
+        conversation = Conversation(client)
+        return await attempt(
+            self.environments[task.env], conversation, example, sampling, *limits, failures, needs_tokens=True
+        )

@@ -2,7 +2,6 @@
 tokens behind it."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,22 +9,20 @@ from typing import Any
 from hone.orchestrator.group import Group, samples_of
 from hone.orchestrator.schedule import Task
 from hone.records import Completion, Example, Rollout, Turn
+from hone.run_directory import appearing
 
 FILE = "rollouts.jsonl"
 
 
 def write_rollouts(groups: list[Group], directory: Path, write_more: Callable[[Path], None] | None = None) -> None:
     """The directory appears whole, with what `write_more` puts into it."""
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    with (partial / FILE).open("w") as file:
-        for group in groups:
-            for i in range(len(group.rollouts)):
-                file.write(json.dumps(_row(group, i), ensure_ascii=False) + "\n")
-    if write_more:
-        write_more(partial)
-    partial.rename(directory)
+    with appearing(directory) as partial:
+        with (partial / FILE).open("w") as file:
+            for group in groups:
+                for i in range(len(group.rollouts)):
+                    file.write(json.dumps(_row(group, i), ensure_ascii=False) + "\n")
+        if write_more:
+            write_more(partial)
 
 
 def _row(group: Group, i: int) -> dict[str, object]:

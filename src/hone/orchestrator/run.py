@@ -19,17 +19,16 @@ from hone.config.rl import OrchestratorRunConfig
 from hone.environments import Environment, load_environments
 from hone.evals.held_out import evaluate
 from hone.inference.client import HttpClient, connect
-from hone.inference.fleet import Fleet
 from hone.monitors.lag import Lag
-from hone.monitors.lines import evaluation_line, orchestrator_line, summary_line, why_no_signal
-from hone.monitors.log import SUCCESS, component_log
+from hone.monitors.log import component_log
 from hone.monitors.metrics import Metrics, check_wandb, read_rows
+from hone.monitors.report import StepReport
 from hone.orchestrator.orchestrator import Collected, Orchestrator
 from hone.orchestrator.rollouts_file import write_rollouts
 from hone.orchestrator.teacher import Teacher
 from hone.orchestrator.weights import Weights
-from hone.run_directory import RunDirectory
-from hone.transport.files import published, read_progress, write_batch, write_progress
+from hone.run_directory import RunDirectory, steps_in
+from hone.transport.batches import FileBatches, read_progress, write_progress
 from hone.transport.waiting import Pulse, Wait, Watch
 
 
@@ -48,17 +47,17 @@ async def orchestrate(
     log = logging.getLogger("hone.orchestrator")
     limit = {"max_total_tokens": config.seq_len}
     clients = connect(config.client, config.model.name, extra_body=limit, timeout=config.rollout_timeout)
-    weights = Weights(run, config, log)
-    fleet = weights.fleet = Fleet(clients, weights.revive, config.client.ready_timeout, log, config.max_async_level > 0)
+    weights = Weights(run, config, clients, log)
+    fleet = weights.fleet
     teacher = Teacher(config.teacher, config.rollout_timeout, limit, log) if config.teacher else None
     orchestrator = Orchestrator(config, environments, fleet, config.seed, config.max_async_level, teacher)
     if teacher is not None:
         await teacher.check()
     await wait_for_servers(config, clients, log)
     # What an orchestrator before this one has published of the run is not sampled again.
-    first = max([await weights.join(), *published(run.rollouts)]) + 1
+    first = max([await weights.join(), *steps_in(run.rollouts)]) + 1
     orchestrator.go_on(first, progress_before(run, first), run.rollouts)
-    log = weights.log = fleet.log = component_log("orchestrator", run.logs)
+    component_log("orchestrator", run.logs)
     run.write_config(to_toml(config), "orchestrator")
     log.info(
         "Orchestrating steps %d to %d on %d examples of %s, sampled by %s",
@@ -69,15 +68,16 @@ async def orchestrate(
         Pulse(run.pulse("orchestrator")),
         Watch({"trainer": run.pulse("trainer")}, log),
     ):
-        rows = Rows(metrics, run, config, log)
+        report = StepReport(log, config.max_steps, config.log_interval, metrics)
+        rows = Rows(report, run)
         assert weights.current is not None
         rows.trained(weights.version, weights.current.metrics)  # if it was killed before that
 
         async def evaluate_version(version: int) -> None:
             if config.eval is not None and weights.is_evaluated(version):
                 values = await evaluate(config.eval, held_out, fleet.urgent, config.seed)
-                metrics.log(version, values)
-                log.info("%s", evaluation_line(version, values))
+                report.row(version, values)
+                report.evaluated(version, values)
 
         async def whole_run() -> None:
             if first == 1:
@@ -86,13 +86,12 @@ async def orchestrate(
             orchestrator.adopted(weights.version)
             await work(config, run, orchestrator, weights, rows, lag, first)
 
-        weights.evaluate = evaluate_version
-        weights.is_evaluated = lambda version: config.eval is not None and config.eval.is_due(version, config.max_steps)
         lag = Lag(log)
         gc.freeze()  # data sets and modules stay; going through them would hold the event loop up
         working = asyncio.create_task(whole_run())
         watching = [
-            asyncio.create_task(w) for w in (weights.watch(rows, orchestrator.adopted), fleet.watch(), lag.watch())
+            asyncio.create_task(work)
+            for work in (weights.watch(rows, orchestrator.adopted, evaluate_version), fleet.watch(), lag.watch())
         ]
         if teacher is not None:
             watching.append(asyncio.create_task(teacher.fleet.watch()))
@@ -121,7 +120,8 @@ async def work(
         waited = time.perf_counter() - start
         collected = await orchestrator.collect(step, config.max_steps)
         times = {"time/wait_for_weights": waited, "time/step": time.perf_counter() - start}
-        values = rows.sampled(step, collected, {**times, **lag.take()})
+        values = {**collected.metrics, **times, **lag.take()}
+        rows.report.sampled(step, values)
         await asyncio.to_thread(publish, collected, values, run)
     await weights.at_least(config.max_steps)
     async with weights.busy:  # with the evaluation of the last
@@ -149,7 +149,7 @@ def publish(collected: Collected, values: dict[str, float], run: RunDirectory) -
 
     def write_more(directory: Path) -> None:
         write_progress(collected.progress | {"metrics": values}, directory)
-        write_batch(collected.batch, run.id, directory)
+        FileBatches(run.rollouts, run.id).put(collected.batch, directory)
 
     write_rollouts(collected.groups, run.rollouts / f"step_{collected.batch.step}", write_more)
 
@@ -157,24 +157,12 @@ def publish(collected: Collected, values: dict[str, float], run: RunDirectory) -
 class Rows:
     """Rows of metrics.jsonl: what sampling a step gave, joined by what training on it gave."""
 
-    def __init__(self, metrics: Metrics, run: RunDirectory, config: OrchestratorRunConfig, log: logging.Logger) -> None:
-        self.metrics, self.run, self.config, self.log = metrics, run, config, log
+    def __init__(self, report: StepReport, run: RunDirectory) -> None:
+        self.report, self.run = report, run
         self.last = max((row["step"] for row in read_rows(run.metrics)), default=0)
-
-    def sampled(self, step: int, collected: Collected, times: dict[str, float]) -> dict[str, float]:
-        values = {**collected.metrics, **times}
-        values["perf/throughput"] = values["progress/tokens"] / values["time/step"]
-        is_last = step == self.config.max_steps
-        console = {"console": is_last or step % self.config.log_interval == 0}
-        if not collected.batch.samples:
-            self.log.warning("%s", why_no_signal(step, values), extra=console)
-        self.log.log(SUCCESS, orchestrator_line(step, values), extra=console)
-        return values
 
     def trained(self, step: int, values: dict[str, float]) -> None:
         sampled = (read_progress(self.run.rollouts / f"step_{step}") or {}).get("metrics")
         if sampled is not None and values and step > self.last:
-            self.metrics.log(step, sampled | values)
+            self.report.whole(step, sampled | values)
             self.last = step
-            console = {"console": step == self.config.max_steps or step % self.config.log_interval == 0}
-            self.log.info("%s", summary_line(step, sampled | values), extra=console)

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 from hone.config.rl import OrchestratorRunConfig
 from hone.inference.client import HttpClient, ServerLost
 from hone.inference.fleet import Fleet, Server
-from hone.run_directory import RunDirectory
-from hone.transport.files import BASE, Delivery, Superseded, published, read_delivery
+from hone.run_directory import RunDirectory, steps_in
+from hone.transport.delivery import Delivery, read_delivery
 from hone.transport.waiting import POLL, PulseOf, Wait
+from hone.transport.weights import Superseded
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, where none is configured
 
@@ -30,12 +31,11 @@ class Rows(Protocol):
 class Weights:
     """The versions that the trainer publishes, and the newest that every server has taken and proven."""
 
-    fleet: Fleet
-    evaluate: Callable[[int], Awaitable[None]]
-    is_evaluated: Callable[[int], bool]
-
-    def __init__(self, run: RunDirectory, config: OrchestratorRunConfig, log: logging.Logger) -> None:
+    def __init__(
+        self, run: RunDirectory, config: OrchestratorRunConfig, clients: list[HttpClient], log: logging.Logger
+    ) -> None:
         self.run, self.config, self.log = run, config, log
+        self.fleet = Fleet(clients, self.revive, config.client.ready_timeout, log, config.max_async_level > 0)
         self.trainer = PulseOf(run.pulse("trainer"))
         self.version, self.seen = -1, -1
         self.current: Delivery | None = None
@@ -46,8 +46,8 @@ class Weights:
         hint = f"is there a trainer over it? (trainer @ FILE --output-dir {self.run.path})"
         wait = Wait(f"the trainer of a run in {self.run.path}", self.config.weights_timeout, self.log, hint)
         while True:
-            versions = published(self.run.broadcasts) if self.trainer.is_beating() else []
-            delivery = read_delivery(self.run.broadcasts / f"step_{versions[-1]}") if versions else None
+            versions = steps_in(self.run.broadcasts) if self.trainer.is_beating() else {}
+            delivery = read_delivery(versions[max(versions)]) if versions else None
             if delivery is not None and delivery.run == self.run.id_on_disk():
                 self.run.id = delivery.run
                 self.seen = delivery.version
@@ -56,7 +56,12 @@ class Weights:
             wait.check()
             await asyncio.sleep(0.05)
 
-    async def watch(self, rows: Rows, adopted: Callable[[int], None]) -> None:
+    def is_evaluated(self, version: int) -> bool:
+        return self.config.eval is not None and self.config.eval.is_due(version, self.config.max_steps)
+
+    async def watch(
+        self, rows: Rows, adopted: Callable[[int], None], evaluate: Callable[[int], Awaitable[None]]
+    ) -> None:
         """Gives the servers each version when it comes. Ends only by raising."""
         while True:
             newest = self.look(rows)
@@ -72,7 +77,7 @@ class Weights:
                             self.log.warning("Version %d is not evaluated: the next one came first", newest.version)
                         continue
                     adopted(self.version)
-                    await self.evaluate(self.version)  # the next is taken after that: results are of one version
+                    await evaluate(self.version)  # the next is taken after that: results are of one version
             await asyncio.sleep(POLL)
 
     async def at_least(self, version: int) -> None:
@@ -89,9 +94,9 @@ class Weights:
     def look(self, rows: Rows) -> Delivery | None:
         """Takes note of what has been published since; returns the newest, or the first that is to be evaluated."""
         newest = None
-        for version in published(self.run.broadcasts):
+        for version, directory in steps_in(self.run.broadcasts).items():
             if version > self.seen:
-                found = read_delivery(self.run.broadcasts / f"step_{version}")
+                found = read_delivery(directory)
                 if found is not None and found.run == self.run.id:
                     if newest is not None:
                         rows.trained(newest.version, newest.metrics)
@@ -122,9 +127,9 @@ class Weights:
         self.version = delivery.version
         seconds = time.perf_counter() - start
         self.log.info(
-            "Version %d: %d servers took %.2f MiB%s in %.3f s, checksum %s",
-            delivery.version, len(differences), delivery.bytes / 2**20, " (adapter)" if delivery.is_adapter else "",
-            seconds, delivery.checksum, extra={"console": False},
+            "Version %d: %d servers took %.2f MiB (%s) in %.3f s, checksum %s",
+            delivery.version, len(differences), delivery.bytes / 2**20, delivery.transport["type"], seconds,
+            delivery.checksum, extra={"console": False},
         )  # fmt: skip
         return {
             "weights/bytes": delivery.bytes,
@@ -148,13 +153,9 @@ class Weights:
 
     async def _update(self, client: HttpClient, delivery: Delivery) -> float:
         """Has a server take a version and prove it: the largest difference of the canary's logprobs."""
-        version, broadcasts = delivery.version, self.run.broadcasts.resolve()
-        body: dict[str, Any] = {"weight_dir": str(broadcasts / f"step_{version}"), "version": version}
+        version, directory = delivery.version, self.run.broadcasts.resolve() / f"step_{delivery.version}"
+        body: dict[str, Any] = {"weight_dir": str(directory), "version": version, "transport": delivery.transport}
         body["model_name"] = self.config.model.name
-        if delivery.is_adapter:
-            body["base_dir"] = str(broadcasts / BASE)
-        if delivery.source:
-            body["source"] = delivery.source
         try:
             state = await client.control("update_weights", body)
             if state["is_paused"]:  # by whoever used the server before

@@ -16,6 +16,8 @@ import shutil
 import threading
 import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,12 @@ from torch import Tensor
 from hone.config.base import Config, differences
 from hone.config.sections import CkptConfig
 from hone.monitors.metrics import read_rows
-from hone.run_directory import RunDirectory, steps_in
+from hone.run_directory import RunDirectory, rewrite, steps_in
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
-from hone.transport.files import read_progress, write_progress
+from hone.transport.batches import read_progress, write_progress
 
 HEADER, TENSORS = "checkpoint.json", "trainer"
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # expected: one process saves by itself
 
 
 class Damaged(Exception):
@@ -66,7 +67,8 @@ class Checkpoints:
         if self._group is None and self.ranks.count > 1:
             self._group = torch.distributed.new_group(backend="gloo")
         place = {"checkpoint_id": partial / TENSORS, "process_group": self._group}
-        written: Any = async_save(self.optimizer.state(), **place)
+        with by_itself():
+            written: Any = async_save(self.optimizer.state(), **place)
         header = {"step": step, "config": config, "metrics": metrics}
         orchestrator = progress or {"step": step}
 
@@ -213,17 +215,23 @@ def load_tensors(source: Path, tensors: dict[str, Tensor]) -> None:
     """Fills tensors, which may be parts of larger ones, with what a whole checkpoint has under their names."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    with torch.no_grad():
+    with torch.no_grad(), by_itself():
         load(tensors, checkpoint_id=source / TENSORS)
+
+
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """That one process saves or loads by itself is nothing to warn of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def forget_after(step: int, run: RunDirectory) -> None:
     """Removes what a run wrote after its checkpoint of `step`: those steps are taken again."""
     if run.metrics.exists():
         rows = [row for row in read_rows(run.metrics) if row["step"] <= step]
-        partial = run.metrics.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        partial.replace(run.metrics)
+        rewrite(run.metrics, "".join(json.dumps(row) + "\n" for row in rows))
     places = [run.rollouts, run.checkpoints] if run.command == "rl" else [run.checkpoints]
     for directory in (d for place in places for d in place.glob("step_*")):
         number = directory.name.removeprefix("step_").removesuffix(".partial")

@@ -3,19 +3,24 @@
     logprobs ─ log r = trainer - sampler, a token's or its sequence's mean ─► a term a token (LOSSES) ─┐
                  KL to a reference, entropy, as configured ────────────────────────────────────────────┴─► weighted sum
 
+A loss is a function of `Tokens`; its keyword-only parameters are its keys. What it needs of the trainer stands beside
+its name (`config/loss.py`) or, for one of the user's own, in `@needs`.
+
 Which tokens weigh how much (`token_weights`) is decided over the whole batch, so the result does not depend on how the
 batch is split over micro-batches and ranks.
 """
 
-import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from hone.config.loss import LossConfig
+from hone import own
+from hone.config.loss import KINDS, LossConfig, Need
 from hone.models.transformer import Transformer
 from hone.trainer.packing import Packed
 
@@ -28,90 +33,111 @@ def cross_entropy_sum(packed: Packed, model: Transformer) -> Tensor:
 
 @dataclass
 class Tokens:
-    """What a loss sees of N tokens. Gradients flow through the trainer's logprobs, log_ratio and entropy."""
+    """What a loss sees of N tokens: with the need whole_sequences all tokens of each of their sequences, else any.
+
+    Gradients flow through the trainer's logprobs and log_ratio, and through entropy where that is needed.
+    """
 
     trainer_logprobs: Tensor
     sampler_logprobs: Tensor
     advantage: Tensor
     log_ratio: Tensor  # trainer - sampler; with ratio_type "sequence" the mean over the token's sequence
     entropy: Tensor
-    reference_logprobs: Tensor | None = None  # of the model that training started from
-    teacher_logprobs: Tensor | None = None
+    sequence: Tensor  # int64, which sequence each token is of
+    reference_logprobs: Tensor | None = None  # of the model that training started from, where needed
+    teacher_logprobs: Tensor | None = None  # where the samples have them
 
 
 Term = tuple[Tensor, Tensor]  # a loss a token, and which tokens have one (the others are dropped or clipped)
 
 
-def mask(t: Tokens, c: LossConfig) -> Term:
+def mask(t: Tokens, *, mask_ratio_low: float, mask_ratio_high: float, kl_tau: float) -> Term:
     """-r A, gradient through r; tokens with r outside [low, high] are dropped (IcePop, Ling team 2025; PRIME-RL)."""
-    keep = (t.log_ratio >= _log(c.mask_ratio_low)) & (t.log_ratio <= _log(c.mask_ratio_high))
+    keep = (t.log_ratio >= _log(mask_ratio_low)) & (t.log_ratio <= _log(mask_ratio_high))
     # Masked before the exponential: where a dropped ratio overflows, even 0 x its gradient would be NaN.
     kept = torch.where(keep, t.log_ratio, 0.0)
-    return torch.where(keep, -kept.exp() * t.advantage + c.tau * kept, 0.0), keep
+    return torch.where(keep, -kept.exp() * t.advantage + kl_tau * kept, 0.0), keep
 
 
-def dppo(t: Tokens, c: LossConfig) -> Term:
+def dppo(t: Tokens, *, max_shift: float, kl_tau: float) -> Term:
     """-r A + tau (log r)^2; dropped where the probability has already moved by more than max_shift to A's side."""
     shift = (t.trainer_logprobs.exp() - t.sampler_logprobs.exp()).detach()
-    keep = torch.where(t.advantage > 0, shift <= c.max_shift, shift >= -c.max_shift)
+    keep = torch.where(t.advantage > 0, shift <= max_shift, shift >= -max_shift)
     kept = torch.where(keep, t.log_ratio, 0.0)
-    return torch.where(keep, -kept.exp() * t.advantage, 0.0) + c.tau * t.log_ratio.square(), keep
+    return torch.where(keep, -kept.exp() * t.advantage, 0.0) + kl_tau * t.log_ratio.square(), keep
 
 
-def ppo(t: Tokens, c: LossConfig) -> Term:
+def ppo(t: Tokens, *, clip_low: float, clip_high: float) -> Term:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (Schulman et al. 2017; clip-higher: DAPO, Yu et al. 2025).
 
     With ratio_type "sequence" it is GSPO (Zheng et al. 2025).
     """
     ratio = t.log_ratio.exp()
-    clipped = ratio.clamp(1 - c.clip_low, 1 + c.clip_high)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * t.advantage, clipped * t.advantage)
-    is_free = torch.where(t.advantage > 0, ratio <= 1 + c.clip_high, ratio >= 1 - c.clip_low)
+    is_free = torch.where(t.advantage > 0, ratio <= 1 + clip_high, ratio >= 1 - clip_low)
     return loss, is_free.detach()
 
 
-def cispo(t: Tokens, c: LossConfig) -> Term:
+def cispo(t: Tokens, *, ratio_cap: float) -> Term:
     """-min(r, cap) A log p, gradient through log p alone (MiniMax-M1, 2025)."""
     weight = t.log_ratio.detach().exp()
-    return -weight.clamp(max=c.ratio_cap) * t.advantage * t.trainer_logprobs, weight <= c.ratio_cap
+    return -weight.clamp(max=ratio_cap) * t.advantage * t.trainer_logprobs, weight <= ratio_cap
 
 
-def tis(t: Tokens, c: LossConfig) -> Term:
+def tis(t: Tokens, *, ratio_cap: float) -> Term:
     """-min(r, cap) A p / p', where p' is p without gradient: truncated importance sampling (Yao et al. 2025)."""
     weight = t.log_ratio.detach().exp()
     one = (t.trainer_logprobs - t.trainer_logprobs.detach()).exp()
-    return -weight.clamp(max=c.ratio_cap) * t.advantage * one, weight <= c.ratio_cap
+    return -weight.clamp(max=ratio_cap) * t.advantage * one, weight <= ratio_cap
 
 
-def sft(t: Tokens, c: LossConfig) -> Term:
+def sft(t: Tokens) -> Term:
     """-log p: the sampled text, a teacher's for example, is learnt as it stands."""
     return -t.trainer_logprobs, torch.ones_like(t.log_ratio, dtype=torch.bool)
 
 
-def opd(t: Tokens, c: LossConfig) -> Term:
+def opd(t: Tokens, **keys: float) -> Term:
     """On-policy distillation: each token's advantage is log p(teacher) - log p(trainer), so that the reverse KL to the
     teacher falls (Agarwal et al. 2024; Thinking Machines 2025). Out-of-bounds ratios are dropped as in `mask`."""
-    if t.teacher_logprobs is None:
-        raise ValueError("trainer.loss.type opd: the samples have no teacher's logprobs")
-    advantage = t.teacher_logprobs - t.trainer_logprobs.detach()
-    return mask(Tokens(**{**vars(t), "advantage": advantage}), c)
+    assert t.teacher_logprobs is not None
+    return mask(replace(t, advantage=t.teacher_logprobs - t.trainer_logprobs.detach()), **keys)
 
 
-LOSSES: dict[str, Callable[[Tokens, LossConfig], Term]] = {
-    f.__name__: f for f in (mask, dppo, ppo, cispo, tis, sft, opd)
-}
+LOSSES: dict[str, Callable[..., Term]] = {f.__name__: f for f in (mask, dppo, ppo, cispo, tis, sft, opd)}
 
 
-def loss_function(name: str) -> Callable[[Tokens, LossConfig], Term]:
-    """A loss by its name, or a user's own by import path, `package.module:function`. Raises ValueError."""
-    if name in LOSSES:
-        return LOSSES[name]
-    module, _, attribute = name.partition(":")
-    try:
-        function: Callable[[Tokens, LossConfig], Term] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"trainer.loss.type {name}: cannot be imported: {error}") from None
-    return function
+def needs(*names: Need) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Marks a loss of the user's own with what it needs (`config/loss.py`)."""
+
+    def marked(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.needs = names  # type: ignore[attr-defined]
+        return function
+
+    return marked
+
+
+@dataclass
+class Loss:
+    """A configured loss: its function with the keys set, and what it needs."""
+
+    config: LossConfig
+    function: Callable[[Tokens], Term]
+    needs: frozenset[str]
+
+
+def make_loss(config: LossConfig, key: str = "trainer.loss") -> Loss:
+    """A loss by its name, or a user's own by import path. Raises ValueError with the configuration's `key`."""
+    if config.type in KINDS:
+        keys = {name: getattr(config, name) for name in config.kind.keys - {"ratio_type"}}
+        keys |= {"kl_tau": config.tau} if "kl_tau" in keys else {}
+        return Loss(config, partial(LOSSES[config.type], **keys), config.needs)
+    function = own.load(config.type, f"{key}.type")
+    asked = frozenset(getattr(function, "needs", ()))
+    unknown = asked - set(get_args(Need))
+    if unknown:
+        raise ValueError(f"{key}.type {config.type}: @needs({min(unknown)!r}) is none of {', '.join(get_args(Need))}")
+    return Loss(config, own.with_keys(function, config.args, f"{key}.args"), config.needs | asked)
 
 
 @dataclass
@@ -131,21 +157,27 @@ def policy_loss(
     advantage_N: Tensor,
     sequence_N: Tensor,
     weight_N: Tensor,
-    config: LossConfig,
+    loss: Loss,
     entropy_N: Tensor | None = None,
     reference_logprobs_N: Tensor | None = None,
     teacher_logprobs_N: Tensor | None = None,
 ) -> PolicyLoss:
-    """The weighted sum of the configured loss over these tokens, whole sequences (`sequence_N` from 0 on)."""
+    """The weighted sum of the configured loss over these tokens, each of the sequence that `sequence_N` names.
+
+    Raises ValueError where the loss needs a teacher's logprobs and has none.
+    """
+    config = loss.config
+    if "teacher" in loss.needs and teacher_logprobs_N is None:
+        raise ValueError(f"trainer.loss.type {config.type}: the samples have no teacher's logprobs")
     log_ratio_N = trainer_logprobs_N - sampler_logprobs_N
     if config.ratio_type == "sequence":
         log_ratio_N = sequence_mean(log_ratio_N, sequence_N)
     entropy_N = torch.zeros_like(trainer_logprobs_N) if entropy_N is None else entropy_N
     tokens = Tokens(
-        trainer_logprobs_N, sampler_logprobs_N, advantage_N, log_ratio_N, entropy_N, reference_logprobs_N,
-        teacher_logprobs_N,
+        trainer_logprobs_N, sampler_logprobs_N, advantage_N, log_ratio_N, entropy_N, sequence_N,
+        reference_logprobs_N, teacher_logprobs_N,
     )  # fmt: skip
-    loss_N, keep_N = loss_function(config.type)(tokens, config)
+    loss_N, keep_N = loss.function(tokens)
     reference_kl_N = None
     if reference_logprobs_N is not None:
         away_N = reference_logprobs_N - trainer_logprobs_N

@@ -5,8 +5,7 @@
 Gathers and sums are collective: all ranks go through the model equally often, with tokens of their own.
 """
 
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from hone.config.sections import Sharding
 from hone.models.hf import hf_names, write_model
 from hone.models.lora import LoRA, adapter_tensors, loras, write_adapter
 from hone.models.transformer import Transformer
+from hone.run_directory import appearing
 from hone.trainer.ranks import Ranks
 
 
@@ -109,27 +109,27 @@ class Export:
 
         Collective; the first rank writes, and alone asks `where`.
         """
-        model = self()
+        model, adapter = self(), {} if self.lora is None else self.adapter()
         if model is None:
-            return self.save_adapter(None, base)
-        directory = where()
-        partial = write_model(model, source, directory.with_name(directory.name + ".partial"))
-        self.save_adapter(partial / "lora_adapters", base)
-        shutil.rmtree(directory, ignore_errors=True)
-        partial.rename(directory)
+            return
+        with appearing(where()) as partial:
+            write_model(model, source, partial)
+            if self.lora is not None:
+                self.write_adapter(base, adapter, partial / "lora_adapters")
 
     @property
     def lora(self) -> LoRAConfig | None:
         return next((lora.config for lora in loras(self.model)), None)
 
-    def save_adapter(self, directory: Path | None, base: str) -> None:
-        """Writes the adapter in peft's format, if there is one. Collective; the first rank alone has a directory."""
-        if self.lora is None:
-            return
+    def adapter(self) -> dict[str, Tensor]:
+        """What is trained of an adapter, in peft's names. Collective."""
         self._reshard()
-        tensors = adapter_tensors(self.model, whole)
-        if directory is not None:
-            write_adapter(tensors, self.lora, self.model.spec, base, directory)
+        return adapter_tensors(self.model, whole)
+
+    def write_adapter(self, base: str, tensors: Mapping[str, Tensor], directory: Path) -> None:
+        """An adapter of a model of that name, as peft's files."""
+        assert self.lora is not None
+        write_adapter(tensors, self.lora, self.model.spec, base, directory)
 
     def _reshard(self) -> None:
         if is_sharded(self.model):  # a forward without gradients leaves the last part whole

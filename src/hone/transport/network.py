@@ -14,74 +14,76 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from hone.config.sections import LOOPBACK
-from hone.models.spec import ModelSpec
-from hone.models.transformer import Transformer
-from hone.transport.files import Superseded
+from hone.transport.weights import Message, Receiver, Sender, Superseded, Tensors
 
 distributed: Any = torch.distributed
 TIMEOUT, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # of one transfer; until the other side is there
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOOK = 0.003  # seconds between looks for who asks
 PORTION = 2**28  # bytes of one transfer, about: the receive buffer, where the receiving model has another dtype
 
 
-class Sender:
-    """The trainer's side, from `start` to `stop`; `publish` replaces what is sent."""
+class NetworkSender(Sender):
+    """Listens while it is entered; `send` replaces what servers get who ask."""
 
-    def __init__(
-        self, host: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, log: logging.Logger
-    ) -> None:
-        self.host, self.device, self.log, self._dtype = host, device, log, dtype
-        self._snapshot = Transformer(spec).to(device, dtype)
+    def __init__(self, host: str, log: logging.Logger) -> None:
+        self.host, self.log = host, log
+        self._snapshot: dict[str, torch.Tensor] = {}
         self._version = -1
         self._lock = threading.Lock()
         self._taken: dict[str, int] = {}  # the newest version that each server has
         self._pairs: dict[str, Any] = {}
-        # The store would listen everywhere: it is given a socket that does not.
-        try:
-            self._socket = socket.create_server((host, 0))
-        except OSError as error:
-            raise ValueError(f"weight_broadcast.host {host}: cannot be listened on: {error.strerror}") from None
-        self.port: int = self._socket.getsockname()[1]
-        self._store = distributed.TCPStore(
-            host, self.port, is_master=True, wait_for_workers=False, timeout=TIMEOUT,
-            master_listen_fd=self._socket.detach(),
-        )  # fmt: skip
-        if host not in LOOPBACK:
-            log.warning("Sending weights from %s: whoever reaches this address can have them", self.source)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="sender", daemon=True)
 
-    def start(self) -> None:
+    def __enter__(self) -> "NetworkSender":
+        try:
+            sock = socket.create_server((self.host, 0))
+        except OSError as error:
+            raise ValueError(f"weight_broadcast.host {self.host}: cannot be listened on: {error.strerror}") from None
+        self.source = f"{self.host}:{sock.getsockname()[1]}"
+        # The store would listen everywhere: it is given a socket that does not.
+        self._store = distributed.TCPStore(
+            self.host, sock.getsockname()[1], is_master=True, wait_for_workers=False, timeout=TIMEOUT,
+            master_listen_fd=sock.detach(),
+        )  # fmt: skip
+        if self.host not in LOOPBACK:
+            self.log.warning("Sending weights from %s: whoever reaches this address can have them", self.source)
         self._thread.start()
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._thread.join(5.0)
         for group in self._pairs.values():
             group.abort()  # without the other side, which may be gone
 
     @property
-    def source(self) -> str:
-        return f"{self.host}:{self.port}"
+    def message(self) -> Message:
+        dtype = next(iter(self._snapshot.values())).dtype
+        return {"type": "nccl", "source": self.source, "dtype": str(dtype).removeprefix("torch.")}
 
     @torch.no_grad()
-    def publish(self, model: Transformer, version: int) -> int:
-        """Makes this the version that is sent; returns its bytes."""
+    def send(self, version: int, tensors: Tensors, place: Path) -> int:
         with self._lock:
-            for mine, theirs in zip(self._snapshot.parameters(), model.parameters(), strict=True):
-                mine.copy_(theirs)
-            if self.device.type == "cuda":
+            self._snapshot = self._snapshot or {name: torch.empty_like(one) for name, one in tensors.items()}
+            torch._foreach_copy_(list(self._snapshot.values()), list(tensors.values()))
+            if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()  # the other thread has a stream of its own
             self._version = version
-        return sum(p.numel() * p.element_size() for p in self._snapshot.parameters())
+        return sum(one.numel() * one.element_size() for one in self._snapshot.values())
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._snapshot.values())).device
 
     def finish(self, is_waited_for: Callable[[], bool]) -> None:
-        """Waits until the servers that took versions before have the last one, while anybody wants it."""
         deadline = time.monotonic() + TIMEOUT.total_seconds()
         while any(version < self._version for version in self._taken.values()) and is_waited_for():
             if time.monotonic() > deadline:
@@ -105,16 +107,16 @@ class Sender:
             if version != self._version:
                 return
             if name not in self._pairs:
-                self._pairs[name] = pair(self._store, name, 0, self.device)
-            for part in portions(self._snapshot, self._dtype):
-                move(self._pairs[name], "send", [parameter.detach() for parameter in part])
-            if self.device.type == "cuda":
+                self._pairs[name] = pair(self._store, name, 0, self._device)
+            for part in portions(self._snapshot):
+                move(self._pairs[name], "send", part)
+            if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
             self._taken[name] = version
 
 
-class Receiver:
-    """A server's side: pairs with the trainers that it was sent weights by."""
+class NetworkReceiver(Receiver):
+    """Pairs with the trainers that it was sent weights by."""
 
     def __init__(self) -> None:
         self._name = f"{socket.gethostname()}-{time.monotonic_ns()}"
@@ -122,9 +124,9 @@ class Receiver:
         self._asked = 0
 
     @torch.no_grad()
-    def receive(self, source: str, version: int, dtype: torch.dtype, model: Transformer) -> None:
-        """Fills a model with a version. Raises Superseded, and ValueError where the trainer cannot be reached."""
-        device = model.embed.weight.device
+    def receive(self, message: Message, version: int, place: Path, into: Tensors) -> None:
+        source, dtype = message["source"], DTYPES[message["dtype"]]
+        device = next(iter(into.values())).device
         try:
             store, group = self._known.get((source, device.type), (None, None))
             if store is None:
@@ -137,25 +139,26 @@ class Receiver:
             if newest != version:
                 raise Superseded(f"version {version} was asked for, the trainer has {newest}")
             group = group or pair(store, self._name, 1, device)
-            for part in portions(model, dtype):
-                arrived = [p.detach() if p.dtype == dtype else torch.empty_like(p, dtype=dtype) for p in part]
+            for part in portions(into, dtype):
+                arrived = [one if one.dtype == dtype else torch.empty_like(one, dtype=dtype) for one in part]
                 move(group, "recv", arrived)
-                for parameter, value in zip(part, arrived, strict=True):
-                    if parameter.dtype != dtype:
-                        parameter.copy_(value)
+                for tensor, value in zip(part, arrived, strict=True):
+                    if tensor.dtype != dtype:
+                        tensor.copy_(value)
         except (RuntimeError, distributed.DistError) as error:
             self._known.pop((source, device.type), None)
             raise ValueError(f"weights could not be had from {source}: {str(error).splitlines()[0]}") from None
         self._known = {(source, device.type): (store, group)}  # of the present run alone
 
 
-def portions(model: Transformer, dtype: torch.dtype) -> Iterator[list[torch.nn.Parameter]]:
-    """The weights in the order and the portions that both sides know, of up to PORTION bytes in this dtype."""
-    part: list[torch.nn.Parameter] = []
+def portions(tensors: Tensors, dtype: torch.dtype | None = None) -> Iterator[list[torch.Tensor]]:
+    """The tensors in the order and the portions that both sides know, of up to PORTION bytes in this dtype, or their
+    own."""
+    part: list[torch.Tensor] = []
     size = 0
-    for parameter in model.parameters():
-        part.append(parameter)
-        size += parameter.numel() * dtype.itemsize
+    for _, tensor in sorted(tensors.items()):
+        part.append(tensor)
+        size += tensor.numel() * (dtype or tensor.dtype).itemsize
         if size >= PORTION:
             yield part
             part, size = [], 0

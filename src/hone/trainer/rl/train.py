@@ -22,33 +22,22 @@ from hone.config.help import to_toml
 from hone.config.rl import BenchConfig, TrainerRunConfig
 from hone.kernels import cpu
 from hone.kernels.gpu.compiling import together
-from hone.models.hf import write_description, write_model
+from hone.models.hf import hf_tensors, write_description
 from hone.models.loading import Loaded, load
 from hone.models.proof import canary_ids, checksum_of, fingerprints, score
-from hone.monitors.lines import trainer_line
-from hone.monitors.log import SUCCESS, component_log
+from hone.monitors.log import component_log
+from hone.monitors.report import StepReport
 from hone.records import Batch, Sample
-from hone.run_directory import RunDirectory
+from hone.run_directory import RunDirectory, appearing
 from hone.trainer.checkpoint import Checkpoints, forget_after, metrics_of, progress_of, restore, resume_from
 from hone.trainer.performance import WARM_UP, Laps, keep_freed_memory, print_bench
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
 from hone.trainer.sharding import Export
-from hone.transport.files import (
-    BASE,
-    BATCH,
-    TEXT,
-    Canary,
-    Delivery,
-    is_published,
-    publish_delivery,
-    read_batch,
-    read_progress,
-    remove_before,
-    write_progress,
-)
-from hone.transport.network import Sender
+from hone.transport.batches import FileBatches, read_progress, write_progress
+from hone.transport.delivery import TEXT, Canary, Delivery, remove_before, write_delivery
 from hone.transport.waiting import Pulse, PulseOf, Wait, Watch, wait_for
+from hone.transport.ways import make_sender
 
 
 def main(config: TrainerRunConfig) -> None:
@@ -90,11 +79,15 @@ def main(config: TrainerRunConfig) -> None:
     names = ["trainer", *(f"trainer rank {i}" for i in range(1, ranks.count))]
     peers = {name: run.pulse(name) for name in ("orchestrator", *names[1:])}
     watch = Watch(peers if ranks.is_first else {}, log)
+    batches, hint = FileBatches(run.rollouts, run.id), f"is there an orchestrator over {run.path}? "
+    hint += f"(orchestrator @ FILE --output-dir {run.path})"
+    report = StepReport(log, config.max_steps, config.log_interval)
     with Pulse(run.pulse(names[ranks.rank])), watch, publish:
         publish(first - 1, metrics_of(sources, first - 1))
         for step in range(first, config.max_steps + 1):
             start = time.perf_counter()
-            batch = receive(run, step, config.batch_timeout, log)
+            what = f"the rollouts of step {step} in {run.rollouts}"
+            batch = wait_for(Wait(what, config.batch_timeout, log, hint), partial(batches.take, step), run.require_own)
             waited = time.perf_counter() - start
             values = trainer.step(batch) | {"time/wait_for_batch": waited}
             start = time.perf_counter()
@@ -104,9 +97,8 @@ def main(config: TrainerRunConfig) -> None:
             checkpoints.save(step, is_last, state, values, read_progress(run.rollouts / f"step_{step}"))
             publish(step, values | {"time/save": time.perf_counter() - start})
             if ranks.is_first:
-                console = {"console": is_last or step % config.log_interval == 0}
-                log.log(SUCCESS, trainer_line(step, values), extra=console)
-                (run.rollouts / f"step_{step}" / BATCH).unlink(missing_ok=True)  # the rollouts beside it stay
+                report.trained(step, values)
+                batches.acknowledge(step)
         publish.finish()
         last = max(first - 1, config.max_steps)
         log.info("Weights of step %d in %s", last, run.weights / f"step_{last}")
@@ -139,59 +131,38 @@ def bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None:
 def hand_on(progress: dict[str, Any] | None, rollouts: Path) -> None:
     """Writes the orchestrator's progress from a checkpoint to `rollouts`, where it is read, unless that exists."""
     if progress is not None and not rollouts.exists():
-        partial = rollouts.with_suffix(".partial")
-        partial.mkdir(parents=True, exist_ok=True)
-        write_progress(progress, partial)
-        partial.rename(rollouts)
-
-
-def receive(run: RunDirectory, step: int, timeout: float, log: logging.Logger) -> Batch:
-    """The batch of a step, once the orchestrator of this run has published it."""
-
-    def ready() -> Batch | None:
-        directory = run.rollouts / f"step_{step}"
-        return read_batch(directory, run.id) if is_published(directory) else None
-
-    hint = f"is there an orchestrator over {run.path}? (orchestrator @ FILE --output-dir {run.path})"
-    return wait_for(Wait(f"the rollouts of step {step} in {run.rollouts}", timeout, log, hint), ready, run.require_own)
+        with appearing(rollouts) as directory:
+            write_progress(progress, directory)
 
 
 class Publisher:
     """Publishes the weights as version N; the first time with the tokenizer, so that any server can take them.
 
-    Under LoRA what is frozen is published once, and each version is the adapter alone. With weight_broadcast nccl the
-    weights stay in memory, and what is published says where.
+    How they travel is the sender's (`transport/weights.py`): it is given all weights, or the adapter that is trained.
     """
 
     def __init__(
-        self,
-        loaded: Loaded,
-        export: Export,
-        run: RunDirectory,
-        config: TrainerRunConfig,
-        log: logging.Logger,
+        self, loaded: Loaded, export: Export, run: RunDirectory, config: TrainerRunConfig, log: logging.Logger
     ) -> None:
         self.loaded, self.export, self.run, self.log = loaded, export, run, log
         self.keep = config.max_async_level + 2
         self.is_first_time = True
         self.orchestrator = PulseOf(run.pulse("orchestrator"))
-        self.sender = None
-        if config.weight_broadcast.type == "nccl" and export.lora is None and export.ranks.is_first:
-            device, host = loaded.model.embed.weight.device, config.weight_broadcast.host
-            self.sender = Sender(host, loaded.model.spec, device, loaded.dtype, log)
+        write_adapter = None if export.lora is None else partial(export.write_adapter, loaded.directory.name)
+        self.sender = make_sender(config.weight_broadcast, write_adapter, log)
 
     def __enter__(self) -> "Publisher":
-        if self.sender is not None:
-            self.sender.start()
+        if self.export.ranks.is_first:
+            self.sender.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.sender is not None:
-            self.sender.stop()
+        if self.export.ranks.is_first:
+            self.sender.__exit__()
 
     def finish(self) -> None:
         """Waits for those who still have to fetch the last version."""
-        if self.sender is not None:
+        if self.export.ranks.is_first:
             self.sender.finish(lambda: not self.orchestrator.is_silent())
 
     def __call__(self, version: int, metrics: dict[str, float]) -> None:
@@ -201,33 +172,25 @@ class Publisher:
         if not all(map(math.isfinite, canary.logprobs)):
             raise ValueError(f"step {version}: training has diverged, the model's logprobs are not finite; a lower lr?")
         start, broadcasts = time.perf_counter(), self.run.broadcasts
-        place = broadcasts / f"step_{version}.partial"
-        lora = self.export.lora
-        if self.is_first_time and self.export.ranks.is_first:  # a server that comes later needs it too
-            write_description(self.loaded.directory, broadcasts / TEXT, self.loaded.dtype, with_text=True)
-        if lora is not None and self.is_first_time:
-            base = self.export(merged=False)
-            if base is not None:
-                write_model(base, self.loaded.directory, broadcasts / BASE)
-        model = self.export()
-        sent = 0
-        if self.sender is not None and model is not None:
-            write_description(self.loaded.directory, place, self.loaded.dtype, self.is_first_time)
-            sent = self.sender.publish(model, version)
-        elif lora is None and model is not None:
-            write_model(model, self.loaded.directory, place, self.is_first_time)
-        elif lora is not None:
-            self.export.save_adapter(None if model is None else place, self.loaded.directory.name)
-        self.is_first_time = False
+        wants_adapter = self.sender.takes == "adapter"
+        is_first_time, self.is_first_time = self.is_first_time, False
+        base = self.export(merged=False) if wants_adapter and is_first_time else None
+        if base is not None:
+            self.sender.begin(dict(hf_tensors(base)), broadcasts)
+        model, adapter = self.export(), self.export.adapter() if wants_adapter else {}
         if model is None:
             return
-        of_each = fingerprints(model)
-        delivery = Delivery(
-            self.run.id, version, checksum_of(model, of_each), str(self.loaded.dtype).removeprefix("torch."), canary,
-            metrics, of_each, lora is not None, self.sender.source if self.sender else "",
-            sent or sum(file.stat().st_size for file in place.iterdir()), time.perf_counter() - start,
-        )  # fmt: skip
-        publish_delivery(place, delivery)
+        if is_first_time:  # a server that comes later needs it too
+            write_description(self.loaded.directory, broadcasts / TEXT, self.loaded.dtype, with_text=True)
+        with appearing(broadcasts / f"step_{version}") as place:
+            write_description(self.loaded.directory, place, self.loaded.dtype, is_first_time)
+            sent = self.sender.send(version, adapter if wants_adapter else dict(hf_tensors(model)), place)
+            of_each = fingerprints(model)
+            delivery = Delivery(
+                self.run.id, version, checksum_of(model, of_each), str(self.loaded.dtype).removeprefix("torch."),
+                canary, metrics, of_each, self.sender.message, sent, time.perf_counter() - start,
+            )  # fmt: skip
+            write_delivery(delivery, place)
         remove_before(broadcasts, version - self.keep)
         self.log.info(
             "Published version %d: %.2f MiB in %.3f s, checksum %s",

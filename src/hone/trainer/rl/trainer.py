@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hone.config.loss import LossConfig
 from hone.config.rl import TrainerConfig
 from hone.kernels.gpu import trains_model
 from hone.models.lora import add_lora, seed_dropout, without_lora
@@ -22,7 +21,7 @@ from hone.models.transformer import Transformer
 from hone.monitors.statistics import summary
 from hone.records import Batch, Sample
 from hone.trainer.bad_steps import handle
-from hone.trainer.loss import loss_function, policy_loss, token_weights
+from hone.trainer.loss import Loss, make_loss, policy_loss, token_weights
 from hone.trainer.memory import micro_batch_tokens, step_bytes
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import (
@@ -59,15 +58,15 @@ class RLTrainer:
         # Not on a GPU without the Triton kernels: torch's padded, masked attention costs more than sharing saves.
         self.shares_prompts = self.device.type == "cpu" or trains_model(model.embed.weight, model.spec.head_dim)
         self.laps = Laps(self.device, is_on=False)
-        self.losses = [config.loss, *config.loss_of.values()]
-        for loss in self.losses:
-            loss_function(loss.type)  # a user's own is imported now, not after the first rollouts
+        self.loss = make_loss(config.loss)
+        self.loss_of = {env: make_loss(loss, f"trainer.loss_of.{env}") for env, loss in config.loss_of.items()}
+        self.losses = [self.loss, *self.loss_of.values()]
         lora = config.lora
         if lora is not None:
             add_lora(model, lora, seed)
         # The reference model of the KL: under a fresh adapter the model without the adapter, else a copy.
         is_under_adapter = lora is not None and not lora.modules_to_save and lora.start_from is None
-        keeps = any(loss.kl_beta > 0 for loss in self.losses) and not is_under_adapter
+        keeps = any("reference" in loss.needs for loss in self.losses) and not is_under_adapter
         self.reference = copy.deepcopy(model).requires_grad_(False) if keeps else None
         for part in filter(None, (model, self.reference)):
             shard(part, ranks, config.sharding)
@@ -90,10 +89,10 @@ class RLTrainer:
         count = max(GROUP, min(self.micro_batch_tokens, most_tokens) // (2 * REHEARSED))
         for members in (GROUP, 1):  # a group's prompt is computed once
             mask, logprobs = [False] * REHEARSED + [True] * REHEARSED, [0.0] * (2 * REHEARSED)
-            samples = [Sample([i // members % 256] * len(mask), mask, logprobs, 1.0, 1.0) for i in range(count)]
+            ids = [[i // members % 256] * len(mask) for i in range(count)]
+            samples = [Sample(own, mask, logprobs, 1.0, 1.0, teacher_logprobs=logprobs) for own in ids]
             for loss in self.losses:
-                if ":" not in loss.type:  # a user's own sees real rollouts alone
-                    self._backward(loss, samples, [1.0] * count, defaultdict(list))
+                self._backward(loss, samples, [1.0] * count, defaultdict(list))
         self.optimizer.clear()
 
     def step(self, batch: Batch, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
@@ -109,16 +108,16 @@ class RLTrainer:
         loss_lengths = [sum(sample.mask[1:]) for sample in samples]
         kinds, weights = self._kinds(samples), [0.0] * len(samples)
         for kind, members in kinds:  # each loss weighs by its share of the samples; tokens weigh as its config says
-            own = token_weights([loss_lengths[i] for i in members], kind)
+            own = token_weights([loss_lengths[i] for i in members], kind.config)
             share = sum(map(bool, own)) / max(1, sum(map(bool, loss_lengths))) if len(kinds) > 1 else 1.0
             for i, weight in zip(members, own, strict=True):
                 weights[i] = share * weight
         names = ["entropy", "mismatch_kl", "is_masked", "importance_ratio"]
         parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-        if any(kind.kl_beta for kind in self.losses):
+        if any("reference" in kind.needs for kind in self.losses):
             parts["reference_kl"] = []
         loss, flops = torch.zeros((), device=self.device), 0.0
-        split: list[tuple[LossConfig, list[int]]] = []
+        split: list[tuple[Loss, list[int]]] = []
         for kind, members in kinds:
             own_parts = [[members[i] for i in part] for part in self._split([samples[i] for i in members])]
             if self.optimizer.is_sharded:  # all ranks go through the model equally often, and for the same losses
@@ -157,15 +156,15 @@ class RLTrainer:
         values |= {} if used is None else {"perf/mfu": used}
         return values
 
-    def _loss_of(self, sample: Sample) -> LossConfig:
-        return self.config.loss_of.get(sample.env, self.config.loss)
+    def _loss_of(self, sample: Sample) -> Loss:
+        return self.loss_of.get(sample.env, self.loss)
 
-    def _kinds(self, samples: list[Sample]) -> list[tuple[LossConfig, list[int]]]:
+    def _kinds(self, samples: list[Sample]) -> list[tuple[Loss, list[int]]]:
         """The losses that there are, and the indices of the samples of each; those go through the model apart."""
-        kinds: list[tuple[LossConfig, list[int]]] = []
+        kinds: list[tuple[Loss, list[int]]] = []
         for i, sample in enumerate(samples):
             loss = self._loss_of(sample)
-            members = next((members for kind, members in kinds if kind is loss or kind == loss), None)
+            members = next((members for kind, members in kinds if kind is loss or kind.config == loss.config), None)
             if members is None:
                 kinds.append((loss, members := []))
             members.append(i)
@@ -183,7 +182,7 @@ class RLTrainer:
         return [[mine[i] for i in part] for part in parts]
 
     def _backward(
-        self, config: LossConfig, samples: list[Sample], weights: list[float], parts: dict[str, list[torch.Tensor]]
+        self, loss: Loss, samples: list[Sample], weights: list[float], parts: dict[str, list[torch.Tensor]]
     ) -> tuple[torch.Tensor, float]:
         """Adds a micro-batch to the gradients and its per-token numbers to `parts`.
 
@@ -192,8 +191,8 @@ class RLTrainer:
         Without samples it only takes part in the collective operations of the ranks, and adds nothing.
         """
         if not samples:
-            nothing = Sample([0, 0], [False, True], [0.0, 0.0], 0.0, 1.0)
-            return self._backward(config, [nothing], [0.0], defaultdict(list))
+            nothing = Sample([0, 0], [False, True], [0.0, 0.0], 0.0, 1.0, teacher_logprobs=[0.0, 0.0])
+            return self._backward(loss, [nothing], [0.0], defaultdict(list))
         pack_samples = pack_shared if self.shares_prompts else pack
         packed = pack_samples([s.ids for s in samples], [s.mask for s in samples], self.device)
         sequence_N = packed.sequence_N
@@ -203,7 +202,7 @@ class RLTrainer:
         )
         self.laps("data")
         reference_N = None
-        if config.kl_beta:
+        if "reference" in loss.needs:
             with torch.no_grad(), without_lora(self.model) if self.reference is None else nullcontext():
                 reference_N, _ = packed.target_logprobs(self.reference or self.model, temperature_N)
         teachers = [s.teacher_logprobs for s in samples]
@@ -211,22 +210,22 @@ class RLTrainer:
         sampled_N = self._of_targets(samples, [s.logprobs for s in samples])
 
         def loss_of(part: slice, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-            loss = policy_loss(
-                logprobs, sampled_N[part], advantage_N[part], sequence_N[part], weight_N[part], config, entropy,
+            found = policy_loss(
+                logprobs, sampled_N[part], advantage_N[part], sequence_N[part], weight_N[part], loss, entropy,
                 None if reference_N is None else reference_N[part], None if teacher_N is None else teacher_N[part],
             )  # fmt: skip
             parts["entropy"].append(entropy.detach())
-            parts["mismatch_kl"].append(loss.mismatch_kl)
-            parts["is_masked"].append(loss.is_masked)
-            parts["importance_ratio"].append(loss.ratio)
-            if loss.reference_kl is not None:
-                parts["reference_kl"].append(loss.reference_kl)
-            return loss.total
+            parts["mismatch_kl"].append(found.mismatch_kl)
+            parts["is_masked"].append(found.is_masked)
+            parts["importance_ratio"].append(found.ratio)
+            if found.reference_kl is not None:
+                parts["reference_kl"].append(found.reference_kl)
+            return found.total
 
-        needs_entropy = config.entropy_weight > 0 or ":" in config.type  # a user's own may use it
-        if config.ratio_type == "token":
+        needs_entropy = "entropy" in loss.needs
+        if "whole_sequences" not in loss.needs:
             total = packed.loss(self.model, temperature_N, loss_of, needs_entropy)
-        else:  # a sequence's tokens are needed together
+        else:
             total = loss_of(slice(None), *packed.target_logprobs(self.model, temperature_N, needs_entropy))
         self.laps("forward")
         total.backward()

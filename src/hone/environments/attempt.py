@@ -1,0 +1,51 @@
+"""A rollout whatever becomes of it: tried again when it fails, and at last one that carries its error.
+
+Training and evaluation count the same things as failures: an environment that raises or cancels itself, no end in time,
+a reward that is no finite number.
+"""
+
+import asyncio
+import math
+from collections import Counter
+
+from hone.environments.environment import Environment, ModelClient, checked
+from hone.records import Example, Rollout, Sampling
+
+
+async def attempt(
+    environment: Environment,
+    client: ModelClient,
+    example: Example,
+    sampling: Sampling,
+    timeout: float | None = None,
+    retries: int = 0,
+    failures: Counter[str] | None = None,
+    needs_tokens: bool = False,
+) -> Rollout:
+    """`timeout`: seconds of one try; `failures` counts those that failed by cause; `needs_tokens`: one without the ids
+    of what was sampled has failed too, since it cannot be trained on."""
+    error = ""
+    for _ in range(1 + retries):
+        deadline = asyncio.timeout(timeout)
+        try:
+            async with deadline:
+                rollout = checked(await environment.rollout(client, example, sampling))
+        except asyncio.CancelledError:
+            me = asyncio.current_task()
+            if me is None or me.cancelling():
+                raise  # given up, or the program is being ended
+            cause, error = "raised", "the environment cancelled its own work"
+        except Exception as failure:  # environments are users' code: theirs may raise anything
+            cause, error = "raised", f"{type(failure).__name__}: {failure}"
+            if deadline.expired():
+                cause, error = "timeout", f"no end within {timeout:g} s"
+        else:
+            if not math.isfinite(rollout.reward):
+                cause, error = "not_finite", f"the reward is {rollout.reward}"
+            elif needs_tokens and not any(turn.completion.ids for turn in rollout.turns):
+                cause, error = "empty", "nothing was sampled"
+            else:
+                return rollout
+        if failures is not None:
+            failures[cause] += 1
+    return Rollout(example, [], [], error=error)

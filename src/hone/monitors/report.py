@@ -1,0 +1,46 @@
+"""What is told of a step, once, whoever trains: lines on the console and in the logs, a row of metrics.jsonl.
+
+sampled ─► orchestrator's line ──┐
+trained ─► trainer's line        ├─► whole ─► row (file, trackers), line of both sides
+evaluated ─► line of each environment ─► row
+"""
+
+import logging
+from typing import Any
+
+from hone.monitors.lines import evaluation_line, orchestrator_line, summary_line, trainer_line, why_no_signal
+from hone.monitors.log import SUCCESS
+from hone.monitors.metrics import Metrics
+
+
+class StepReport:
+    """`log` is the component's; lines of steps between those of `log_interval` go to its file alone."""
+
+    def __init__(self, log: logging.Logger, max_steps: int, log_interval: int, metrics: Metrics | None = None) -> None:
+        self.log, self.max_steps, self.log_interval, self.metrics = log, max_steps, log_interval, metrics
+
+    def console(self, step: int) -> dict[str, Any]:
+        """For `extra` of a line: whether this step's are printed."""
+        return {"console": step == self.max_steps or step % self.log_interval == 0}
+
+    def sampled(self, step: int, values: dict[str, float]) -> None:
+        """`values` are those of the rollouts; their throughput, by time/step, is added."""
+        values["perf/throughput"] = values["progress/tokens"] / values["time/step"]
+        if not values["batch/effective_batch_size"]:
+            self.log.warning("%s", why_no_signal(step, values), extra=self.console(step))
+        self.log.log(SUCCESS, orchestrator_line(step, values), extra=self.console(step))
+
+    def trained(self, step: int, values: dict[str, float]) -> None:
+        self.log.log(SUCCESS, trainer_line(step, values), extra=self.console(step))
+
+    def whole(self, step: int, values: dict[str, float]) -> None:
+        """Both sides are known."""
+        self.row(step, values)
+        self.log.info("%s", summary_line(step, values), extra=self.console(step))
+
+    def evaluated(self, version: int, values: dict[str, float]) -> None:
+        self.log.info("%s", evaluation_line(version, values))
+
+    def row(self, step: int, values: dict[str, float]) -> None:
+        if self.metrics is not None:
+            self.metrics.log(step, values)

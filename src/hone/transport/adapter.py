@@ -1,0 +1,38 @@
+"""A LoRA adapter as files in peft's format, and once the weights that it is for; a server merges one into the other.
+
+broadcasts/base/model.safetensors, broadcasts/step_N/{adapter_config.json, adapter_model.safetensors}
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from hone.models.hf import load_weights, write_weights
+from hone.models.lora import merge_adapter
+from hone.transport.weights import Message, Receiver, Sender, Tensors
+
+BASE = "base"  # beside the versions
+
+
+class AdapterSender(Sender):
+    takes = "adapter"
+
+    def __init__(self, write: Callable[[Tensors, Path], None]) -> None:
+        self.write = write  # an adapter's tensors as peft's files
+
+    @property
+    def message(self) -> Message:
+        return {"type": "adapter"}
+
+    def begin(self, base: Tensors, broadcasts: Path) -> None:
+        (broadcasts / BASE).mkdir(parents=True, exist_ok=True)
+        write_weights(base, broadcasts / BASE)
+
+    def send(self, version: int, tensors: Tensors, place: Path) -> int:
+        self.write(tensors, place)
+        return (place / "adapter_model.safetensors").stat().st_size
+
+
+class AdapterReceiver(Receiver):
+    def receive(self, message: Message, version: int, place: Path, into: Tensors) -> None:
+        load_weights(into, place.parent / BASE)
+        merge_adapter(into, place)

@@ -1,0 +1,113 @@
+"""How batches travel from the orchestrator to the trainer: one interface, and files.
+
+    orchestrator ── put ──► rollouts/step_N/{rollouts.jsonl, progress.json, batch.safetensors} ── take ──► trainer
+
+Directories are listed, not asked for by name: a network file system may hide a new name for a minute from those who
+asked too early. A batch carries the run's id, so that what an earlier run left behind is never taken for this one's.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from hone.records import Batch, Sample
+from hone.run_directory import steps_in
+
+BATCH, PROGRESS = "batch.safetensors", "progress.json"
+
+
+class Batches(ABC):
+    """The batches of one run."""
+
+    @abstractmethod
+    def put(self, batch: Batch, place: Path) -> None:
+        """Hands a batch on; `place` is the directory of its step, which is about to be published."""
+
+    @abstractmethod
+    def take(self, step: int) -> Batch | None:
+        """The batch of a step once it is there; the same again until it is acknowledged."""
+
+    @abstractmethod
+    def acknowledge(self, step: int) -> None:
+        """The step has been taken and what follows from it is kept: its batch is needed no more."""
+
+
+class FileBatches(Batches):
+    """Flat arrays with offsets, in the directory of the step."""
+
+    def __init__(self, rollouts: Path, run: str) -> None:
+        self.rollouts, self.run = rollouts, run
+
+    def put(self, batch: Batch, place: Path) -> None:
+        samples = batch.samples
+        lengths = np.array([len(s.ids) for s in samples], dtype=np.int64)
+        envs = sorted({s.env for s in samples})
+
+        def flat(name: str, dtype: Any) -> Any:
+            return np.array([x for s in samples for x in getattr(s, name)], dtype=dtype)
+
+        def each(name: str) -> Any:
+            return np.array([getattr(s, name) for s in samples], dtype=np.float64)
+
+        arrays = {
+            "lengths": lengths,
+            "ids": flat("ids", np.int64),
+            "mask": flat("mask", np.bool_),
+            "logprobs": flat("logprobs", np.float64),
+            "advantage": each("advantage"),
+            "temperature": each("temperature"),
+            "env": np.array([envs.index(s.env) for s in samples], dtype=np.int64),
+        }
+        known = [s.teacher_logprobs for s in samples if s.teacher_logprobs is not None]
+        if known:
+            arrays["has_teacher"] = np.array([s.teacher_logprobs is not None for s in samples])
+            arrays["teacher_logprobs"] = np.array([x for one in known for x in one], dtype=np.float64)
+        save_file(arrays, place / BATCH, metadata={"run": self.run, "step": str(batch.step), "envs": json.dumps(envs)})
+
+    def take(self, step: int) -> Batch | None:
+        directory = steps_in(self.rollouts).get(step)
+        return None if directory is None else read_batch(directory / BATCH, self.run)
+
+    def acknowledge(self, step: int) -> None:
+        (self.rollouts / f"step_{step}" / BATCH).unlink(missing_ok=True)  # the rollouts beside it stay
+
+
+def read_batch(file: Path, run: str) -> Batch | None:
+    """The batch there; None if it is of another run."""
+    with safe_open(file, framework="numpy") as reader:
+        header = reader.metadata()
+        if header["run"] != run:
+            return None
+        arrays = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
+    bounds = np.cumsum(arrays["lengths"])[:-1]
+    columns: dict[str, list[Any]] = {name: arrays[name].tolist() for name in ("advantage", "temperature")}
+    envs = json.loads(header["envs"])
+    columns["env"] = [envs[i] for i in arrays["env"].tolist()]
+    for name in ("ids", "mask", "logprobs"):
+        columns[name] = [part.tolist() for part in np.split(arrays[name], bounds)]
+    if "has_teacher" in arrays:
+        lengths = np.where(arrays["has_teacher"], arrays["lengths"], 0)
+        parts = np.split(arrays["teacher_logprobs"], np.cumsum(lengths)[:-1])
+        has = arrays["has_teacher"].tolist()
+        columns["teacher_logprobs"] = [x.tolist() if there else None for x, there in zip(parts, has, strict=True)]
+    each = zip(*columns.values(), strict=True)
+    samples = [Sample(**dict(zip(columns, values, strict=True))) for values in each] if len(arrays["lengths"]) else []
+    return Batch(int(header["step"]), samples)
+
+
+def write_progress(progress: dict[str, Any], directory: Path) -> None:
+    (directory / PROGRESS).write_text(json.dumps(progress) + "\n")
+
+
+def read_progress(directory: Path) -> dict[str, Any] | None:
+    """What an orchestrator that goes on after the step of this directory needs to know; None where it was not said."""
+    try:
+        progress: dict[str, Any] = json.loads((directory / PROGRESS).read_text())
+    except FileNotFoundError:
+        return None
+    return progress

@@ -1,0 +1,33 @@
+"""The ways that weights can travel: from the configuration the sender, from its message the receiver."""
+
+from collections.abc import Callable
+from logging import Logger
+from pathlib import Path
+
+from hone.config.sections import BroadcastConfig, FilesystemConfig, NcclConfig
+from hone.transport.adapter import AdapterReceiver, AdapterSender
+from hone.transport.files import FileReceiver, FileSender
+from hone.transport.network import NetworkReceiver, NetworkSender
+from hone.transport.weights import Receiver, Sender, Tensors
+
+RECEIVERS: dict[str, type[Receiver]] = {
+    "filesystem": FileReceiver,
+    "adapter": AdapterReceiver,
+    "nccl": NetworkReceiver,
+}
+
+
+def make_sender(config: BroadcastConfig, write_adapter: Callable[[Tensors, Path], None] | None, log: Logger) -> Sender:
+    """`write_adapter` writes the tensors of the adapter that is trained as files, where one is."""
+    match config:
+        case NcclConfig():
+            return NetworkSender(config.host, log)
+        case FilesystemConfig():
+            return FileSender() if write_adapter is None else AdapterSender(write_adapter)
+
+
+def make_receiver(kind: str) -> Receiver:
+    """Raises ValueError for a kind that there is not."""
+    if kind not in RECEIVERS:
+        raise ValueError(f"transport.type {kind!r} is none of {', '.join(RECEIVERS)}")
+    return RECEIVERS[kind]()

@@ -1,0 +1,96 @@
+"""One contract for all ways that weights travel, and for one that is made here."""
+
+import json
+import logging
+from typing import ClassVar
+
+import pytest
+import torch
+
+from hone.config.lora import LoRAConfig
+from hone.config.sections import FilesystemConfig, NcclConfig
+from hone.models.hf import hf_tensors
+from hone.models.lora import add_lora, loras
+from hone.models.spec import ModelSpec
+from hone.models.transformer import Transformer
+from hone.trainer.ranks import Ranks
+from hone.trainer.sharding import Export
+from hone.transport.ways import RECEIVERS, make_receiver, make_sender
+from hone.transport.weights import Receiver, Sender, Superseded
+
+SPEC = ModelSpec(50, 32, 64, 2, 4, 2, 8, 1e-6, 1000.0, True, 96, 0.5, False)
+LOG = logging.getLogger("test")
+
+
+class Shelf(Sender, Receiver):
+    """A way of one's own: tensors stay in this process."""
+
+    versions: ClassVar = {}
+
+    @property
+    def message(self):
+        return {"type": "shelf"}
+
+    def send(self, version, tensors, place):
+        self.versions.clear()
+        self.versions[version] = {name: tensor.clone() for name, tensor in tensors.items()}
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def receive(self, message, version, place, into):
+        if version not in self.versions:
+            raise Superseded
+        for name, tensor in into.items():
+            tensor.copy_(self.versions[version][name])
+
+
+def made(seed, lora=False):
+    model = Transformer(SPEC)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    if lora:
+        add_lora(model, LoRAConfig(rank=4, modules_to_save=["norm"]), seed)
+    return model
+
+
+def train(model):
+    """Stands for a step."""
+    with torch.no_grad():
+        for i, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+            parameter += 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+
+
+@pytest.mark.parametrize("way", ["filesystem", "adapter", "nccl", "nccl with an adapter", "shelf"])
+def test_what_arrives_is_what_was_sent(way, tmp_path, monkeypatch):
+    monkeypatch.setitem(RECEIVERS, "shelf", Shelf)
+    trained = made(1, lora="adapter" in way)
+    export = Export(trained, Ranks(), torch.float32)
+    config = NcclConfig(type="nccl") if "nccl" in way else FilesystemConfig()
+    write = (lambda *files: export.write_adapter("base", *files)) if any(loras(trained)) else None
+    sender = Shelf() if way == "shelf" else make_sender(config, write, LOG)
+    assert (sender.takes == "adapter") == (way == "adapter")
+    server, sizes = dict(hf_tensors(made(2))), []
+    with sender:
+        if sender.takes == "adapter":
+            sender.begin(dict(hf_tensors(export(merged=False))), tmp_path)
+        for version in (1, 2, 7):
+            train(trained)
+            expected = {name: tensor.clone() for name, tensor in hf_tensors(export())}
+            place = tmp_path / f"step_{version}"
+            place.mkdir()
+            sizes.append(sender.send(version, export.adapter() if sender.takes == "adapter" else expected, place))
+            message = json.loads(json.dumps(sender.message))  # it travels as JSON
+            receiver = make_receiver(message["type"])
+            for _ in range(2):  # as another server, or one that was started again
+                receiver.receive(message, version, place, server)
+                for name, tensor in server.items():
+                    assert torch.equal(tensor, expected[name]), name
+                    tensor.zero_()
+        with pytest.raises((Superseded, ValueError)):
+            receiver.receive(message, 8, tmp_path / "step_8", server)
+        sender.finish(lambda: False)
+    whole = sum(tensor.nbytes for tensor in server.values())
+    assert all(size < whole for size in sizes) if way == "adapter" else sizes == [whole] * 3
+
+
+def test_a_way_that_there_is_not_is_named():
+    with pytest.raises(ValueError, match="transport.type 'pigeon' is none of filesystem, adapter, nccl"):
+        make_receiver("pigeon")
