@@ -16,8 +16,6 @@ import shutil
 import threading
 import warnings
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +65,8 @@ class Checkpoints:
         if self._group is None and self.ranks.count > 1:
             self._group = torch.distributed.new_group(backend="gloo")
         place = {"checkpoint_id": partial / TENSORS, "process_group": self._group}
-        with by_itself():
-            written: Any = async_save(self.optimizer.state(), **place)
+        expect_to_be_alone()
+        written: Any = async_save(self.optimizer.state(), **place)
         header = {"step": step, "config": config, "metrics": metrics}
         orchestrator = progress or {"step": step}
 
@@ -215,16 +213,14 @@ def load_tensors(source: Path, tensors: dict[str, Tensor]) -> None:
     """Fills tensors, which may be parts of larger ones, with what a whole checkpoint has under their names."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    with torch.no_grad(), by_itself():
+    expect_to_be_alone()
+    with torch.no_grad():
         load(tensors, checkpoint_id=source / TENSORS)
 
 
-@contextmanager
-def by_itself() -> Iterator[None]:
-    """That one process saves or loads by itself is nothing to warn of."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def expect_to_be_alone() -> None:
+    """That one process saves or loads by itself is nothing to warn of. (For all threads: torch writes in its own.)"""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def forget_after(step: int, run: RunDirectory) -> None:
