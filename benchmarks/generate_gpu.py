@@ -57,8 +57,8 @@ def write_model(directory: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
+    from hone.models.families import parse_model_config
     from hone.models.hf import hf_tensors
-    from hone.models.spec import parse_model_config
     from hone.models.transformer import Transformer
 
     torch.set_default_dtype(torch.bfloat16)

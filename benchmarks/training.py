@@ -49,7 +49,7 @@ def flops(lengths: list[int], targets: int, shape: dict = QWEN3_06B) -> float:
 
     What is computed once more is not counted.
     """
-    from hone.models.spec import parse_model_config
+    from hone.models.families import parse_model_config
 
     spec = parse_model_config(shape)
     context = sum(n * n for n in lengths) / (2 * sum(lengths))
@@ -104,7 +104,7 @@ def measure(step, tokens_of, flops_of, laps=None) -> dict:
 def our_model(shape: dict = QWEN3_06B):
     import torch
 
-    from hone.models.spec import parse_model_config
+    from hone.models.families import parse_model_config
     from hone.models.transformer import Transformer
 
     torch.set_default_dtype(torch.bfloat16)

@@ -11,9 +11,9 @@ from hone.config.lora import LoRAConfig
 from hone.config.rl import TrainerConfig
 from hone.engine.engine import Engine
 from hone.models.attention import PackedAttention
+from hone.models.families import parse_model_config
 from hone.models.hf import write_model
 from hone.models.lora import Merged, adapter_tensors, add_lora, loras, without_lora, write_adapter
-from hone.models.spec import parse_model_config
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.trainer.ranks import Ranks

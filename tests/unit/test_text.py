@@ -14,9 +14,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from hone.engine.engine import Engine
 from hone.inference.control import Served
 from hone.inference.service import EngineService
+from hone.models.families import parse_model_config
 from hone.models.hf import read_model_config, write_description, write_model
 from hone.models.proof import checksum
-from hone.models.spec import parse_model_config
 from hone.models.transformer import Transformer
 from hone.text.chat import ChatTemplate
 from hone.text.tokenizer import Tokenizer

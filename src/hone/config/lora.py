@@ -10,7 +10,6 @@ from hone.config.sections import OptimConfig, Positive, as_list
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Saved = Literal["embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"]
-ALL: list[Target] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class LoRAConfig(Config):
@@ -22,8 +21,8 @@ class LoRAConfig(Config):
     """Multiply the adapter's product by alpha / sqrt(rank) instead of alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapter's inputs that is set to zero at random while training."""
-    targets: Annotated[list[Target], BeforeValidator(as_list), Field(min_length=1)] = Field(default=ALL)
-    """Linear layers that get an adapter."""
+    targets: Annotated[list[Target], BeforeValidator(as_list), Field(min_length=1)] | None = None
+    """Linear layers that get an adapter; unless given all of the blocks, of a mixture of experts those of attention."""
     modules_to_save: Annotated[list[Saved], BeforeValidator(as_list)] = Field(default=[])
     """Modules whose own weights are trained too, and saved with the adapter."""
     start_from: Path | None = None

@@ -28,7 +28,7 @@ class Decoder:
         self.model, self.cache, self.slots = model, cache, slots
         self.sampler, self.adapters = Sampler(slots, model.spec.vocab_size), Adapters(model)
         self.packed = PackedModel(model, cache) if PackedModel.takes(model) else None
-        self.stays_on_device = gpu.takes_model(model.embed.weight, model.spec.head_dim)
+        self.stays_on_device = model.spec.has_fast_paths and gpu.takes_model(model.embed.weight, model.spec.head_dim)
 
     def step(self, B: int, kind: int, has_adapters: bool, rows: Rows) -> Tensor | None:
         """One token for the first B active slots; returns the logits, if the kind asks for them."""

@@ -32,7 +32,7 @@ class PackedModel:
     @staticmethod
     def takes(model: Transformer) -> bool:
         weights = [p for p in model.parameters() if p.dim() == 2]
-        is_small = all(weight.numel() <= LARGE_WEIGHT for weight in weights)
+        is_small = model.spec.has_fast_paths and all(weight.numel() <= LARGE_WEIGHT for weight in weights)
         is_plain = not any(loras(model))
         return cpu.takes(model.embed.weight) and is_small and is_plain and model.spec.head_dim % 16 == 0
 

@@ -32,9 +32,10 @@ from hone.config.sections import LOOPBACK
 from hone.engine.engine import Engine
 from hone.inference.service import EngineService
 from hone.kernels import cpu
+from hone.models.families import parse_model_config
 from hone.models.hf import empty_model, hf_tensors
 from hone.models.proof import checksum_of, fingerprints, scores
-from hone.models.spec import parse_model_config, read_model_config
+from hone.models.spec import read_model_config
 from hone.text.tokenizer import Tokenizer
 from hone.transport.delivery import TEXT
 from hone.transport.ways import make_receiver

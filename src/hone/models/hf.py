@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hone.models.spec import ModelSpec, parse_model_config, read_model_config
+from hone.models.families import parse_model_config
+from hone.models.spec import ModelSpec, read_model_config
 from hone.models.transformer import Transformer
 from hone.run_directory import appearing
 
@@ -34,8 +35,6 @@ def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
             f"{ours}.attention.qkv.weight": [f"{theirs}.self_attn.{x}_proj.weight" for x in "qkv"],
             f"{ours}.attention.out.weight": [f"{theirs}.self_attn.o_proj.weight"],
             f"{ours}.mlp_norm.weight": [f"{theirs}.post_attention_layernorm.weight"],
-            f"{ours}.mlp.gate_up.weight": [f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up")],
-            f"{ours}.mlp.down.weight": [f"{theirs}.mlp.down_proj.weight"],
         }
         if spec.qk_norm:
             table |= {f"{ours}.attention.{x}_norm": [f"{theirs}.self_attn.{x}_norm.weight"] for x in "qk"}
@@ -43,9 +42,8 @@ def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
             table[f"{ours}.attention.qkv.bias"] = [f"{theirs}.self_attn.{x}_proj.bias" for x in "qkv"]
         if spec.out_bias:
             table[f"{ours}.attention.out.bias"] = [f"{theirs}.self_attn.o_proj.bias"]
-        if spec.mlp_bias:
-            table[f"{ours}.mlp.gate_up.bias"] = [f"{theirs}.mlp.{x}_proj.bias" for x in ("gate", "up")]
-            table[f"{ours}.mlp.down.bias"] = [f"{theirs}.mlp.down_proj.bias"]
+        for name, parts in spec.feed_forward_names().items():
+            table[f"{ours}.mlp.{name}"] = [f"{theirs}.mlp.{part}" for part in parts]
     return table
 
 
@@ -53,9 +51,9 @@ def split_rows(spec: ModelSpec, name: str, weight: Tensor) -> list[Tensor]:
     """A fused parameter as the row blocks that its HF tensors hold, in the table's order."""
     if ".qkv." in name:
         return list(weight.split(spec.qkv_splits))
-    if ".gate_up." in name:
-        return list(weight.split(spec.intermediate_size))
-    return [weight]
+    _, is_feed_forward, own = name.partition(".mlp.")
+    rows = spec.feed_forward_rows(own) if is_feed_forward else 0
+    return list(weight.split(rows)) if rows else [weight]
 
 
 def resolve_model(name: str) -> Path:

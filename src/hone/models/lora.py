@@ -40,7 +40,7 @@ class LoRA(nn.Module):
         super().__init__()
         self.config = config
         self.heights = dict(zip(names, heights, strict=True))
-        self.targets = [name for name in names if name.rsplit(".", 1)[-1] in config.targets]
+        self.targets = [name for name in names if name.rsplit(".", 1)[-1] in (config.targets or ())]
         r, n, weight = config.rank, len(self.targets), linear.weight
         owner_O = torch.repeat_interleave(torch.tensor([_index(x, self.targets) for x in names]), torch.tensor(heights))
         rows = (owner_O >= 0).nonzero().squeeze(1).to(weight.device)
@@ -116,7 +116,11 @@ def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
 
 def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
     """Freezes the model but for `modules_to_save`, and adds adapters whose product is 0. Raises ValueError."""
-    table = hf_names(model.spec)
+    table, possible = hf_names(model.spec), model.spec.lora_targets
+    impossible = sorted(set(config.targets or []) - set(possible))
+    if impossible:
+        raise ValueError(f"lora.targets: {impossible[0]} has no adapter in this model; {', '.join(possible)} have")
+    config = config.model_copy(update={"targets": config.targets or list(possible)})
     if model.head is None and "lm_head" in config.modules_to_save:
         raise ValueError("lora.modules_to_save: lm_head is embed_tokens in this model; name that")
     for name, parameter in model.named_parameters():
@@ -143,7 +147,7 @@ def _load(model: Transformer, config: LoRAConfig, directory: Path) -> None:
         targets = sorted({name.rsplit(".", 1)[-1] for name in adapter.weights})
         raise ValueError(
             f"lora.start_from {directory}: rank {adapter.rank} on {', '.join(targets)}; "
-            f"lora.rank is {config.rank}, lora.targets are {', '.join(config.targets)}"
+            f"lora.rank is {config.rank}, lora.targets are {', '.join(config.targets or ())}"
         )
     with torch.no_grad():
         for lora in loras(model):
@@ -229,7 +233,7 @@ def write_adapter(
     settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": config.rank,
         "lora_alpha": config.alpha, "use_rslora": config.rslora, "lora_dropout": config.dropout, "bias": "none",
-        "target_modules": sorted(config.targets), "modules_to_save": saved or None,
+        "target_modules": sorted(config.targets or spec.lora_targets), "modules_to_save": saved or None,
         "inference_mode": True, "fan_in_fan_out": False, "init_lora_weights": True,
     }  # fmt: skip
     if "embed_tokens" in config.modules_to_save and spec.tie_word_embeddings:

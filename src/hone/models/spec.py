@@ -1,12 +1,15 @@
-"""The shape of a model, read from a Hugging Face `config.json`. Imports no torch."""
+"""The shape of a model, and what follows from it: names of weights, FLOPs, what training keeps. Imports no torch.
+
+`ModelSpec` is the dense family; another one derives from it (`families/`) and says what is different. Whoever needs to
+know something about the feed-forward part of a block, or whether a fast path takes the model, asks here.
+"""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
-ELSEWHERE = "; vLLM samples from other models (--backend vllm)"
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,58 @@ class ModelSpec:
         kv = self.num_key_value_heads * self.head_dim
         return self.num_attention_heads * self.head_dim, kv, kv
 
+    # --------------------------------------------------------------------------- what families may say otherwise
+
+    @classmethod
+    def particular(cls, config: dict[str, Any], origin: str) -> dict[str, Any]:
+        """The fields that a `config.json` of this family has under keys of its own. Raises ValueError, KeyError."""
+        return {"intermediate_size": int(config["intermediate_size"])}
+
+    feed_forward: ClassVar[Literal["mlp", "experts"]] = "mlp"  # the module, in `models/transformer.py`
+    has_fast_paths: ClassVar[bool] = True  # whether packed models and captured steps know this block
+    lora_targets: ClassVar[tuple[str, ...]] = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
+    def feed_forward_names(self) -> dict[str, list[str]]:
+        """Each of a block's feed-forward parameters by the HF tensors that, stacked by rows, make it."""
+        table = {"gate_up.weight": ["gate_proj.weight", "up_proj.weight"], "down.weight": ["down_proj.weight"]}
+        if self.mlp_bias:
+            table |= {"gate_up.bias": ["gate_proj.bias", "up_proj.bias"], "down.bias": ["down_proj.bias"]}
+        return table
+
+    def feed_forward_rows(self, name: str) -> int:
+        """How many rows each HF tensor has of the fused parameter `gate_up`; all of others."""
+        return self.intermediate_size if name.startswith("gate_up.") else 0
+
+    @property
+    def active_feed_forward(self) -> int:
+        """Weights of a block's feed-forward part that a token is multiplied with."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def kept_feed_forward(self) -> int:
+        """Numbers of a token that a block's feed-forward part keeps for the way back."""
+        return 2 * self.intermediate_size
+
+    # --------------------------------------------------------------------------------------- what follows for all
+
+    def parameters(self) -> int:
+        """Weights in all; norms and biases, which are few, are left out."""
+        head = 1 if self.tie_word_embeddings else 2
+        return head * self.vocab_size * self.hidden_size + self.num_hidden_layers * self._block(self.feed_forward_size)
+
+    @property
+    def feed_forward_size(self) -> int:
+        """Weights of a block's feed-forward part."""
+        return self.active_feed_forward
+
+    def _block(self, feed_forward: int) -> int:
+        q, k, v = self.qkv_splits
+        return self.hidden_size * (2 * q + k + v) + feed_forward
+
     def flops_per_token(self, context: float = 0.0, head: float = 1.0) -> float:
         """Forward FLOPs of one token (2 a multiply-add) that attends to `context` others, the LM head for a share."""
-        q, k, v = self.qkv_splits
-        layer = self.hidden_size * (2 * q + k + v) + 3 * self.hidden_size * self.intermediate_size
-        logits = self.vocab_size * self.hidden_size
-        return 2.0 * (self.num_hidden_layers * (layer + 2 * q * context) + head * logits)
+        layer = self._block(self.active_feed_forward) + 2 * self.qkv_splits[0] * context
+        return 2.0 * (self.num_hidden_layers * layer + head * self.vocab_size * self.hidden_size)
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
@@ -65,66 +114,3 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     return config
-
-
-def parse_model_config(config: dict[str, Any], origin: str = "config.json") -> ModelSpec:
-    """`config.json` as a ModelSpec.
-
-    Raises ValueError for an architecture or an option that the transformer does not implement: a model
-    that would compute something else than its authors meant is refused, not approximated.
-    """
-    architecture = (config.get("architectures") or ["(none named)"])[0]
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        supported = ", ".join(SUPPORTED_ARCHITECTURES)
-        raise ValueError(f"{origin}: architecture {architecture} is not supported; supported: {supported}{ELSEWHERE}")
-    for key, meant in (("use_sliding_window", False), ("partial_rotary_factor", 1.0), ("hidden_act", "silu")):
-        found = config.get(key)
-        if found is not None and found != meant:
-            raise ValueError(f"{origin}: {key} {found!r} is not supported; supported: {meant!r}{ELSEWHERE}")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{origin}: partial_rotary_factor other than 1.0 is not supported{ELSEWHERE}")
-    is_llama = architecture == "LlamaForCausalLM"
-    has_bias = bool(config.get("attention_bias", False))
-    try:
-        heads = int(config["num_attention_heads"])
-        spec = ModelSpec(
-            vocab_size=int(config["vocab_size"]),
-            hidden_size=int(config["hidden_size"]),
-            intermediate_size=int(config["intermediate_size"]),
-            num_hidden_layers=int(config["num_hidden_layers"]),
-            num_attention_heads=heads,
-            num_key_value_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            max_position_embeddings=int(config.get("max_position_embeddings", 32768)),
-            initializer_range=float(config.get("initializer_range", 0.02)),
-            qkv_bias=has_bias or architecture == "Qwen2ForCausalLM",
-            out_bias=has_bias and architecture != "Qwen2ForCausalLM",
-            mlp_bias=is_llama and bool(config.get("mlp_bias", False)),
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            rope_scaling=_rope_scaling(rope, origin),
-        )
-    except KeyError as error:
-        raise ValueError(f"{origin}: key {error.args[0]!r} is missing") from None
-    if spec.num_attention_heads % spec.num_key_value_heads:
-        raise ValueError(
-            f"{origin}: num_attention_heads {heads} is not a multiple of num_key_value_heads {spec.num_key_value_heads}"
-        )
-    return spec
-
-
-def _rope_scaling(rope: dict[str, Any], origin: str) -> Llama3Rope | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ValueError(f"{origin}: rope type {kind!r} is not supported; supported: 'default', 'llama3'{ELSEWHERE}")
-    return Llama3Rope(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
-    )

@@ -13,7 +13,7 @@ Shapes: T tokens, D hidden, H query heads, K key/value heads, E head size, F fee
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,9 @@ from hone.kernels.gpu_training import norm_linear, swiglu_linear
 from hone.kernels.linear import linear, linear_parts
 from hone.kernels.norm import add_norm
 from hone.kernels.rows import take_rows
-from hone.kernels.swiglu import swiglu
+from hone.kernels.swiglu import swiglu, swiglu_reference
 from hone.models.attention import Heads, Rotation
+from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.spec import Llama3Rope, ModelSpec
 
 
@@ -119,10 +120,71 @@ class MLP(nn.Module):
         self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
         self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
+    def through(self, norm: RMSNorm, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta, and what comes of its norm."""
+        x_TD, gate_up_T2F = norm.through(self.gate_up, x_TD, delta_TD)
+        return x_TD, self.project(gate_up_T2F)
+
     def project(self, gate_up_T2F: Tensor) -> Tensor:
         if gpu.trains(gate_up_T2F) and self.down.is_plain:
             return swiglu_linear(gate_up_T2F, self.down.weight, self.down.bias, *self.down.factors())
         return self.down.parts(swiglu(gate_up_T2F))
+
+
+class Experts(nn.Module):
+    """Of E small feed-forward parts each token goes through k, by its router's softmax (Qwen3-MoE). In plain torch.
+
+    Weights of all experts lie below each other: gate_up E2F x D, down ED x F.
+    """
+
+    def __init__(self, spec: Qwen3Moe) -> None:
+        super().__init__()
+        self.spec, D, F_ = spec, spec.hidden_size, spec.intermediate_size
+        self.router, self.gate_up, self.down = (
+            Weight(spec.experts * rows, columns) for rows, columns in ((1, D), (2 * F_, D), (D, F_))
+        )
+
+    def through(self, norm: RMSNorm, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
+        x_TD, normed_TD = norm(x_TD, delta_TD)
+        return x_TD, self(normed_TD)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        probabilities_TE = F.linear(x_TD, self.router.weight).softmax(-1, dtype=torch.float32)
+        weight_TK, expert_TK = probabilities_TE.topk(self.spec.experts_per_token)
+        if self.spec.normalizes:
+            weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
+        order_M = expert_TK.flatten().argsort(stable=True)  # M = T x k pairs of a token and an expert, by expert
+        counts_E = torch.bincount(expert_TK.flatten(), minlength=self.spec.experts)
+        # Rows are taken by F.embedding: its gradient adds up in one order, that of indexing on a GPU does not.
+        x_MD = F.embedding(order_M // self.spec.experts_per_token, x_TD)
+        hidden_MF = swiglu_reference(grouped_linear(x_MD, self.gate_up.weight, counts_E))
+        out_MD = grouped_linear(hidden_MF, self.down.weight, counts_E)
+        out_TKD = F.embedding(order_M.argsort(), out_MD).view(*expert_TK.shape, -1)
+        return (out_TKD * weight_TK.to(x_TD.dtype)[:, :, None]).sum(1)
+
+
+class Weight(nn.Module):
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+
+
+def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """The first counts[0] rows of x times the first weight, the next counts[1] times the second, …
+
+    Weights lie below each other, EO x I.
+    """
+    weights = weight_EOI.view(len(counts_E), -1, weight_EOI.shape[1])
+    if x_MI.is_cuda and x_MI.dtype == torch.bfloat16:
+        return F.grouped_mm(x_MI, weights.transpose(1, 2), offs=counts_E.cumsum(0, dtype=torch.int32))
+    parts = x_MI.split(counts_E.tolist())
+    return torch.cat(
+        [F.linear(part, weights[e]) for e, part in enumerate(parts) if len(part)]
+        or [weights.new_empty(0, weights.shape[1])]
+    )
+
+
+FEED_FORWARD: dict[str, Any] = {"mlp": MLP, "experts": Experts}
 
 
 class Block(nn.Module):
@@ -131,7 +193,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.attention = SelfAttention(spec)
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = MLP(spec)
+        self.mlp = FEED_FORWARD[spec.feed_forward](spec)
 
     def forward(
         self,
@@ -147,12 +209,11 @@ class Block(nn.Module):
         mixed_TD = self.attention.mix(layer, qkv_TO, rotation, attend)
         if keep_N is not None:
             x_TD, mixed_TD = take_rows(x_TD, keep_N), take_rows(mixed_TD, keep_N)
-        x_TD, gate_up_T2F = self.mlp_norm.through(self.mlp.gate_up, x_TD, self.attention.out.parts(mixed_TD))
-        return x_TD, self.mlp.project(gate_up_T2F)
+        return self.mlp.through(self.mlp_norm, x_TD, self.attention.out.parts(mixed_TD))
 
 
 class Transformer(nn.Module):
-    """A dense causal language model: Qwen3, Qwen2.5, Llama 3. `forward` gives hidden states, `logits` their logits.
+    """A causal language model of any family. `forward` gives hidden states, `logits` their logits.
 
     Weights are uninitialised until they are loaded (`models/hf.py`) or drawn (`init_weights`).
     """

@@ -33,6 +33,6 @@ def _token_bytes(model: Transformer, recomputes: bool) -> int:
     """Bytes of a token's activations."""
     spec = model.spec
     heads = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
-    of_block = 2 * spec.intermediate_size + heads + spec.hidden_size
+    of_block = spec.kept_feed_forward + heads + spec.hidden_size
     kept = spec.num_hidden_layers * spec.hidden_size + of_block if recomputes else spec.num_hidden_layers * of_block
     return int(TEMPORARY * kept * model.embed.weight.dtype.itemsize)
