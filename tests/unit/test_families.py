@@ -71,7 +71,7 @@ def test_grouped_products_with_groups_of_none():
 def test_adapters_of_a_mixture_are_those_of_attention():
     model = made("experts")
     add_lora(model, LoRAConfig(rank=2), seed=0)
-    assert {name.rsplit(".", 1)[-1] for lora in loras(model) for name in lora.targets} == {*model.spec.lora_targets}
+    assert {name.rsplit(".", 1)[-1] for lora in loras(model) for name in lora.targets} == {*model.spec.linears}
     with pytest.raises(ValueError, match="lora.targets: up_proj has no adapter in this model; q_proj, k_proj"):
         add_lora(made("experts"), LoRAConfig(targets=["q_proj", "up_proj"]), seed=0)
     expert = Adapter(2, {"model.layers.0.mlp.experts.1.up_proj": (torch.zeros(2, 32), torch.zeros(16, 2))})

@@ -161,7 +161,7 @@ class Adapters:
         sizes = {}
         for ours, theirs in hf_names(self.model.spec).items():
             for name, part in zip(theirs, split_rows(self.model.spec, ours, parameters[ours]), strict=True):
-                if name.removesuffix(".weight").rsplit(".", 1)[-1] in self.model.spec.lora_targets and part.dim() == 2:
+                if name.removesuffix(".weight").rsplit(".", 1)[-1] in self.model.spec.linears and part.dim() == 2:
                     sizes[name.removesuffix(".weight")] = (part.shape[0], part.shape[1])
         return sizes
 

@@ -116,7 +116,7 @@ def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
 
 def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
     """Freezes the model but for `modules_to_save`, and adds adapters whose product is 0. Raises ValueError."""
-    table, possible = hf_names(model.spec), model.spec.lora_targets
+    table, possible = hf_names(model.spec), model.spec.linears
     impossible = sorted(set(config.targets or []) - set(possible))
     if impossible:
         raise ValueError(f"lora.targets: {impossible[0]} has no adapter in this model; {', '.join(possible)} have")
@@ -233,7 +233,7 @@ def write_adapter(
     settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": config.rank,
         "lora_alpha": config.alpha, "use_rslora": config.rslora, "lora_dropout": config.dropout, "bias": "none",
-        "target_modules": sorted(config.targets or spec.lora_targets), "modules_to_save": saved or None,
+        "target_modules": sorted(config.targets or spec.linears), "modules_to_save": saved or None,
         "inference_mode": True, "fan_in_fan_out": False, "init_lora_weights": True,
     }  # fmt: skip
     if "embed_tokens" in config.modules_to_save and spec.tie_word_embeddings:

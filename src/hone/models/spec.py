@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-
 
 @dataclass(frozen=True)
 class Llama3Rope:
@@ -59,7 +57,12 @@ class ModelSpec:
 
     feed_forward: ClassVar[Literal["mlp", "experts"]] = "mlp"  # the module, in `models/transformer.py`
     has_fast_paths: ClassVar[bool] = True  # whether packed models and captured steps know this block
-    lora_targets: ClassVar[tuple[str, ...]] = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a block's linears that may have an adapter, by their HF names."""
+        D, F = self.hidden_size, self.intermediate_size
+        return self.attention_linears | {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
 
     def feed_forward_names(self) -> dict[str, list[str]]:
         """Each of a block's feed-forward parameters by the HF tensors that, stacked by rows, make it."""
@@ -83,6 +86,11 @@ class ModelSpec:
         return 2 * self.intermediate_size
 
     # --------------------------------------------------------------------------------------- what follows for all
+
+    @property
+    def attention_linears(self) -> dict[str, tuple[int, int]]:
+        D, (q, k, v) = self.hidden_size, self.qkv_splits
+        return {"q_proj": (D, q), "k_proj": (D, k), "v_proj": (D, v), "o_proj": (q, D)}
 
     def parameters(self) -> int:
         """Weights in all; norms and biases, which are few, are left out."""

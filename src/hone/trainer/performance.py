@@ -50,6 +50,11 @@ def mfu(flops_per_second: float, device: torch.device) -> float | None:
     return None if peak is None else flops_per_second / peak
 
 
+def device_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU; None for other devices."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """Of the device so far; on a CPU, of this process."""
     if device.type == "cuda":

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from hone.models.spec import ATTENTION, ModelSpec
+from hone.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,10 @@ class Qwen3Moe(ModelSpec):
 
     feed_forward: ClassVar[Literal["mlp", "experts"]] = "experts"
     has_fast_paths: ClassVar[bool] = False
-    lora_targets: ClassVar[tuple[str, ...]] = ATTENTION
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        return self.attention_linears
 
     @classmethod
     def particular(cls, config: dict[str, Any], origin: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from hone.monitors.statistics import summary
 from hone.records import Batch, Sample
 from hone.trainer.bad_steps import handle
 from hone.trainer.loss import Loss, make_loss, policy_loss, token_weights
-from hone.trainer.memory import micro_batch_tokens, step_bytes
+from hone.trainer.memory import estimate, micro_batch_tokens
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import (
     flatten,
@@ -33,7 +33,7 @@ from hone.trainer.packing import (
     split_by_prompt,
     split_by_tokens,
 )
-from hone.trainer.performance import Laps, mfu, peak_memory_gib
+from hone.trainer.performance import Laps, device_bytes, mfu, peak_memory_gib
 from hone.trainer.ranks import Ranks
 from hone.trainer.sharding import shard
 
@@ -72,12 +72,13 @@ class RLTrainer:
             shard(part, ranks, config.sharding)
         self.optimizer = Optimizer(model, config.optim, ranks)
         model.recomputes = config.activation_checkpointing
-        self.micro_batch_tokens = config.micro_batch_tokens or micro_batch_tokens(model, model.recomputes)
+        sizes = (model.spec, model.embed.weight.dtype.itemsize, config.activation_checkpointing)
+        self.micro_batch_tokens = config.micro_batch_tokens or micro_batch_tokens(*sizes, device_bytes(self.device))
 
     def step_bytes(self, most_tokens: int) -> int:
         """About the memory that a step of up to so many tokens takes, beside weights and the optimiser's state."""
         tokens = min(self.micro_batch_tokens, most_tokens)
-        return step_bytes(self.model, tokens, self.config.activation_checkpointing)
+        return estimate(self.model.spec, self.config, tokens, self.model.embed.weight.dtype.itemsize).step
 
     def rehearse(self, most_tokens: int = 2048) -> None:
         """Goes through micro-batches of steps of up to so many tokens, for kernels to be compiled (`gpu/compiling.py`).
