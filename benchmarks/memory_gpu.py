@@ -3,8 +3,8 @@
     python benchmarks/memory_gpu.py [--models Qwen3-0.6B Qwen3-4B] [--tokens 8192 16384]
 
 Random weights, bf16, AdamW. RL: groups of 16 with prompts of 128 and completions of 512 tokens; SFT: conversations of
-1,024 tokens, all of them targets. One micro-batch a step, two steps; nothing else is on the device. A line of JSON a row:
-GiB after the model, after the optimiser's state, and the peaks of forward, backward and optimiser.
+1,024 tokens, all of them targets. One micro-batch a step, two steps; nothing else is on the device. A line of JSON a
+row: GiB after the model, after the optimiser's state, and the peaks of forward, backward and optimiser.
 """
 
 import argparse
@@ -23,7 +23,7 @@ def measure(name: str, kind: str, is_lora: bool, tokens: int, recomputes: bool) 
     from hone.config.rl import TrainerConfig
     from hone.models.families import parse_model_config
     from hone.models.hf import empty_model
-    from hone.trainer.memory import estimate
+    from hone.trainer.memory import estimate_rl
     from hone.trainer.rl.trainer import RLTrainer
 
     spec = parse_model_config(MODELS[name])
@@ -47,13 +47,28 @@ def measure(name: str, kind: str, is_lora: bool, tokens: int, recomputes: bool) 
     for number in (1, 2):
         torch.cuda.reset_peak_memory_stats()
         step(trainer, tokens, number)
-    expected = estimate(spec, config, tokens, torch.bfloat16.itemsize)
+    expected = estimate_rl(spec, config, tokens, torch.bfloat16.itemsize, tokens)
     peak = max(found[part] for part in ("forward", "backward", "optimizer"))
     return {
         "model": name, "kind": kind, "lora": is_lora, "tokens": tokens, "recomputes": recomputes,
         **{part: round(value, 2) for part, value in found.items()}, "peak": round(peak, 2),
         "estimate": round(expected.peak / GIB, 2), "ratio": round(expected.peak / GIB / peak, 3),
     }  # fmt: skip
+
+
+def measure_cache(name: str) -> dict:
+    import torch
+
+    from hone.engine.cache import KVCache
+    from hone.models.families import parse_model_config
+
+    spec, tokens = parse_model_config(MODELS[name]), 128 * 1024
+    before = torch.cuda.memory_allocated()
+    cache = KVCache(spec, torch.bfloat16, torch.device("cuda"), tokens)
+    found = torch.cuda.memory_allocated() - before
+    expected = tokens * spec.cache_numbers * torch.bfloat16.itemsize
+    del cache
+    return {"model": name, "kind": "keys and values", "tokens": tokens, "peak": found / GIB, "ratio": expected / found}
 
 
 def rl_step(trainer, tokens: int, number: int) -> None:
@@ -103,6 +118,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[8704, 16896])
     args = parser.parse_args()
     for name in args.models:
+        finish(**measure_cache(name))
         for kind in ("rl", "sft"):
             for is_lora in (False, True):
                 for tokens in args.tokens:

@@ -70,14 +70,13 @@ def measure(name: str, prompt: int, output: int, batches: list[int], rounds: int
     """Prints a row for each batch."""
     import torch
 
-    from hone.engine.cache import KVCache
     from hone.engine.engine import Engine
 
     model = our_model(MODELS[name])
     spec, flops = model.spec, matrix_rate()
     weights = sum(p.numel() for p in model.parameters()) * 2
     read = weights - (0 if spec.tie_word_embeddings else model.embed.weight.numel() * 2)  # of its rows few are read
-    of_token = KVCache.bytes_per_token(spec, torch.bfloat16)
+    of_token = spec.cache_numbers * torch.bfloat16.itemsize
     room = torch.cuda.mem_get_info()[0] - KEPT_FREE
     most = int(room / of_token / (prompt + output + 64))
     fitting = [batch for batch in batches if batch <= most]

@@ -89,9 +89,25 @@ def _run(command: str, argv: list[str]) -> int:
             start_logging(config.log_level)
             main = import_object(main_path)
             machine.started_in(time.perf_counter() - STARTED)
-            main(config)
+            try:
+                main(config)
+            except Exception as error:
+                if type(error).__name__ != "OutOfMemoryError":  # torch's
+                    raise
+                raise ValueError(_out_of_memory(error, config)) from error
 
     return _guard(command, work)
+
+
+def _out_of_memory(error: Exception, config) -> str:  # type: ignore[no-untyped-def]
+    """What was asked for, what the estimate says is used, and which keys make it less."""
+    from hone.launch.estimate import memory_lines
+
+    said = ". ".join(str(error).split(". ")[:2]).removesuffix(".")
+    expected = "".join(f"\n  about: {line}" for line in memory_lines(config))
+    helps = "trainer.micro_batch_tokens (data.micro_batch_size of sft), activation_checkpointing, lora.rank, seq_len, "
+    helps += "max_batch_size, kv_cache_gib or gpu_memory_utilization of inference"
+    return f"out of memory: {said}{expected}\n  what makes it less: {helps}"
 
 
 def end_with_parent() -> None:
@@ -128,10 +144,13 @@ def is_alive(pid: int) -> bool:
 
 def _dry_run(command: str, config) -> None:  # type: ignore[no-untyped-def]
     from hone.config.help import to_toml
+    from hone.launch.estimate import memory_lines
     from hone.run_directory import RunDirectory
 
     text = to_toml(config)
     print(text, end="")
+    for line in memory_lines(config):
+        print(f"# memory, about: {line}")
     if hasattr(config, "clean"):  # it would make a run
         run = RunDirectory(config.output_dir, "sft" if command == "sft" else "rl")
         if run.earlier_run():

@@ -28,10 +28,6 @@ class KVCache:
         # Zeros, not garbage: masked positions are multiplied by a probability of 0, and 0 x NaN is NaN.
         self.store = untouched_zeros(shape, dtype, device)
 
-    @staticmethod
-    def bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
-        return 2 * spec.num_hidden_layers * spec.num_key_value_heads * spec.head_dim * dtype.itemsize
-
     def copy_pages(self, source: list[int], target: list[int]) -> None:
         device = self.store.device
         pages = self.store.flatten(3).view(torch.int64)  # the wider an element, the fewer there are to be looked up

@@ -83,7 +83,7 @@ class Engine:
         self.max_batch_size, self.configured_len, self.kv_cache_gib = max_batch_size, max_model_len, kv_cache_gib
         self.prefill_tokens = prefill_tokens
         # The cache has room for what is allowed, and for no more than all slots can fill.
-        allowed = int(kv_cache_gib * 2**30) // KVCache.bytes_per_token(spec, weight.dtype)
+        allowed = int(kv_cache_gib * 2**30) // (spec.cache_numbers * weight.dtype.itemsize)
         wanted = max_model_len or 1
         if wanted > allowed:
             raise ValueError(

@@ -6,7 +6,6 @@ from typing import TypedDict
 import torch
 
 from hone.config.sections import EngineConfig
-from hone.engine.cache import KVCache
 from hone.models.transformer import Transformer
 
 CPU_GIB = 8.0
@@ -30,7 +29,7 @@ def room(config: EngineConfig, model: Transformer, length: int | None, reserved:
         return Room(max_batch_size=config.max_batch_size or FEW, kv_cache_gib=config.kv_cache_gib or CPU_GIB)
     free, total = torch.cuda.mem_get_info(weight.device)
     free += torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
-    of_token = KVCache.bytes_per_token(model.spec, weight.dtype)
+    of_token = model.spec.cache_numbers * weight.dtype.itemsize
     of_sequence = of_token * (length or model.spec.max_position_embeddings)
     return share(config, of_sequence, free, total, reserved, least=of_sequence if length else of_token)
 

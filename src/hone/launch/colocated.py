@@ -51,7 +51,7 @@ def main(config: RLConfig) -> None:
     most_tokens = config.orchestrator.batch_size * length
     sampled = Merged(loaded.model)
     engine = Engine(
-        sampled.model, max_model_len=length, **room(serving, loaded.model, length, trainer.step_bytes(most_tokens))
+        sampled.model, max_model_len=length, **room(serving, loaded.model, length, trainer.memory(most_tokens).step)
     )
     with together():
         rehearse(engine, config.orchestrator.batch_size)

@@ -92,6 +92,11 @@ class ModelSpec:
         D, (q, k, v) = self.hidden_size, self.qkv_splits
         return {"q_proj": (D, q), "k_proj": (D, k), "v_proj": (D, v), "o_proj": (q, D)}
 
+    @property
+    def cache_numbers(self) -> int:
+        """Numbers of a token's keys and values."""
+        return self.num_hidden_layers * sum(self.qkv_splits[1:])
+
     def parameters(self) -> int:
         """Weights in all; norms and biases, which are few, are left out."""
         head = 1 if self.tie_word_embeddings else 2

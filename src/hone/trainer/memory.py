@@ -1,19 +1,22 @@
 """How much memory a training step takes, before it is taken. Imports no torch.
 
-weights, fp32 masters, moments                         always there
-activations of a micro-batch, a part of the logits     going forward, and the most of both where the way back begins
-gradients, and those of half precision once more       at its end, when the optimiser moves the masters
+    weights, fp32 masters, moments, a reference        always there
+    activations of a micro-batch, a part of the logits    the most where the way back begins
+    gradients, and those of half precision in fp32        the most at its end, when the optimiser moves the masters
+
+The two do not meet: activations go while gradients come. Measured: benchmarks/memory_gpu.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from hone.config.lora import LoRAConfig
 from hone.config.rl import TrainerConfig
 from hone.models.spec import ModelSpec
 
-TEMPORARY = 1.1  # of what is kept for going back; measured: benchmarks/RESULTS.md, `rl` on one GPU
+SLACK = 1.03  # of activations; measured 1.01 to 1.03
 FEW_TOKENS, MANY_TOKENS = 2**14, 2**15  # of a micro-batch by default
 SHARE = 8  # the eighth part of a GPU's memory that more than FEW_TOKENS may take
-HEAD = 7 * 2**29  # a part of the logits in fp32, at most 1 GiB, with its gradient and what is made from it
+CHUNK = 2**30  # bytes of the logits that are there at a time, in fp32 (kernels/head.py)
 
 
 @dataclass(frozen=True)
@@ -30,40 +33,64 @@ class Estimate:
     @property
     def step(self) -> int:
         """Beside weights and the optimiser's state."""
-        return self.gradients + self.activations + self.logits
+        return max(self.gradients, self.activations + self.logits)
 
     @property
     def peak(self) -> int:
         return self.weights + self.masters + self.moments + self.step
 
+    def words(self) -> str:
+        parts = [f"{field.name} {getattr(self, field.name) / 2**30:.2f}" for field in fields(self)]
+        return f"{', '.join(parts)} GiB; at most {self.peak / 2**30:.2f} at once"
 
-def estimate(spec: ModelSpec, config: TrainerConfig, tokens: int, itemsize: int) -> Estimate:
-    """Of a step with up to so many tokens in a micro-batch; `itemsize`: bytes of a weight."""
-    trained = adapter_size(spec, config) if config.lora else spec.parameters()
-    is_half = itemsize < 4
+
+def estimate(
+    spec: ModelSpec, lora: LoRAConfig | None, tokens: int, itemsize: int, *, recomputes: bool = False,
+    is_muon: bool = False, has_reference: bool = False, is_split: bool = False,
+) -> Estimate:  # fmt: skip
+    """Of a step whose micro-batches have up to so many tokens; `itemsize`: bytes of a weight.
+
+    `has_reference`: a copy of the model is kept; `is_split`: there are several micro-batches, whose gradients add up.
+    """
+    trained = spec.parameters() if lora is None else adapter_size(spec, lora)
+    copies = (2 if has_reference else 1) * spec.parameters() + (0 if lora is None else trained)
+    in_fp32 = 4 * trained if itemsize < 4 else 0
+    of_head = spec.vocab_size * spec.hidden_size * 4 if lora is None else 0  # the head's gradient adds up over parts
+    by_muon = trained - spec.vocab_size * spec.hidden_size if is_muon else 0  # one moment, not two
     return Estimate(
-        weights=(spec.parameters() + (trained if config.lora else 0)) * itemsize,
-        masters=4 * trained if is_half else 0,
-        moments=8 * trained,
-        gradients=trained * (itemsize + (4 if is_half else 0)),
-        activations=token_bytes(spec, itemsize, config.activation_checkpointing) * tokens,
-        logits=HEAD,
+        weights=copies * itemsize,
+        masters=in_fp32,
+        moments=8 * trained - 4 * by_muon,
+        gradients=trained * itemsize + in_fp32,
+        activations=token_bytes(spec, itemsize, recomputes) * tokens,
+        logits=min(CHUNK, 4 * tokens * spec.vocab_size) * 3 // 2 + of_head + (in_fp32 if is_split else 0),
     )
 
 
-def adapter_size(spec: ModelSpec, config: TrainerConfig) -> int:
-    """Numbers that are trained of an adapter."""
-    assert config.lora is not None
-    sizes = [sum(spec.linears[target]) for target in config.lora.targets or spec.linears]
-    return config.lora.rank * sum(sizes) * spec.num_hidden_layers
+def estimate_rl(
+    spec: ModelSpec, config: TrainerConfig, step_tokens: int, itemsize: int, micro_batch_tokens: int
+) -> Estimate:
+    """Of a step of up to so many tokens, as the trainer is configured."""
+    losses = [config.loss, *config.loss_of.values()]
+    return estimate(
+        spec, config.lora, min(step_tokens, micro_batch_tokens), itemsize, recomputes=config.activation_checkpointing,
+        is_muon=config.optim.type == "muon", is_split=step_tokens > micro_batch_tokens,
+        has_reference=config.lora is None and any("reference" in loss.needs for loss in losses),
+    )  # fmt: skip
+
+
+def adapter_size(spec: ModelSpec, lora: LoRAConfig) -> int:
+    """Numbers that are trained of an adapter, without whole modules."""
+    return lora.rank * spec.num_hidden_layers * sum(sum(spec.linears[name]) for name in lora.targets or spec.linears)
 
 
 def token_bytes(spec: ModelSpec, itemsize: int, recomputes: bool) -> int:
-    """Bytes of a token's activations."""
-    heads = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
-    of_block = spec.kept_feed_forward + heads + spec.hidden_size
-    kept = spec.num_hidden_layers * spec.hidden_size + of_block if recomputes else spec.num_hidden_layers * of_block
-    return int(TEMPORARY * kept * itemsize)
+    """Bytes of a token's activations: in each block both sums that are normed, qkv, what attention gives, and what the
+    feed-forward part keeps; with recomputing the block's input alone, and all of that for one block."""
+    q, k, v = spec.qkv_splits
+    of_block = 2 * spec.hidden_size + (2 * q + k + v) + spec.kept_feed_forward
+    kept = spec.num_hidden_layers * (2 * spec.hidden_size if recomputes else of_block) + recomputes * of_block
+    return int(SLACK * kept * itemsize)
 
 
 def micro_batch_tokens(spec: ModelSpec, itemsize: int, recomputes: bool, device_bytes: int | None) -> int:

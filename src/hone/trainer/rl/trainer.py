@@ -22,7 +22,7 @@ from hone.monitors.statistics import summary
 from hone.records import Batch, Sample
 from hone.trainer.bad_steps import handle
 from hone.trainer.loss import Loss, make_loss, policy_loss, token_weights
-from hone.trainer.memory import estimate, micro_batch_tokens
+from hone.trainer.memory import Estimate, estimate_rl, micro_batch_tokens
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import (
     flatten,
@@ -75,10 +75,10 @@ class RLTrainer:
         sizes = (model.spec, model.embed.weight.dtype.itemsize, config.activation_checkpointing)
         self.micro_batch_tokens = config.micro_batch_tokens or micro_batch_tokens(*sizes, device_bytes(self.device))
 
-    def step_bytes(self, most_tokens: int) -> int:
-        """About the memory that a step of up to so many tokens takes, beside weights and the optimiser's state."""
-        tokens = min(self.micro_batch_tokens, most_tokens)
-        return estimate(self.model.spec, self.config, tokens, self.model.embed.weight.dtype.itemsize).step
+    def memory(self, most_tokens: int) -> Estimate:
+        """About what a step of up to so many tokens takes."""
+        itemsize = self.model.embed.weight.dtype.itemsize
+        return estimate_rl(self.model.spec, self.config, most_tokens, itemsize, self.micro_batch_tokens)
 
     def rehearse(self, most_tokens: int = 2048) -> None:
         """Goes through micro-batches of steps of up to so many tokens, for kernels to be compiled (`gpu/compiling.py`).

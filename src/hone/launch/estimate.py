@@ -1,0 +1,74 @@
+"""What a command will take of a device's memory, from its configuration alone. Imports no torch."""
+
+from pathlib import Path
+
+from hone.config.base import Config
+from hone.config.inference import InferenceConfig
+from hone.config.rl import RLConfig, TrainerRunConfig
+from hone.config.sections import ModelConfig
+from hone.config.sft import SFTConfig
+from hone.models.families import parse_model_config
+from hone.models.spec import ModelSpec, read_model_config
+from hone.trainer.memory import FEW_TOKENS, Estimate, estimate, estimate_rl
+
+
+def memory_lines(config: Config) -> list[str]:
+    """A line for what is trained and one for what samples, as far as the command has either; none where the model's
+    config.json is not on this machine. Raises ValueError for one that cannot be read."""
+    model = getattr(config, "model", None)
+    directory = _directory(model.name) if isinstance(model, ModelConfig) else None
+    if directory is None:
+        return []
+    spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))
+    assert isinstance(model, ModelConfig)
+    is_single = model.dtype == "float32" or (model.dtype == "auto" and model.device == "cpu")
+    itemsize, kind = (4, "float32") if is_single else (2, "bfloat16")
+    found = []
+    training = _training(config, spec, itemsize)
+    if training is not None:
+        tokens, expected = training
+        found.append(f"training in {kind}, up to {tokens:,} tokens in a micro-batch: {expected.words()}")
+    limit, sequences = spec.max_position_embeddings, 0
+    if isinstance(config, RLConfig):
+        limit, sequences = min(limit, config.seq_len), config.orchestrator.batch_size
+    elif isinstance(config, InferenceConfig):
+        limit, sequences = min(limit, config.max_model_len or limit), 1
+        found.append(f"serving in {kind}: weights {spec.parameters() * itemsize / 2**30:.2f} GiB")
+    if sequences:
+        of_token = spec.cache_numbers * itemsize
+        gib = sequences * limit * of_token / 2**30
+        longest = "the longest sequence" if sequences == 1 else f"{sequences:,} of the longest sequences"
+        found.append(
+            f"keys and values in {kind}: {of_token / 2**10:.1f} KiB a token, {gib:.2f} GiB for {longest}, "
+            f"{limit:,} tokens"
+        )
+    return found
+
+
+def _training(config: Config, spec: ModelSpec, itemsize: int) -> tuple[int, Estimate] | None:
+    """Tokens of a micro-batch, and what a step takes."""
+    if isinstance(config, SFTConfig):
+        rows = config.data.micro_batch_size or config.data.batch_size
+        tokens = rows * config.data.seq_len
+        return tokens, estimate(
+            spec, config.lora, tokens, itemsize, recomputes=config.activation_checkpointing,
+            is_muon=config.optim.type == "muon", is_split=rows < config.data.batch_size,
+        )  # fmt: skip
+    if isinstance(config, RLConfig):
+        trainer, step = config.trainer, config.orchestrator.batch_size * config.seq_len
+    elif isinstance(config, TrainerRunConfig):
+        trainer, step = config, config.micro_batch_tokens or FEW_TOKENS
+    else:
+        return None
+    most = trainer.micro_batch_tokens or FEW_TOKENS
+    return min(step, most), estimate_rl(spec, trainer, step, itemsize, most)
+
+
+def _directory(name: str) -> Path | None:
+    path = Path(name).expanduser()
+    if not path.is_dir() and name.count("/") == 1:
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(name, "config.json")
+        path = Path(file).parent if isinstance(file, str) else path
+    return path if (path / "config.json").is_file() else None

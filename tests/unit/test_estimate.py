@@ -1,0 +1,97 @@
+"""The estimate of memory: against what a model's parts really take, and as a person sees it."""
+
+import json
+
+import pytest
+import torch
+
+from hone import cli
+from hone.config.lora import LoRAConfig
+from hone.config.rl import TrainerConfig, TrainerRunConfig
+from hone.config.sections import OptimConfig
+from hone.engine.cache import KVCache
+from hone.launch.estimate import memory_lines
+from hone.models.families import parse_model_config
+from hone.models.transformer import Transformer
+from hone.trainer.memory import estimate_rl, micro_batch_tokens
+from hone.trainer.rl.trainer import RLTrainer
+from tests.unit.test_families import CONFIGS
+
+QWEN3_4B = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def nbytes(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["adamw", "muon", "lora", "reference"])
+def test_what_is_always_there_is_counted(family, dtype, kind):
+    spec = parse_model_config(CONFIGS[family])
+    model = Transformer(spec).to(dtype)
+    model.init_weights(torch.Generator().manual_seed(0))
+    optim = OptimConfig(type="muon" if kind == "muon" else "adamw")
+    lora = LoRAConfig(rank=4) if kind == "lora" else None
+    loss = {"kl_beta": 0.1} if kind == "reference" else {}
+    config = TrainerConfig(optim=optim, lora=lora, loss=loss)
+    trainer = RLTrainer(model, config, max_steps=1)
+    found = estimate_rl(spec, config, 100, dtype.itemsize, 100)
+    own = trainer.optimizer
+    reference = list(trainer.reference.parameters()) if trainer.reference is not None else []
+    masters = own.masters if own.masters is not own.parameters else []
+    assert found.weights == pytest.approx(nbytes([*model.parameters(), *reference]), rel=0.03)  # without the norms
+    assert found.masters == pytest.approx(nbytes(masters), rel=0.03)
+    assert found.moments == pytest.approx(nbytes([*own.exp_avg, *own.exp_avg_sq]), rel=0.1)
+    gradients = nbytes(own.parameters) + nbytes(masters)
+    assert found.gradients == pytest.approx(gradients, rel=0.03)
+
+
+def test_the_cache_is_what_it_says():
+    spec = parse_model_config(CONFIGS["dense"])
+    store = KVCache(spec, torch.float32, torch.device("cpu"), 16 * 99).store
+    assert nbytes([store]) == 16 * 100 * spec.cache_numbers * 4  # and a page to write nothing to
+
+
+def test_qwen3_4b_on_one_card():
+    """Measured on an H200 by benchmarks/memory_gpu.py, in GiB: RL, full and LoRA of rank 16."""
+    spec = parse_model_config(QWEN3_4B)
+    for config, tokens, measured in [
+        (TrainerConfig(), 8704, 75.74),
+        (TrainerConfig(), 16896, 95.34),
+        (TrainerConfig(activation_checkpointing=True), 16896, 75.20),
+        (TrainerConfig(lora=LoRAConfig(rank=16)), 16896, 49.50),
+        (TrainerConfig(lora=LoRAConfig(rank=16), activation_checkpointing=True), 16896, 16.16),
+    ]:
+        assert estimate_rl(spec, config, tokens, 2, tokens).peak / 2**30 == pytest.approx(measured, rel=0.05)
+    assert micro_batch_tokens(spec, 2, False, 140 * 2**30) == 2**14
+    several = estimate_rl(spec, TrainerConfig(), 10**6, 2, 8704)
+    assert several.peak - estimate_rl(spec, TrainerConfig(), 8704, 2, 8704).peak == 4 * spec.parameters()
+
+
+def test_a_dry_run_says_what_a_step_takes(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    words = ["--dry-run", "--model.name", str(tmp_path), "--output-dir", str(tmp_path / "run")]
+    assert cli._run("trainer", words) == 0
+    said = capsys.readouterr().out
+    assert "# memory, about: training in bfloat16, up to 16,384 tokens in a micro-batch: weights 7.49, masters" in said
+    assert cli._run("inference", ["--dry-run", "--model.name", str(tmp_path), "--max-model-len", "1000"]) == 0
+    said = capsys.readouterr().out
+    assert "keys and values in bfloat16: 144.0 KiB a token, 0.14 GiB for the longest sequence, 1,000 tokens" in said
+    assert memory_lines(TrainerRunConfig(model={"name": "nobody/nothing"})) == []
+
+
+def test_out_of_memory_is_one_message(tmp_path, monkeypatch, capsys):
+    def main(config):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has a total of …")
+
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    monkeypatch.setattr(cli, "import_object", lambda path: main if path.endswith(":main") else TrainerRunConfig)
+    assert cli._run("trainer", ["--model.name", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("trainer: error: out of memory: CUDA out of memory. Tried to allocate 9.00 GiB\n  about: ")
+    assert "activation_checkpointing" in said and "Traceback" not in said
