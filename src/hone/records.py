@@ -82,7 +82,9 @@ class Completion:
 
     `logprobs[i]` is log-softmax(logits / T) at `ids[i]`, fp32 (T = 1 when greedy or raw); `versions[i]` is the policy
     version that drew it. `finish_reason`: "stop" (a stop token, kept as the last id, or `ends`), "length", "timeout"
-    or "abort". `alternatives[i]`: the likeliest tokens there and their logprobs, where they were asked for.
+    or "abort". `alternatives[i]`: the likeliest tokens there and their logprobs, where they were asked for. `routing`:
+    of a mixture of experts, which of them every token of prompt and completion but the last went through in all blocks,
+    as base64 of int16, -1 where that is not known.
     """
 
     ids: list[int]
@@ -90,6 +92,7 @@ class Completion:
     versions: list[int]
     finish_reason: str
     alternatives: list[list[tuple[int, float]]] | None = None
+    routing: str = ""
 
 
 @dataclass
@@ -129,6 +132,7 @@ class Sample:
     temperature: float
     teacher_logprobs: list[float] | None = None  # for distillation: a teacher's, of the same tokens
     env: str = ""  # by its name: an environment may have a loss of its own
+    routing: Any = None  # int16, (tokens - 1) x R: the sampler's experts in all blocks, -1 where they are not known
 
 
 @dataclass

@@ -3,24 +3,30 @@
 Logits, gradients, greedy tokens and files of every family: test_transformer.py.
 """
 
+import base64
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from hone.config.lora import LoRAConfig
-from hone.config.rl import TrainerConfig
+from hone.config.rl import RLConfig, TrainerConfig
 from hone.config.sections import OptimConfig
 from hone.engine.engine import Engine
 from hone.engine.packed import PackedModel
 from hone.models.adapters import Adapter, Adapters
+from hone.models.attention import PackedAttention
 from hone.models.families import parse_model_config
 from hone.models.hf import hf_names
 from hone.models.lora import add_lora, loras
 from hone.models.transformer import Transformer, grouped_linear
-from hone.records import Batch, GenerateRequest, Sample, Sampling
+from hone.orchestrator.group import samples_of
+from hone.records import Batch, Completion, Example, GenerateRequest, Rollout, Sample, Sampling, Turn
+from hone.run_directory import appearing
 from hone.trainer.rl.trainer import RLTrainer
+from hone.transport.batches import FileBatches
 
 COMMON = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -99,3 +105,99 @@ def test_what_the_sampler_wrote_the_trainer_scores_alike_and_learns(kind):
         assert values["mismatch_kl/max"] < 1e-6
         assert before is None or values["loss/mean"] != before
         before = values["loss/mean"]
+
+
+# ------------------------------------------------------------------------------- the sampler's experts, replayed
+
+
+def sampled(model, prompts, count=9):
+    engine = Engine(model, max_batch_size=8, kv_cache_gib=0.1)
+    asked = [GenerateRequest(p, Sampling(1.0, count, seed=i), frozenset()) for i, p in enumerate(prompts)]
+    return engine, engine.generate(asked)
+
+
+def chosen_in(model, ids):
+    """What the routers choose for all tokens of a sequence but the last."""
+    attention = PackedAttention([len(ids) - 1])
+    with torch.no_grad():
+        model(torch.tensor(ids[:-1]), attention.positions(), attention)
+    return torch.cat([mixture.chosen_TK for mixture in model.mixtures], 1)
+
+
+def test_completions_say_which_experts_their_tokens_went_through():
+    model = made("experts")
+    prompts = [[1, 2, 3, *range(20, 40)], [1, 2, 3, *range(20, 40)], [1, 2, 3, *range(20, 39), 7], [9, 8]]
+    engine, completions = sampled(model, prompts)  # a sibling, pages that are shared, one alone
+    again = engine.generate([GenerateRequest(prompts[0] + [5], Sampling(1.0, 4), frozenset())])[0]  # pages known before
+    for prompt, completion in [*zip(prompts, completions, strict=True), (prompts[0] + [5], again)]:
+        ids = prompt + completion.ids
+        found = np.frombuffer(base64.b64decode(completion.routing), dtype=np.int16).reshape(len(ids) - 1, -1)
+        expected = chosen_in(model, ids).numpy()
+        written = slice(len(prompt) - 1, None)  # rows that predict what was written
+        assert np.array_equal(found[written], expected[written])
+        first_block = found[:, :2]
+        assert np.array_equal(first_block, expected[:, :2]) and (first_block >= 0).all()
+        assert (found[: len(prompt) - 1, 2:] == -1).all()  # the last block computes what is needed alone
+    dense = sampled(made("dense"), prompts)[1]
+    assert [completion.routing for completion in dense] == [""] * 4
+
+
+def test_a_conversation_keeps_the_experts_of_each_turn():
+    def turn(prompt, ids, number):
+        routing = np.full((len(prompt) + len(ids) - 1, 2), number, dtype=np.int16)
+        completion = Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop")
+        completion.routing = base64.b64encode(routing.tobytes()).decode()
+        return Turn(prompt, completion, "")
+
+    rollout = Rollout(Example(0, []), [turn([1, 2], [3, 4], 5), turn([1, 2, 3, 4, 6], [7], 8)], [])
+    (sample,) = samples_of(rollout, 1.0, 1.0, "")
+    assert sample.ids == [1, 2, 3, 4, 6, 7] and sample.routing[:, 0].tolist() == [5, 5, 5, 8, 8]
+
+
+def test_batches_carry_routing(tmp_path):
+    known = np.arange(8, dtype=np.int16).reshape(4, 2)
+    samples = [
+        Sample([1] * 5, [True] * 5, [0.0] * 5, 1.0, 1.0, routing=known),
+        Sample([1, 2], [True] * 2, [0.0] * 2, 1.0, 1.0),
+    ]
+    with appearing(tmp_path / "step_1") as place:
+        FileBatches(tmp_path, "run").put(Batch(1, samples), place)
+    one, two = FileBatches(tmp_path, "run").take(1).samples
+    assert np.array_equal(one.routing, known) and two.routing.tolist() == [[-1, -1]]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_training_goes_through_the_experts_that_were_chosen(shared, recomputes):
+    model = made("experts")
+    prompts = [[1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7]] if shared else [[1, 2], [3, 4, 5], [6]]
+    _, completions = sampled(model, prompts)
+    rollouts = [Rollout(Example(0, []), [Turn(p, c, "")], []) for p, c in zip(prompts, completions, strict=True)]
+    samples = [samples_of(one, (-1.0) ** i, 1.0, "")[0] for i, one in enumerate(rollouts)]
+
+    def stepped(changed, replay):
+        model = made("experts")
+        if changed:
+            with torch.no_grad():
+                model.mixtures[0].router.weight.add_(torch.randn(6, 32, generator=torch.Generator().manual_seed(1)))
+        config = TrainerConfig(replay_routing=replay, activation_checkpointing=recomputes)
+        trainer = RLTrainer(model, config, max_steps=1)
+        trainer.optimizer.step = lambda lr: 0.0
+        values = trainer.step(Batch(1, samples))
+        return values, [p.grad for p in model.parameters()], [mixture.chosen_TK for mixture in model.mixtures]
+
+    plain, gradients, own = stepped(False, False)
+    replayed, same, _ = stepped(False, True)
+    assert "routing/differs" not in plain and replayed["routing/differs"] == 0.0
+    for one, two in zip(gradients, same, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-9)
+    values, _, chosen = stepped(True, True)
+    assert 0.05 < values["routing/differs"] < 1.0 and torch.equal(chosen[0], own[0])
+    assert not torch.equal(stepped(True, False)[2][0], own[0])
+
+
+def test_replay_needs_a_mixture_and_sets_what_servers_return():
+    with pytest.raises(ValueError, match="trainer.replay_routing: this model is not a mixture of experts"):
+        RLTrainer(made("dense"), TrainerConfig(replay_routing=True), max_steps=1)
+    given = {"model": {"name": "m"}, "orchestrator": {"env": {"id": "x"}}, "trainer": {"replay_routing": True}}
+    assert RLConfig.model_validate(RLConfig.prepare(given, {}, set())).orchestrator.return_routing

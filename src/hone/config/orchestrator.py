@@ -148,6 +148,9 @@ class OrchestratorConfig(GroupConfig):
     max_off_policy_steps: Annotated[int, Field(ge=0)] = 8
     """Most steps by which a group's oldest tokens may lag behind the trained weights; older groups are discarded and
     sampled again."""
+    return_routing: bool = False
+    """Have servers of a mixture of experts return which experts tokens went through, for trainer.replay_routing, which
+    sets this too in `rl`."""
     buffer: BufferConfig = BufferConfig()
     rollout_timeout: Free[Annotated[float, Field(gt=0)]] = 600.0
     """Seconds that one attempt at a rollout may take before it counts as failed."""

@@ -46,6 +46,9 @@ class TrainerConfig(Config):
     lora: LoRAConfig | None = None
     """Train LoRA adapters and leave the model's weights as they are, when a key of this section is given, for example
     lora.rank."""
+    replay_routing: bool = False
+    """Send the tokens of a mixture of experts through the experts that the sampler chose, instead of choosing again
+    with the trainer's numbers. The metric routing/differs is the share that the trainer would have sent elsewhere."""
     sharding: Free[Sharding] = "auto"
     """With several trainer processes: full stores a part of each weight and of the optimiser's state in each of them
     (FSDP2), none stores all in each; auto is full on GPUs and none on CPUs."""
@@ -178,6 +181,9 @@ class RLConfig(ResumableConfig):
                 said_by[name] = origin
         for name, origin in said_by.items():
             origins.setdefault(name, origin)
+        replays = (values.get("trainer") or {}).get("replay_routing")
+        if replays is not None:  # who samples has to say what it chose
+            values = merge({"orchestrator": {"return_routing": replays}}, values)
         return super().prepare(with_algorithms(merge(shared, values)), origins, files_for)
 
 

@@ -4,7 +4,9 @@ Pages, not a row a sequence: a group's prompt is then stored once, prompts that 
 common, and a sequence takes up no more than its length. Kernels read pages as they lie (`kernels/decode.py`).
 """
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.engine.pages import PagePool
@@ -13,6 +15,7 @@ from hone.kernels import gpu
 from hone.kernels.decode import Rows, attend_by_pages, attend_by_pages_reference, takes_pages
 from hone.models.attention import Heads
 from hone.models.spec import ModelSpec
+from hone.models.transformer import Transformer
 
 # A tile of the GPU's kernel is a page; on a CPU short prompts are worth sharing. In multiples of 16 the CPU's attention
 # gives the same bits however a sequence is cut.
@@ -28,10 +31,38 @@ class KVCache:
         # Zeros, not garbage: masked positions are multiplied by a probability of 0, and 0 x NaN is NaN.
         self.store = untouched_zeros(shape, dtype, device)
 
+        # Which experts each token went through, plus 1; 0: not known. In pages like its keys, so that they go together.
+        cells = self.pool.pages * size
+        self.routing = untouched_zeros((cells, spec.routed), torch.int16, device) if spec.routed else None
+
+    def note_routing(self, model: Transformer, cells_T: Tensor, kept_N: Tensor | None = None) -> None:
+        """After a forward of tokens with these cells, of which the last block kept some."""
+        if self.routing is None:
+            return
+        routing_TR = self.routing.new_zeros(len(cells_T), self.routing.shape[1])
+        for mixture, own_TK in zip(model.mixtures, routing_TR.chunk(len(model.mixtures), 1), strict=True):
+            assert mixture.chosen_TK is not None
+            is_whole = kept_N is None or mixture is not model.mixtures[-1]
+            own_TK[slice(None) if is_whole else kept_N] = (mixture.chosen_TK + 1).to(torch.int16)
+        self.routing[cells_T] = routing_TR
+
+    def routing_of(self, pages: list[int], count: int) -> NDArray[np.int16] | None:
+        """Experts of the first tokens of a sequence, count x R, -1 where they are not known."""
+        if self.routing is None:
+            return None
+        by_page = self.routing.view(-1, self.pool.size, self.routing.shape[1])
+        found: NDArray[np.int16] = (
+            (by_page[to_device(pages, self.routing.device)].flatten(0, 1)[:count] - 1).cpu().numpy()
+        )
+        return found
+
     def copy_pages(self, source: list[int], target: list[int]) -> None:
         device = self.store.device
         pages = self.store.flatten(3).view(torch.int64)  # the wider an element, the fewer there are to be looked up
         pages[:, :, to_device(target, device)] = pages[:, :, to_device(source, device)]
+        if self.routing is not None:
+            by_page = self.routing.view(-1, self.pool.size, self.routing.shape[1])
+            by_page[to_device(target, device)] = by_page[to_device(source, device)]
 
 
 class DecodeAttention:

@@ -46,6 +46,10 @@ class Decoder:
                 state_BF = state[active_B]
                 x_BD, positions_B = self.model.embed(state_BF[:, column.LAST]), state_BF[:, column.LENGTH]
             hidden_BD = self.model.hidden(x_BD, positions_B, attention)
+        if self.cache.routing is not None:
+            size, length_B = self.cache.pool.size, state[active_B, column.LENGTH]
+            cells_B = rows.table[active_B, length_B // size] * size + length_B % size
+            self.cache.note_routing(self.model, cells_B)
         return self.draw(hidden_BD, active_B, kind, advance=True)
 
     def draw(

@@ -383,6 +383,7 @@ class Engine:
         for (sequence, n, reason), ids, values in zip(ended, tokens, logprobs, strict=True):
             if sequence.is_of_one_policy:
                 self.pool.remember([*sequence.prompt, *ids[: n - 1]], sequence.pages, sequence.adapter)
+            sequence.routing = self.cache.routing_of(sequence.pages, len(sequence.prompt) + n - 1)
             self.admission.release(sequence)
             self._hand_over(sequence, ids[:n], values[:n], reason)
 

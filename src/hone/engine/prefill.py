@@ -73,7 +73,9 @@ class Prefill:
         attention = PrefillAttention(self.cache, positions_T, cells_T, self._mix(stretches, lengths, before))
         which_T = to_device(np.repeat(numbers, lengths), self.device) if any(numbers) else None
         with self.adapters.used_by(which_T, kept_P):
-            return self.model.hidden(self.model.embed(tokens_T), positions_T, attention, kept_P)
+            hidden_PD = self.model.hidden(self.model.embed(tokens_T), positions_T, attention, kept_P)
+        self.cache.note_routing(self.model, cells_T, kept_P)
+        return hidden_PD
 
     def _mix(self, stretches: list[Stretch], lengths: list[int], before: list[int]) -> Mix:
         """How the stretches see what is theirs and, in the cache, what is before them."""

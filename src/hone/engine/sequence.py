@@ -1,8 +1,12 @@
 """A request on its way through the engine."""
 
+import base64
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hone.records import Completion, GenerateRequest
 
@@ -24,6 +28,7 @@ class Sequence:
     first_step: int = 0  # decode steps of the engine before its first
     versions: list[tuple[int, int]] = field(default_factory=list)
     alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
+    routing: NDArray[np.int16] | None = None  # experts of its tokens, once it has ended
 
     @property
     def prompt(self) -> list[int]:
@@ -44,4 +49,5 @@ class Sequence:
         for (_, version), end in zip(self.versions, ends, strict=False):
             versions += [version] * (min(end, len(ids)) - len(versions))
         alternatives = self.alternatives[: len(ids)] if self.request.sampling.top_logprobs else None
-        return Completion(ids, logprobs, versions, reason, alternatives)
+        routing = "" if self.routing is None else base64.b64encode(self.routing.tobytes()).decode()
+        return Completion(ids, logprobs, versions, reason, alternatives, routing)

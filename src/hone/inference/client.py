@@ -108,7 +108,11 @@ class HttpClient:
             **({"n": count} if count > 1 else {}),
             **({"conversation_ids": before} if before else {}),
             **({"request_name": name} if name else {}),
-            **({"so_far": [vars(one) for one in so_far]} if so_far else {}),
+            **(
+                {"so_far": [{key: vars(one)[key] for key in ("ids", "logprobs", "versions")} for one in so_far]}
+                if so_far
+                else {}
+            ),
             **self.extra_body,
         }
         answer = await self._post(f"{self.base_url}/chat/completions", body, retries=0 if name else self.retries)
@@ -192,5 +196,5 @@ def _turn(prompt_ids: list[int], choice: dict[str, Any]) -> Turn:
         logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
     versions = choice.get("policy_versions") or [0] * len(ids)
     reason = choice.get("finish_reason") or "stop"
-    completion = Completion(ids, logprobs, versions, reason)
+    completion = Completion(ids, logprobs, versions, reason, routing=choice.get("routing") or "")
     return Turn(prompt_ids, completion, choice["message"]["content"] or "")

@@ -83,6 +83,7 @@ class ChatRequest(BaseModel):
     return_token_ids: bool | None = None
     return_token_logprobs: bool | None = None  # plain numbers, beside or instead of the entries of `logprobs`
     return_tokens_as_token_ids: bool | None = None
+    return_routing: bool | None = None  # experts that the tokens went through (records.Completion)
     request_name: str | None = None  # by which POST /progress knows it
     conversation_ids: list[int] | None = None  # of the turns so far: kept, if the messages go on from their text
     so_far: list[Written] | None = None  # of each of the n: what was written elsewhere, to go on from
@@ -150,6 +151,8 @@ def chat_response(
         if request.return_token_ids:
             choice["token_ids"] = completion.ids
             choice["policy_versions"] = completion.versions
+        if request.return_routing:
+            choice["routing"] = completion.routing
         choices.append(choice)
     generated = sum(len(completion.ids) for completion in completions)
     response = {

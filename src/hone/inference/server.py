@@ -171,8 +171,9 @@ def _requests(body: ChatRequest, prompt_ids: list[int], served: Served) -> list[
 def joined(before: Written, rest: Completion) -> Completion:
     """A completion that was begun elsewhere, whole."""
     return Completion(
-        before.ids + rest.ids, before.logprobs + rest.logprobs, before.versions + rest.versions, rest.finish_reason
-    )
+        before.ids + rest.ids, before.logprobs + rest.logprobs, before.versions + rest.versions, rest.finish_reason,
+        routing=rest.routing,
+    )  # fmt: skip
 
 
 def _refuse(status: int, message: str, kind: str = "invalid_request_error", param: str | None = None) -> JSONResponse:

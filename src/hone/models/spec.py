@@ -59,6 +59,11 @@ class ModelSpec:
     has_fast_paths: ClassVar[bool] = True  # whether packed models and captured steps know this block
 
     @property
+    def routed(self) -> int:
+        """Experts that a token goes through in all blocks together; 0 where there is no choice."""
+        return 0
+
+    @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of a block's linears that may have an adapter, by their HF names."""
         D, F = self.hidden_size, self.intermediate_size

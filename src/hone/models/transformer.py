@@ -140,6 +140,9 @@ class Experts(nn.Module):
     def __init__(self, spec: Qwen3Moe) -> None:
         super().__init__()
         self.spec, D, F_ = spec, spec.hidden_size, spec.intermediate_size
+        self.given_TK: Tensor | None = None  # experts to go through, -1: the router's own choice
+        self.chosen_TK: Tensor | None = None  # of the last forward
+        self.differs_TK: Tensor | None = None  # which of those given the router would not have chosen
         self.router, self.gate_up, self.down = (
             Weight(spec.experts * rows, columns) for rows, columns in ((1, D), (2 * F_, D), (D, F_))
         )
@@ -151,6 +154,12 @@ class Experts(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         probabilities_TE = F.linear(x_TD, self.router.weight).softmax(-1, dtype=torch.float32)
         weight_TK, expert_TK = probabilities_TE.topk(self.spec.experts_per_token)
+        if self.given_TK is not None:
+            is_own_TK = self.given_TK < 0
+            self.differs_TK = ~is_own_TK & (self.given_TK[:, :, None] != expert_TK[:, None]).all(-1)
+            expert_TK = torch.where(is_own_TK, expert_TK, self.given_TK)
+            weight_TK = probabilities_TE.gather(1, expert_TK)
+        self.chosen_TK = expert_TK
         if self.spec.normalizes:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
         order_M = expert_TK.flatten().argsort(stable=True)  # M = T x k pairs of a token and an expert, by expert
@@ -226,6 +235,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.head = None if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size)
         self.rope_table: tuple[Tensor, Tensor] | None = None
+        self.routing_TR: Tensor | None = None  # experts to go through, of all blocks; -1: the router's own choice
         self.recomputes = False  # with gradients: blocks keep their inputs alone, and compute once more going back
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attention, keep_N: Tensor | None = None) -> Tensor:
@@ -243,6 +253,7 @@ class Transformer(nn.Module):
         delta_TD = None
         rotation = Rotation(self.rope_tables(x_TD.device, x_TD.dtype), positions_T)
         last = len(self.blocks) - 1
+        self._give_routing(keep_N)
         for layer, block in enumerate(self.blocks):
             inputs = (layer, x_TD, delta_TD, rotation, attend, keep_N if layer == last else None)
             if self.recomputes and torch.is_grad_enabled():
@@ -250,6 +261,21 @@ class Transformer(nn.Module):
             else:
                 x_TD, delta_TD = block(*inputs)
         return self.norm(x_TD, delta_TD)[1]
+
+    def _give_routing(self, keep_N: Tensor | None) -> None:
+        """To each block its part of `routing_TR`, to the last one that of the rows which it keeps."""
+        if not self.spec.routed:
+            return
+        *first, last = self.mixtures
+        parts = [None] * len(self.mixtures) if self.routing_TR is None else self.routing_TR.chunk(len(self.mixtures), 1)
+        for mixture, own_TK in zip(first, parts, strict=False):
+            mixture.given_TK = own_TK
+        last.given_TK = parts[-1] if parts[-1] is None or keep_N is None else parts[-1][keep_N]
+
+    @property
+    def mixtures(self) -> list["Experts"]:
+        """The feed-forward parts, of a mixture of experts."""
+        return [block.mlp for block in self.blocks]  # type: ignore[misc]
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits of the given positions, T x V, in the dtype of the weights."""

@@ -3,15 +3,17 @@
 rollouts ─ truncated, failed as configured ─► rewards ─► advantages ─ filters ─► samples, or why there are none
 """
 
+import base64
 from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hone.config.orchestrator import BufferConfig, GroupConfig
 from hone.orchestrator.advantage import Advantage, Scored, has_signal, overlong
 from hone.orchestrator.schedule import Task
-from hone.records import Rollout, Sample
+from hone.records import Completion, Rollout, Sample
 
 DROPPED = ("no_signal", "too_easy", "too_hard", "truncated")  # why tokens have no loss
 
@@ -76,6 +78,12 @@ def judge(group: Group, advantage: Advantage, settings: GroupConfig, buffer: Buf
             group.dropped[group.unused or "truncated"] += tokens_of(rollout)
 
 
+def _routing(sample: Sample, completion: Completion, count: int) -> NDArray[np.int16]:
+    """Of the tokens so far as they were sampled, of the others from this turn's completion."""
+    newest = np.frombuffer(base64.b64decode(completion.routing), dtype=np.int16).reshape(count, -1)
+    return newest if sample.routing is None else np.concatenate([sample.routing, newest[len(sample.routing) :]])
+
+
 def _unused(group: Group, settings: GroupConfig, buffer: BufferConfig, signal: bool) -> str:
     if buffer.online_difficulty_filtering:
         mean = float(np.mean(group.rewards))
@@ -105,6 +113,8 @@ def samples_of(rollout: Rollout, advantage: float, temperature: float, env: str)
             sample = Sample([], [], [], advantage, temperature, env=env)
             samples.append(sample)
         between = prompt[len(sample.ids) :]
+        if completion.routing:
+            sample.routing = _routing(sample, completion, len(prompt) + len(completion.ids) - 1)
         sample.ids = sample.ids + between + completion.ids
         sample.mask = sample.mask + [False] * len(between) + [True] * len(completion.ids)
         sample.logprobs = sample.logprobs + [0.0] * len(between) + completion.logprobs

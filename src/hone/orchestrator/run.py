@@ -46,7 +46,8 @@ async def orchestrate(
 ) -> None:  # fmt: skip
     log = logging.getLogger("hone.orchestrator")
     limit = {"max_total_tokens": config.seq_len}
-    clients = connect(config.client, config.model.name, extra_body=limit, timeout=config.rollout_timeout)
+    asked = limit | ({"return_routing": True} if config.return_routing else {})
+    clients = connect(config.client, config.model.name, extra_body=asked, timeout=config.rollout_timeout)
     weights = Weights(run, config, clients, log)
     fleet = weights.fleet
     teacher = Teacher(config.teacher, config.rollout_timeout, limit, log) if config.teacher else None

@@ -42,6 +42,7 @@ class Packed:
     row_N: Tensor | None  # which kept row predicts each target; None where they are one to one
     targets_N: Tensor
     sequence_N: Tensor  # which sequence each target belongs to
+    source_T: np.ndarray  # where in all sequences, end to end, each input token is from
 
     def target_hidden(self, model: Transformer) -> Tensor:
         """Hidden states that predict the targets, N x D; no other position leaves the last block."""
@@ -80,7 +81,8 @@ def pack(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str =
     keep = np.flatnonzero(wanted)
     sequence = np.searchsorted(attention.starts, keep, side="right") - 1
     tokens_T, keep_K, targets_N, sequence_N = _tensors(device, tokens, keep, following[keep], sequence)
-    return Packed(attention, tokens_T, keep_K, None, targets_N, sequence_N)
+    source = np.delete(np.arange(len(flat)), ends - 1)
+    return Packed(attention, tokens_T, keep_K, None, targets_N, sequence_N, source)
 
 
 def flatten(rows: Sequence[Sequence[Any]], dtype: type) -> np.ndarray:
@@ -128,7 +130,7 @@ def pack_shared(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device 
     tokens_T, keep_K, row_N, targets_N, sequence_N = _tensors(
         device, flat[is_input], np.flatnonzero(is_kept), (np.cumsum(is_kept) - 1)[rows], flat[target], of
     )
-    return Packed(attention, tokens_T, keep_K, row_N, targets_N, sequence_N)
+    return Packed(attention, tokens_T, keep_K, row_N, targets_N, sequence_N, np.flatnonzero(is_input))
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -63,6 +64,8 @@ class FileBatches(Batches):
             "temperature": each("temperature"),
             "env": np.array([envs.index(s.env) for s in samples], dtype=np.int64),
         }
+        if any(s.routing is not None for s in samples):
+            arrays["routing"] = routing_of(samples)
         known = [s.teacher_logprobs for s in samples if s.teacher_logprobs is not None]
         if known:
             arrays["has_teacher"] = np.array([s.teacher_logprobs is not None for s in samples])
@@ -95,9 +98,23 @@ def read_batch(file: Path, run: str) -> Batch | None:
         parts = np.split(arrays["teacher_logprobs"], np.cumsum(lengths)[:-1])
         has = arrays["has_teacher"].tolist()
         columns["teacher_logprobs"] = [x.tolist() if there else None for x, there in zip(parts, has, strict=True)]
+    if "routing" in arrays:
+        columns["routing"] = np.split(arrays["routing"], np.cumsum(arrays["lengths"] - 1)[:-1])
     each = zip(*columns.values(), strict=True)
     samples = [Sample(**dict(zip(columns, values, strict=True))) for values in each] if len(arrays["lengths"]) else []
     return Batch(int(header["step"]), samples)
+
+
+def routing_of(samples: list[Sample], spare: int = 0) -> NDArray[np.int16]:
+    """Experts of the samples' tokens end to end, of each all but the last and `spare` rows more; -1 where unknown."""
+    width = next(s.routing.shape[1] for s in samples if s.routing is not None)
+    lengths = [len(s.ids) - 1 + spare for s in samples]
+    rows, start = np.full((sum(lengths), width), -1, dtype=np.int16), 0
+    for sample, length in zip(samples, lengths, strict=True):
+        if sample.routing is not None:
+            rows[start : start + len(sample.routing)] = sample.routing
+        start += length
+    return rows
 
 
 def write_progress(progress: dict[str, Any], directory: Path) -> None:

@@ -18,6 +18,10 @@ class Qwen3Moe(ModelSpec):
     has_fast_paths: ClassVar[bool] = False
 
     @property
+    def routed(self) -> int:
+        return self.num_hidden_layers * self.experts_per_token
+
+    @property
     def linears(self) -> dict[str, tuple[int, int]]:
         return self.attention_linears
 

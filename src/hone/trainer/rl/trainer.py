@@ -36,6 +36,7 @@ from hone.trainer.packing import (
 from hone.trainer.performance import Laps, device_bytes, mfu, peak_memory_gib
 from hone.trainer.ranks import Ranks
 from hone.trainer.sharding import shard
+from hone.transport.batches import routing_of
 
 ALONE = Ranks()
 REHEARSED = 96  # tokens of a prompt, and of what follows it: over one tile of the attention's
@@ -62,6 +63,8 @@ class RLTrainer:
         self.loss_of = {env: make_loss(loss, f"trainer.loss_of.{env}") for env, loss in config.loss_of.items()}
         self.losses = [self.loss, *self.loss_of.values()]
         lora = config.lora
+        if config.replay_routing and not model.spec.routed:
+            raise ValueError("trainer.replay_routing: this model is not a mixture of experts")
         if lora is not None:
             add_lora(model, lora, seed)
         # The reference model of the KL: under a fresh adapter the model without the adapter, else a copy.
@@ -113,7 +116,13 @@ class RLTrainer:
             share = sum(map(bool, own)) / max(1, sum(map(bool, loss_lengths))) if len(kinds) > 1 else 1.0
             for i, weight in zip(members, own, strict=True):
                 weights[i] = share * weight
-        names = ["entropy", "mismatch_kl", "is_masked", "importance_ratio"]
+        names = [
+            "entropy",
+            "mismatch_kl",
+            "is_masked",
+            "importance_ratio",
+            *(["routing"] if self._replays(samples) else []),
+        ]
         parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         if any("reference" in kind.needs for kind in self.losses):
             parts["reference_kl"] = []
@@ -151,11 +160,17 @@ class RLTrainer:
             "perf/train_throughput": tokens / seconds,
             "perf/peak_memory": peak_memory_gib(self.device),
         }
+        if "routing" in parts:  # of the experts that were given and of those among them that differ, how many
+            differs, given = self.ranks.sum(sum(parts.pop("routing"), torch.zeros(2).to(loss).double())).tolist()
+            values["routing/differs"] = differs / max(given, 1.0)
         for name, tensors in parts.items():
             values |= summary(name, self.ranks.gather(torch.cat([*tensors, torch.empty(0, device=self.device)])))
         used = mfu(3 * flops / seconds, self.device)
         values |= {} if used is None else {"perf/mfu": used}
         return values
+
+    def _replays(self, samples: list[Sample]) -> bool:
+        return self.config.replay_routing and any(sample.routing is not None for sample in samples)
 
     def _loss_of(self, sample: Sample) -> Loss:
         return self.loss_of.get(sample.env, self.loss)
@@ -201,6 +216,10 @@ class RLTrainer:
             torch.tensor(values, dtype=torch.float32, device=self.device)[sequence_N]
             for values in ([s.temperature for s in samples], [s.advantage for s in samples], weights)
         )
+        self.model.routing_TR = None
+        if self._replays(samples):
+            rows = torch.from_numpy(routing_of(samples, spare=1)[packed.source_T])
+            self.model.routing_TR = rows.to(self.device, torch.int64)
         self.laps("data")
         reference_N = None
         if "reference" in loss.needs:
@@ -231,7 +250,17 @@ class RLTrainer:
         self.laps("forward")
         total.backward()
         self.laps("backward")
+        if self.model.routing_TR is not None:
+            parts["routing"].append(self._differing_routing())
         return total.detach(), packed.flops(self.model.spec)
+
+    def _differing_routing(self) -> torch.Tensor:
+        """How many of the experts that were given the routers would not have chosen, and how many were given."""
+        self.model.routing_TR, found = None, torch.zeros(2, dtype=torch.float64, device=self.device)
+        for mixture in self.model.mixtures:
+            assert mixture.differs_TK is not None and mixture.given_TK is not None
+            found += torch.stack([mixture.differs_TK.sum(), (mixture.given_TK >= 0).sum()])
+        return found
 
     def _backward_alone(self, samples: list[Sample], weights: list[float], i: int) -> None:
         self._backward(self._loss_of(samples[i]), [samples[i]], [weights[i]], defaultdict(list))
