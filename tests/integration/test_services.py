@@ -357,3 +357,16 @@ def test_control_routes_ask_for_the_key(trained, tmp_path):
         assert http.get(f"{root}/version", headers={"Authorization": "Bearer k"}).status_code == 200
     finally:
         server.stop()
+
+
+def test_the_experts_of_the_sampler_reach_the_trainer(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / TINY / "model", model)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2}
+    (model / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 128, "norm_topk_prob": True}))
+    options = ("--model.random-init", "--orchestrator.no-drop-zero-signal", "--max-steps", 2)
+    processes(tmp_path / "run", model, *options, "--trainer.replay-routing")
+    rows = metrics(tmp_path / "run")
+    assert rows[0]["routing/differs"] == 0.0 and rows[0]["mismatch_kl/mean"] < 1e-9
+    assert all(row["weights/canary_difference"] < 1e-5 for row in rows)
