@@ -67,7 +67,7 @@ def test_only_the_adapter_travels_and_the_server_has_the_weights_of_the_trainer(
     log = (out / "logs" / "orchestrator.log").read_text()
     assert "Version 4: 1 servers took " in log and "MiB (adapter) in " in log and "checksum " in log
     assert sorted(p.name for p in (out / "broadcasts" / "step_4").iterdir()) == [
-        "STABLE", "adapter_config.json", "adapter_model.safetensors", "delivery.json",
+        "STABLE", "adapter_config.json", "adapter_model.safetensors", "config.json", "delivery.json",
     ]  # fmt: skip
 
 

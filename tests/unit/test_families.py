@@ -201,3 +201,13 @@ def test_replay_needs_a_mixture_and_sets_what_servers_return():
         RLTrainer(made("dense"), TrainerConfig(replay_routing=True), max_steps=1)
     given = {"model": {"name": "m"}, "orchestrator": {"env": {"id": "x"}}, "trainer": {"replay_routing": True}}
     assert RLConfig.model_validate(RLConfig.prepare(given, {}, set())).orchestrator.return_routing
+
+
+def test_a_bad_step_is_written_down_without_routing(tmp_path):
+    model = made("experts")
+    _, (completion,) = sampled(model, [[1, 2, 3]])
+    samples = samples_of(Rollout(Example(0, []), [Turn([1, 2, 3], completion, "")], []), 1.0, 1.0, "")
+    config = TrainerConfig(replay_routing=True, optim=OptimConfig(skip_norm=1e-12), on_bad_step="skip")
+    trainer = RLTrainer(model, config, max_steps=1, bad_steps=tmp_path)
+    assert trainer.step(Batch(1, samples))["optim/skipped"] == 1.0
+    assert '"routing": null' in (tmp_path / "step_1.jsonl").read_text()

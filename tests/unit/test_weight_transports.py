@@ -15,8 +15,9 @@ from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.trainer.ranks import Ranks
 from hone.trainer.sharding import Export
+from hone.transport.delivery import Superseded
 from hone.transport.ways import RECEIVERS, make_receiver, make_sender
-from hone.transport.weights import Receiver, Sender, Superseded
+from hone.transport.weights import Receiver, Sender
 
 SPEC = ModelSpec(50, 32, 64, 2, 4, 2, 8, 1e-6, 1000.0, True, 96, 0.5, False)
 LOG = logging.getLogger("test")

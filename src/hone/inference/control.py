@@ -37,9 +37,9 @@ from hone.models.hf import empty_model, hf_tensors
 from hone.models.proof import checksum_of, fingerprints, scores
 from hone.models.spec import read_model_config
 from hone.text.tokenizer import Tokenizer
-from hone.transport.delivery import TEXT
+from hone.transport.delivery import TEXT, Superseded
 from hone.transport.ways import make_receiver
-from hone.transport.weights import Message, Receiver, Superseded
+from hone.transport.weights import Message, Receiver
 
 log = logging.getLogger("hone.inference")
 

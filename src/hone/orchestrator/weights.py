@@ -15,9 +15,8 @@ from hone.config.rl import OrchestratorRunConfig
 from hone.inference.client import HttpClient, ServerLost
 from hone.inference.fleet import Fleet, Server
 from hone.run_directory import RunDirectory, steps_in
-from hone.transport.delivery import Delivery, read_delivery
+from hone.transport.delivery import Delivery, Superseded, read_delivery
 from hone.transport.waiting import POLL, PulseOf, Wait
-from hone.transport.weights import Superseded
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, where none is configured
 

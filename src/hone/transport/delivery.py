@@ -16,6 +16,10 @@ DELIVERY, STABLE = "delivery.json", "STABLE"
 TEXT = "text"  # tokenizer and template of all versions, beside them
 
 
+class Superseded(Exception):
+    """The trainer has gone on: the version that was asked for is no more."""
+
+
 @dataclass(frozen=True)
 class Canary:
     """A fixed sequence and the logprobs of its tokens after the first: what proves that two models are the same."""

@@ -18,10 +18,6 @@ Tensors = Mapping[str, Tensor]
 Message = dict[str, str]  # plain data; `type` says which receiver it is for
 
 
-class Superseded(Exception):
-    """The trainer has gone on: the version that was asked for is no more."""
-
-
 class Sender(ABC):
     """The trainer's side; used as a context manager while versions are sent.
 

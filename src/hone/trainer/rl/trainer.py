@@ -116,13 +116,8 @@ class RLTrainer:
             share = sum(map(bool, own)) / max(1, sum(map(bool, loss_lengths))) if len(kinds) > 1 else 1.0
             for i, weight in zip(members, own, strict=True):
                 weights[i] = share * weight
-        names = [
-            "entropy",
-            "mismatch_kl",
-            "is_masked",
-            "importance_ratio",
-            *(["routing"] if self._replays(samples) else []),
-        ]
+        names = ["entropy", "mismatch_kl", "is_masked", "importance_ratio"]
+        names += ["routing"] if self._replays(samples) else []
         parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         if any("reference" in kind.needs for kind in self.losses):
             parts["reference_kl"] = []
@@ -144,7 +139,7 @@ class RLTrainer:
         is_bad = self.optimizer.is_bad(grad_norm)
         if is_bad:
             alone = partial(self._backward_alone, samples, weights)
-            describe = lambda i: vars(samples[i])  # noqa: E731
+            describe = lambda i: {**vars(samples[i]), "routing": None}  # noqa: E731
             handle(
                 batch.step, grad_norm, len(samples), alone, describe, self.optimizer, self.bad_steps,
                 self.config.on_bad_step, self.ranks,
