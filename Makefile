@@ -31,7 +31,7 @@ lint: setup
 	$(RUN) lint-imports --no-logo
 
 test: lint  ## what CI runs; files of tests side by side, since most of their time is starting processes
-	$(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(RUN) pytest -n 2 --dist loadfile
 
 test-isas: setup  ## what depends on the processor's vectors once more, with narrower ones where it has such
 	@for isa in $$($(RUN) python -m hone.machine); do echo "As on a processor with $$isa:"; \
