@@ -1,7 +1,6 @@
 """A user's own function: found by import path, and given the keys that it takes."""
 
 import functools
-import importlib
 import inspect
 import os
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError, create_model
 
 from hone.config.base import Config, explain
+from hone.config.commands import import_object
 
 
 def load(path: str, key: str) -> Callable[..., Any]:
@@ -20,11 +20,10 @@ def load(path: str, key: str) -> Callable[..., Any]:
 
     Raises ValueError with the configuration's `key` that names it.
     """
-    module, _, attribute = path.partition(":")
     if os.getcwd() not in sys.path:  # a console script has its own directory there instead
         sys.path.append(os.getcwd())
     try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        function: Callable[..., Any] = import_object(path)
     except SyntaxError as error:
         raise ValueError(f"{key} {path}: {error.filename}, line {error.lineno}: {error.msg}") from None
     except (ImportError, AttributeError, ValueError) as error:

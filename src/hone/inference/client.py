@@ -108,11 +108,7 @@ class HttpClient:
             **({"n": count} if count > 1 else {}),
             **({"conversation_ids": before} if before else {}),
             **({"request_name": name} if name else {}),
-            **(
-                {"so_far": [{key: vars(one)[key] for key in ("ids", "logprobs", "versions")} for one in so_far]}
-                if so_far
-                else {}
-            ),
+            **({"so_far": [_written(one) for one in so_far]} if so_far else {}),
             **self.extra_body,
         }
         answer = await self._post(f"{self.base_url}/chat/completions", body, retries=0 if name else self.retries)
@@ -162,6 +158,11 @@ class HttpClient:
                     raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:500]}")
             await asyncio.sleep(0.5 * 2**attempt)
         raise AssertionError("unreachable")
+
+
+def _written(one: Completion) -> dict[str, Any]:
+    """What a server goes on from."""
+    return {"ids": one.ids, "logprobs": one.logprobs, "versions": one.versions}
 
 
 def _drawing(sampling: Sampling) -> dict[str, Any]:

@@ -120,7 +120,7 @@ async def train(
 
     before = await evaluated(0) if first == 1 else {}
     if before:
-        metrics.log(0, before)
+        of_rollouts.row(0, before)
     for step in range(first, config.max_steps + 1):
         start = time.perf_counter()
         orchestrator.adopted(step - 1)

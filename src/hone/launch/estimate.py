@@ -16,11 +16,9 @@ def memory_lines(config: Config) -> list[str]:
     """A line for what is trained and one for what samples, as far as the command has either; none where the model's
     config.json is not on this machine. Raises ValueError for one that cannot be read."""
     model = getattr(config, "model", None)
-    directory = _directory(model.name) if isinstance(model, ModelConfig) else None
-    if directory is None:
+    if not isinstance(model, ModelConfig) or (directory := _directory(model.name)) is None:
         return []
     spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))
-    assert isinstance(model, ModelConfig)
     is_single = model.dtype == "float32" or (model.dtype == "auto" and model.device == "cpu")
     itemsize, kind = (4, "float32") if is_single else (2, "bfloat16")
     found = []

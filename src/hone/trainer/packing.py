@@ -76,12 +76,12 @@ def pack(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str =
     lengths = np.array([len(sequence) for sequence in ids])
     attention = PackedAttention((lengths - 1).tolist(), device)
     flat, ends = flatten(ids, np.int64), np.cumsum(lengths)
-    tokens, following = np.delete(flat, ends - 1), np.delete(flat, ends - lengths)
+    source = np.delete(np.arange(len(flat)), ends - 1)
+    tokens, following = flat[source], np.delete(flat, ends - lengths)
     wanted = np.delete(flatten(masks, bool), ends - lengths)
     keep = np.flatnonzero(wanted)
     sequence = np.searchsorted(attention.starts, keep, side="right") - 1
     tokens_T, keep_K, targets_N, sequence_N = _tensors(device, tokens, keep, following[keep], sequence)
-    source = np.delete(np.arange(len(flat)), ends - 1)
     return Packed(attention, tokens_T, keep_K, None, targets_N, sequence_N, source)
 
 
@@ -126,11 +126,11 @@ def pack_shared(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device 
     rows = row_of_input[np.where(at[before] < shared[of], starts[leader[of]] + at[before], before)]
     is_kept = np.zeros(is_input.sum(), dtype=bool)
     is_kept[rows] = True
-    attention = SharedPromptAttention(prompts, completions, device)
+    attention, source = SharedPromptAttention(prompts, completions, device), np.flatnonzero(is_input)
     tokens_T, keep_K, row_N, targets_N, sequence_N = _tensors(
-        device, flat[is_input], np.flatnonzero(is_kept), (np.cumsum(is_kept) - 1)[rows], flat[target], of
+        device, flat[source], np.flatnonzero(is_kept), (np.cumsum(is_kept) - 1)[rows], flat[target], of
     )
-    return Packed(attention, tokens_T, keep_K, row_N, targets_N, sequence_N, np.flatnonzero(is_input))
+    return Packed(attention, tokens_T, keep_K, row_N, targets_N, sequence_N, source)
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
