@@ -9,20 +9,17 @@ from hone.config.rl import TrainerConfig
 from hone.engine.engine import Engine
 from hone.kernels.gpu_training import (
     heads_attention,
-    heads_attention_reference,
     norm_linear,
-    norm_linear_reference,
     swiglu_linear,
-    swiglu_linear_reference,
 )
-from hone.kernels.head import head_logprobs, head_logprobs_reference, head_loss
+from hone.kernels.head import head_logprobs, head_loss
 from hone.models.attention import PackedAttention
-from hone.models.shared_prompt import SharedPromptAttention
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.trainer.packing import pack, pack_shared
 from hone.trainer.rl.trainer import RLTrainer
+from tests import twins
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -50,20 +47,22 @@ def test_norm_linear(D, has_delta, has_bias):
     tensors = [x, delta, torch.rand(D) + 0.5, torch.randn(96, D), torch.randn(96) if has_bias else None]
     assert_like_twin(
         lambda x, d, s, w, b: norm_linear(x, d, s, 1e-6, w, b),
-        lambda x, d, s, w, b: norm_linear_reference(x, d, s, 1e-6, w, b), tensors,
+        lambda x, d, s, w, b: twins.norm_linear(x, d, s, 1e-6, w, b), tensors,
     )  # fmt: skip
 
 
 def test_swiglu_linear():
     tensors = [torch.randn(500, 2 * 1100), torch.randn(64, 1100), torch.randn(64)]
-    assert_like_twin(swiglu_linear, swiglu_linear_reference, tensors)
+    assert_like_twin(swiglu_linear, twins.swiglu_linear, tensors)
 
 
 def sequences_of(prompts):
     """Alone, or with prompts: groups of a prompt and completions. With their positions and tiles."""
     from hone.kernels.gpu.attention import tiles
 
-    attention = SharedPromptAttention(*prompts, "cuda") if prompts else PackedAttention([5, 64, 1, 200, 129], "cuda")
+    attention = (
+        PackedAttention(prompts[0], "cuda", prompts[1]) if prompts else PackedAttention([5, 64, 1, 200, 129], "cuda")
+    )
     sequences = attention.sequences
     return sequences, attention.positions(), tiles(sequences.rows, sequences.groups, torch.device("cuda"))
 
@@ -85,18 +84,18 @@ def test_heads_attention(monkeypatch, has_norm, H, K, E, prompts, least):
         turn = tuple(x.to(dtype) for x in table)
         return lambda x, q, k: function(x, q, k, turn, positions, sequences, tiles, 1e-6, H)
 
-    half, exact = call(heads_attention, torch.bfloat16), call(heads_attention_reference, torch.float64)
+    half, exact = call(heads_attention, torch.bfloat16), call(twins.heads_attention, torch.float64)
     assert_like_twin(half, exact, tensors, limit=0.015)
 
 
 def test_low_rank_parts():
     gate_up, x, scale = torch.randn(300, 2 * 96), torch.randn(300, 128), torch.rand(128) + 0.5
     a, b = torch.randn(16, 96) / 8, torch.randn(64, 16) / 8
-    assert_like_twin(swiglu_linear, swiglu_linear_reference, [gate_up, torch.randn(64, 96), None, a, b])
+    assert_like_twin(swiglu_linear, twins.swiglu_linear, [gate_up, torch.randn(64, 96), None, a, b])
     tensors = [x, scale, torch.randn(64, 128), torch.randn(16, 128) / 8, b]
     assert_like_twin(
         lambda x, s, w, a, b: norm_linear(x, None, s, 1e-6, w, None, a, b),
-        lambda x, s, w, a, b: norm_linear_reference(x, None, s, 1e-6, w, None, a, b), tensors,
+        lambda x, s, w, a, b: twins.norm_linear(x, None, s, 1e-6, w, None, a, b), tensors,
     )  # fmt: skip
 
 
@@ -183,7 +182,7 @@ def test_head(monkeypatch, chunk):
         return head_logprobs(x, w, targets, temperature, entropy_gradient=True)
 
     def exact(x, w):
-        return head_logprobs_reference(x, w, targets, temperature.double())
+        return twins.head_logprobs(x, w, targets, temperature.double())
 
     assert_like_twin(half, exact, tensors)
     a, b, seen = torch.randn(300).cuda(), torch.randn(300).cuda(), []

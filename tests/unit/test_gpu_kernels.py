@@ -20,11 +20,11 @@ from hone.engine.slots import Slots
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows, attend_by_pages_reference
 from hone.kernels.flat_attention import Sequences
-from hone.kernels.linear import linear_parts_reference
 from hone.kernels.norm import add_norm_reference
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
 from hone.kernels.swiglu import swiglu_reference
-from hone.models.shared_prompt import SharedPromptAttention
+from hone.models.attention import PackedAttention
+from tests import twins
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -87,7 +87,7 @@ def test_parts_of_a_product(rows, splits, with_bias):
 
     x, weight = torch.randn(rows, 256, device=DEVICE), torch.randn(96, 256, device=DEVICE)
     bias = torch.randn(96, device=DEVICE) if with_bias else None
-    close(parts(x, weight, bias, splits), linear_parts_reference(x, weight, bias, splits), 1e-3)
+    close(parts(x, weight, bias, splits), twins.linear_parts(x, weight, bias, splits), 1e-3)
     close(parts(x, weight, bias, splits).sum(0), F.linear(x, weight, bias), 1e-3)
 
 
@@ -206,22 +206,22 @@ def gradients_like_twin(function, twin, tensors, tolerance=1e-4):
 @pytest.mark.parametrize("has_delta", [True, False])
 @pytest.mark.parametrize("has_bias_and_adapter", [True, False])
 def test_norm_linear_and_its_gradients(has_delta, has_bias_and_adapter):
-    from hone.kernels.gpu_training import norm_linear, norm_linear_reference
+    from hone.kernels.gpu_training import norm_linear
 
     x, delta = torch.randn(7, 40), torch.randn(7, 40) if has_delta else None
     more = [torch.randn(24), torch.randn(4, 40), torch.randn(24, 4)] if has_bias_and_adapter else [None] * 3
     gradients_like_twin(
         lambda x, d, s, w, *more: norm_linear(x, d, s, 1e-6, w, *more),
-        lambda x, d, s, w, *more: norm_linear_reference(x, d, s, 1e-6, w, *more),
+        lambda x, d, s, w, *more: twins.norm_linear(x, d, s, 1e-6, w, *more),
         [x, delta, torch.rand(40) + 0.5, torch.randn(24, 40), *more],
     )
 
 
 def test_swiglu_linear_and_its_gradients():
-    from hone.kernels.gpu_training import swiglu_linear, swiglu_linear_reference
+    from hone.kernels.gpu_training import swiglu_linear
 
     tensors = [torch.randn(5, 2 * 48), torch.randn(16, 48), None, torch.randn(4, 48), torch.randn(16, 4)]
-    gradients_like_twin(swiglu_linear, swiglu_linear_reference, tensors)
+    gradients_like_twin(swiglu_linear, twins.swiglu_linear, tensors)
 
 
 def sequences_of(lengths, prompts):
@@ -230,7 +230,7 @@ def sequences_of(lengths, prompts):
         starts = np.cumsum([0, *lengths])
         rows = np.stack([starts[:-1], lengths, *np.zeros((2, len(lengths)), dtype=int)], axis=1)
         return Sequences(rows, np.arange(len(rows) + 1)), np.concatenate([np.arange(n) for n in lengths])
-    shared = SharedPromptAttention(*prompts)
+    shared = PackedAttention(prompts[0], "cpu", prompts[1])
     return shared.sequences, shared.positions().numpy()
 
 
@@ -241,7 +241,7 @@ def test_heads_attention_and_its_gradients(monkeypatch, H, K, has_norm, prompts,
     """Sequences of less than a tile, of one and a bit, of whole ones; prompts that completions share; keys that several
     programs go over."""
     from hone.kernels.gpu.attention import TILE, tiles
-    from hone.kernels.gpu_training import heads_attention, heads_attention_reference
+    from hone.kernels.gpu_training import heads_attention
 
     monkeypatch.setattr("hone.kernels.gpu.attention.LEAST", least)
     sequences, positions = sequences_of([3, TILE + 5, 1, 2 * TILE], prompts)
@@ -255,7 +255,7 @@ def test_heads_attention_and_its_gradients(monkeypatch, H, K, has_norm, prompts,
     rest = (table, positions, sequences, of_keys, 1e-6, H)
     gradients_like_twin(
         lambda x, q, k: heads_attention(x, q, k, *rest),
-        lambda x, q, k: heads_attention_reference(x, q, k, *rest),
+        lambda x, q, k: twins.heads_attention(x, q, k, *rest),
         [torch.randn(len(positions), H + 2 * K, E), *scales],
     )
 

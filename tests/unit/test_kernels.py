@@ -6,6 +6,7 @@ float64 takes the plain-torch path; float32 the compiled one, where numba is ins
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from hone import machine
 from hone.engine.sampler import FILTERED_OUT, draw, draw_reference
@@ -13,14 +14,15 @@ from hone.engine.slots import Slots
 from hone.kernels import cpu
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows, attend_by_pages, attend_by_pages_reference
-from hone.kernels.flat_attention import Sequences, flat_attention, flat_attention_reference
-from hone.kernels.linear import linear, linear_reference, product
+from hone.kernels.flat_attention import Sequences, flat_attention
+from hone.kernels.linear import linear, product
 from hone.kernels.logprobs import target_logprobs, target_logprobs_reference
 from hone.kernels.norm import add_norm, add_norm_reference
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
 from hone.kernels.orthogonal import orthogonal, orthogonal_reference
-from hone.kernels.rows import put_rows, put_rows_reference, take_rows, take_rows_reference
+from hone.kernels.rows import put_rows, take_rows
 from hone.kernels.swiglu import swiglu, swiglu_reference
+from tests import twins
 
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 compiled = pytest.mark.skipif(not cpu.IS_AVAILABLE, reason="needs numba")
@@ -95,8 +97,8 @@ def test_norm_rope(dtype, H, K, E):
 
 def test_rows():
     index = torch.tensor([4, 0, 3])
-    assert_same(lambda x: take_rows(x, index), lambda x: take_rows_reference(x, index), random(5, 2, 3))
-    assert_same(lambda x: put_rows(x, index, 6), lambda x: put_rows_reference(x, index, 6), random(3, 2))
+    assert_same(lambda x: take_rows(x, index), lambda x: twins.take_rows(x, index), random(5, 2, 3))
+    assert_same(lambda x: put_rows(x, index, 6), lambda x: twins.put_rows(x, index, 6), random(3, 2))
 
 
 @compiled
@@ -105,9 +107,9 @@ def test_rows():
 )
 def test_linear(T, inputs, outputs):
     x, weight, bias = (random(*shape, dtype=torch.float32) for shape in ((T, inputs), (outputs, inputs), (outputs,)))
-    assert_same(linear, linear_reference, x, weight, bias, tolerance=2e-3)
-    exact = linear_reference(x.double(), weight.double(), bias.double())
-    ours, torchs = ((f(x, weight, bias) - exact).abs().max() for f in (linear, linear_reference))
+    assert_same(linear, F.linear, x, weight, bias, tolerance=2e-3)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    ours, torchs = ((f(x, weight, bias) - exact).abs().max() for f in (linear, F.linear))
     assert ours <= 4 * torchs + 1e-6
 
 
@@ -155,7 +157,7 @@ def test_flat_attention(kind, H, K, E):
     inputs = (random(T, n, E, dtype=torch.float32) for n in (H, K, K))
     assert_same(
         lambda q, k, v: flat_attention(q, k, v, sequences),
-        lambda q, k, v: flat_attention_reference(q, k, v, sequences),
+        lambda q, k, v: twins.flat_attention(q, k, v, sequences),
         *inputs, tolerance=5e-5,
     )  # fmt: skip
 

@@ -15,13 +15,14 @@ from hone.config.loss import KINDS, LossConfig
 from hone.config.orchestrator import ADVANTAGES as ADVANTAGE_NAMES
 from hone.config.orchestrator import GroupConfig
 from hone.config.rl import TrainerConfig
-from hone.kernels.head import _Head, head_logprobs, head_logprobs_reference
+from hone.kernels.head import _Head, head_logprobs
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.orchestrator.advantage import ADVANTAGES, Scored, make_advantage
 from hone.records import Batch, Sample
 from hone.trainer.loss import LOSSES, make_loss, needs, policy_loss, token_weights
 from hone.trainer.rl.trainer import RLTrainer
+from tests import twins
 
 LN2 = math.log(2)
 
@@ -321,7 +322,7 @@ def test_head_in_chunks_equals_all_logits_at_once(rows):
     hidden, weight = torch.randn(10, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
     targets, temperature = torch.randint(0, 30, (10,)), torch.linspace(0.5, 1.5, 10)
     results = []
-    for function in (lambda *x: _Head.apply(*x, rows), head_logprobs_reference):
+    for function in (lambda *x: _Head.apply(*x, rows), twins.head_logprobs):
         logprobs, entropy = function(hidden, weight, targets, temperature)
         slopes = torch.linspace(-1, 1, 10)
         total = (logprobs * slopes + entropy * slopes.flip(0)).sum()

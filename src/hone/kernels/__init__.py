@@ -1,1 +1,1 @@
-"""Fused operations with hand-written gradients. Each has a plain-torch twin, `*_reference`, that a test holds it to."""
+"""Fused operations with hand-written gradients; tests hold them to plain twins (`tests/twins.py`, `*_reference`)."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -34,19 +33,6 @@ def flat_attention(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, sequences: Seque
         out: Tensor = _FlatAttention.apply(q_THE, k_TKE, v_TKE, sequences)  # type: ignore[no-untyped-call]
         return out
     return _forward(q_THE, k_TKE, v_TKE, sequences)[0]
-
-
-def flat_attention_reference(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, sequences: Sequences) -> Tensor:
-    outs, order = [], []
-    for start, length, prefix, prefix_length in sequences.rows.tolist():
-        own, before = slice(start, start + length), slice(prefix, prefix + prefix_length)
-        k, v = (torch.cat([x[before], x[own]]).transpose(0, 1)[None] for x in (k_TKE, v_TKE))
-        sees = torch.ones(length, prefix_length + length, dtype=torch.bool).tril(prefix_length)
-        gqa = q_THE.shape[1] != k_TKE.shape[1]
-        q = q_THE[own].transpose(0, 1)[None]
-        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=gqa)[0].transpose(0, 1))
-        order.append(torch.arange(start, start + length))
-    return torch.cat(outs)[torch.cat(order).argsort()]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:

@@ -5,20 +5,17 @@
 
 Kept between forward and back are the sums that are normed, qkv, what attention gives, and gate_up: 28 KiB a token and
 layer at Qwen3-0.6B's shape where keeping all would take 44. The kernels that compute gradients make the rest beside.
-Written in `kernels/gpu/training.py` and `attention.py`; twins in plain torch are `*_reference`.
+Written in `kernels/gpu/training.py` and `attention.py`; tests hold them to `tests/twins.py`.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hone.kernels.flat_attention import Sequences
-from hone.kernels.linear import linear_reference
-from hone.kernels.norm import add_norm_reference
-from hone.kernels.norm_rope import norm_rope_reference, rotate
-from hone.kernels.swiglu import swiglu_reference
 
 if TYPE_CHECKING:
     from hone.kernels.gpu.attention import Tiles
@@ -33,14 +30,6 @@ def norm_linear(
     return total, out
 
 
-def norm_linear_reference(
-    x_TD: Tensor, delta_TD: Tensor | None, scale_D: Tensor, eps: float, weight_OD: Tensor, bias_O: Tensor | None,
-    a_RD: Tensor | None = None, b_OR: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    total, normed = add_norm_reference(x_TD, delta_TD, scale_D, eps)
-    return total, low_rank_linear_reference(normed, weight_OD, bias_O, a_RD, b_OR)
-
-
 def swiglu_linear(
     gate_up_T2F: Tensor,
     weight_OF: Tensor,
@@ -51,23 +40,6 @@ def swiglu_linear(
     """silu(gate) * up, projected: T x O."""
     out: Tensor = _SwiGLULinear.apply(gate_up_T2F, weight_OF, bias_O, a_RF, b_OR)  # type: ignore[no-untyped-call]
     return out
-
-
-def swiglu_linear_reference(
-    gate_up_T2F: Tensor,
-    weight_OF: Tensor,
-    bias_O: Tensor | None,
-    a_RF: Tensor | None = None,
-    b_OR: Tensor | None = None,
-) -> Tensor:
-    return low_rank_linear_reference(swiglu_reference(gate_up_T2F), weight_OF, bias_O, a_RF, b_OR)
-
-
-def low_rank_linear_reference(
-    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor | None, b_OR: Tensor | None
-) -> Tensor:
-    out_TO = linear_reference(x_TI, weight_OI, bias_O)
-    return out_TO if a_RI is None or b_OR is None else out_TO + (x_TI @ a_RI.t()) @ b_OR.t()
 
 
 def heads_attention(
@@ -84,29 +56,6 @@ def heads_attention(
     return out.flatten(1)
 
 
-def heads_attention_reference(
-    qkv_TNE: Tensor, q_scale_E: Tensor | None, k_scale_E: Tensor | None, table: tuple[Tensor, Tensor],
-    positions_T: Tensor, sequences: Sequences, tiles: object, eps: float, H: int,
-) -> Tensor:  # fmt: skip
-    cos, sin = (part[positions_T].unsqueeze(1) for part in table)
-    if q_scale_E is None or k_scale_E is None:
-        K = (qkv_TNE.shape[1] - H) // 2
-        q, k, v = qkv_TNE.split([H, K, K], dim=1)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    else:
-        q, k, v = norm_rope_reference(qkv_TNE, q_scale_E, k_scale_E, cos, sin, eps, H)
-    outs = []
-    for start, length, prefix, before in sequences.rows.tolist():
-        of_q = q[start : start + length].transpose(0, 1)
-        of_k, of_v = (
-            torch.cat([x[prefix : prefix + before], x[start : start + length]]).transpose(0, 1) for x in (k, v)
-        )
-        sees = torch.ones(length, before + length, dtype=torch.bool, device=q.device).tril(before)
-        out = torch.nn.functional.scaled_dot_product_attention(of_q, of_k, of_v, attn_mask=sees, enable_gqa=True)
-        outs.append(out.transpose(0, 1))
-    return torch.cat(outs).flatten(1)
-
-
 class _LowRankLinear:
     """W x + b (+ B A x) inside a step: its input is thrown away and made once more for the gradients of weights."""
 
@@ -115,7 +64,7 @@ class _LowRankLinear:
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The result, and A x."""
-        out = linear_reference(x, self.weight, self.bias)
+        out = F.linear(x, self.weight, self.bias)
         if self.a is None or self.b is None:
             return out, None
         h = x @ self.a.t()

@@ -62,15 +62,6 @@ def chunk_rows(weight_VD: Tensor) -> int:
     return max(CHUNK_BYTES // (4 * len(weight_VD)), 64)
 
 
-def head_logprobs_reference(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature_N: Tensor
-) -> tuple[Tensor, Tensor]:
-    """All logits at once; both results have gradients."""
-    logprobs_NV = torch.log_softmax(at_least_fp32(hidden_ND @ weight_VD.t()) / temperature_N[:, None], dim=-1)
-    entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)
-    return logprobs_NV.gather(1, targets_N[:, None]).squeeze(1), entropy_N
-
-
 def _keeps_logits(hidden: Tensor, weight: Tensor) -> bool:
     return cpu.takes(hidden) and 4 * len(hidden) * len(weight) <= WHOLE_BYTES
 

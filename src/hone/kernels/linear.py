@@ -15,15 +15,11 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     """T x I to T x O."""
     is_worth_it = len(x_TI) >= FEW_TOKENS or weight_OI.numel() <= LARGE_WEIGHT
     if not (is_worth_it and cpu.takes(x_TI) and x_TI.dim() == 2):
-        return linear_reference(x_TI, weight_OI, bias_O)
+        return F.linear(x_TI, weight_OI, bias_O)
     if torch.is_grad_enabled() and (x_TI.requires_grad or weight_OI.requires_grad):
         out: Tensor = _Linear.apply(x_TI, weight_OI, bias_O)  # type: ignore[no-untyped-call]
         return out
     return _forward(x_TI, weight_OI, bias_O)
-
-
-def linear_reference(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    return F.linear(x_TI, weight_OI, bias_O)
 
 
 def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -34,15 +30,6 @@ def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) 
     from hone.kernels.gpu import products
 
     return products.parts(x_TI, weight_OI, bias_O, splits)
-
-
-def linear_parts_reference(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int) -> Tensor:
-    width = x_TI.shape[1] // splits
-    pairs = zip(x_TI.split(width, 1), weight_OI.split(width, 1), strict=True)
-    parts = torch.stack([F.linear(x, w) for x, w in pairs])
-    if bias_O is not None:
-        parts[0] += bias_O
-    return parts
 
 
 def exact_logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:

@@ -16,14 +16,6 @@ def put_rows(x: Tensor, index: Tensor, rows: int) -> Tensor:
     return out
 
 
-def take_rows_reference(x: Tensor, index: Tensor) -> Tensor:
-    return x[index]
-
-
-def put_rows_reference(x: Tensor, index: Tensor, rows: int) -> Tensor:
-    return x.new_zeros(rows, *x.shape[1:]).index_add(0, index, x)
-
-
 class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, index):  # type: ignore[no-untyped-def]

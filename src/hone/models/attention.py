@@ -1,15 +1,22 @@
-"""Causal attention over sequences that lie end to end, none of which sees another.
+"""Causal attention over sequences that lie end to end in the flat token axis T.
 
-    flat q, k, v (T) ─ pad ─► buckets of similar length (B x H x S x E) ─ sdpa ─► unpad ─► flat (T)
+A token sees its own sequence up to itself and, where the sequence goes on from a prefix, all of that:
+
+    side by side      [sequence 0][sequence 1]…                                        training, whole prompts
+    shared prompts    [prompt 0][completion 00][completion 01]…[prompt 1]…             training on groups
+    continued         keys: [before 0][newest 0][before 1]…, queries: [newest 0]…      the rest of a prompt
+
+A prompt that a group of n samples shares is computed once, so that the linear layers see one prompt instead of n.
 
 On a GPU in half precision, and on a CPU with the compiled kernels, the flat layout is attended to as it lies.
 Elsewhere sequences of similar length share a rectangle, so that padding never more than doubles the attention work
 and never touches the linear layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,61 +69,21 @@ class Heads:
         return norm_rope(qkv_TNE, self.q_scale_E, self.k_scale_E, *turn, self.eps, self.H)
 
 
-def has_training_kernel(qkv_TNE: Tensor, heads: Heads) -> bool:
-    """Whether `train_on_gpu` takes this, which may be asked for gradients."""
-    return heads.rotation.positions_T is not None and gpu.trains_model(qkv_TNE, qkv_TNE.shape[2])
+class FlatAttention:
+    """Mixes the values that the queries of `sequences` see. Rows of no sequence are 0."""
 
-
-def train_on_gpu(qkv_TNE: Tensor, heads: Heads, sequences: Sequences, tiles: "Tiles") -> Tensor:
-    """Heads and attention in one, with gradients that keep little."""
-    rotation = heads.rotation
-    assert rotation.positions_T is not None
-    return heads_attention(
-        qkv_TNE, heads.q_scale_E, heads.k_scale_E, (rotation.cos_PE, rotation.sin_PE), rotation.positions_T, sequences,
-        tiles, heads.eps, heads.H,
-    )  # fmt: skip
-
-
-class PackedAttention:
-    """Causal attention for sequences of the given lengths, laid end to end in the flat token axis."""
-
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self.lengths = list(lengths)
-        self.device = torch.device(device)
-
-    def positions(self) -> Tensor:
-        """Position of every flat token inside its own sequence."""
-        return torch.from_numpy(np.concatenate([np.arange(n) for n in self.lengths])).to(self.device)
-
-    def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
-        if torch.is_grad_enabled() and has_training_kernel(qkv_TNE, heads):
-            return train_on_gpu(qkv_TNE, heads, self.sequences, self.tiles)
-        return self.attend(*heads(qkv_TNE))
+    def __init__(self, sequences: Sequences, device: torch.device | str) -> None:
+        self.sequences, self.device = sequences, torch.device(device)
+        self.has_prefixes = bool(sequences.rows[:, 3].any())
 
     def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
         """Mixed values, T x (H * E)."""
-        T = q_THE.shape[0]
         if takes(q_THE):
-            return flat_attention(q_THE, k_TKE, v_TKE, self.sequences).reshape(T, -1)
-        if q_THE.is_cuda and q_THE.dtype in (torch.bfloat16, torch.float16):
-            longest = max(self.lengths)
-            boundaries = (self.cu_seqlens, self.cu_seqlens, longest, longest)
-            return varlen(q_THE, k_TKE, v_TKE.contiguous(), *boundaries).reshape(T, -1)
-        buckets, order = self.buckets
-        outs = [bucket.attend(q_THE, k_TKE, v_TKE) for bucket in buckets]
-        return outs[0] if order is None else take_rows(torch.cat(outs), order)
-
-    @cached_property
-    def starts(self) -> NDArray[np.int64]:
-        """Where each sequence starts, and where the last one ends."""
-        return np.concatenate([[0], np.cumsum(self.lengths)])
-
-    @cached_property
-    def sequences(self) -> Sequences:
-        """For the compiled loops: no prefixes, each sequence a group of its own."""
-        nothing = np.zeros(len(self.lengths), dtype=np.int64)
-        rows = np.stack([self.starts[:-1], np.asarray(self.lengths), nothing, nothing], axis=1)
-        return Sequences(rows, np.arange(len(rows) + 1))
+            return flat_attention(q_THE, k_TKE, v_TKE, self.sequences).flatten(1)
+        if is_half_on_gpu(q_THE) and not self.has_prefixes:
+            return varlen(q_THE, k_TKE, v_TKE.contiguous(), *self.boundaries).flatten(1)
+        outs = [bucket.attend(q_THE, k_TKE, v_TKE) for bucket in self.buckets]
+        return put_rows(torch.cat(outs), torch.cat([bucket.flat for bucket in self.buckets]), len(q_THE))
 
     @cached_property
     def tiles(self) -> "Tiles":
@@ -125,66 +92,72 @@ class PackedAttention:
         return attention.tiles(self.sequences.rows, self.sequences.groups, self.device)
 
     @cached_property
-    def cu_seqlens(self) -> Tensor:
-        return torch.from_numpy(self.starts.astype(np.int32)).to(self.device)
+    def boundaries(self) -> tuple[Tensor, Tensor, int, int]:
+        """Where queries, and keys, of each sequence start, and the most of each."""
+        _, lengths, _, before = self.sequences.rows.T
+        starts = (np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (lengths, lengths + before))
+        of_q, of_k = (torch.from_numpy(x).to(self.device) for x in starts)
+        return of_q, of_k, int(lengths.max()), int((lengths + before).max())
 
     @cached_property
-    def buckets(self) -> tuple[list["_Bucket"], Tensor | None]:
-        """Rectangles, and the order that takes their tokens back to the flat axis (None where they lie so)."""
-        buckets = [_Bucket(members, self.lengths, self.device) for members in _bucket_by_length(self.lengths)]
-        if len(buckets) == 1:
-            return buckets, None
-        return buckets, torch.cat([bucket.flat for bucket in buckets]).argsort()
+    def buckets(self) -> list["_Bucket"]:
+        return [_Bucket(rows, self.device) for rows in _by_length(self.sequences.rows)]
 
 
-class ContinuedAttention:
-    """Causal attention of `lengths` tokens each that go on after `before` tokens whose keys and values are given.
+class PackedAttention(FlatAttention):
+    """Of sequences of the given lengths, each followed by its completions, of lengths `completions[i]`, if it is a
+    prompt that some share."""
 
-    Queries lie end to end; so do keys and values, each sequence's earlier ones and then its own.
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device | str = "cpu", completions: Iterable[Sequence[int]] = ()
+    ) -> None:
+        groups = [(n, *own) for n, own in zip_longest(lengths, completions, fillvalue=())]
+        length = np.fromiter(chain.from_iterable(groups), np.int64)
+        sizes = np.array([len(group) for group in groups])
+        ends, start = np.cumsum(sizes), np.cumsum(length) - length
+        first = ends - sizes
+        prefix, before = np.repeat(start[first], sizes), np.repeat(length[first], sizes)
+        prefix[first] = before[first] = 0
+        self.count = length.sum()
+        rows = np.stack([start, length, prefix, before], axis=1)
+        super().__init__(Sequences(rows, np.concatenate([[0], ends])), device)
+
+    def positions(self) -> Tensor:
+        """Position of every flat token in its own sequence: completions go on where their prompt ends."""
+        start, length, _, before = self.sequences.rows.T
+        return torch.from_numpy(np.arange(self.count) - np.repeat(start - before, length)).to(self.device)
+
+    def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
+        turn, wants_kernel = heads.rotation, torch.is_grad_enabled() or self.has_prefixes
+        if not wants_kernel or turn.positions_T is None or not gpu.trains_model(qkv_TNE, qkv_TNE.shape[2]):
+            return self.attend(*heads(qkv_TNE))
+        rest = (turn.positions_T, self.sequences, self.tiles, heads.eps, heads.H)
+        return heads_attention(qkv_TNE, heads.q_scale_E, heads.k_scale_E, (turn.cos_PE, turn.sin_PE), *rest)
+
+
+class ContinuedAttention(FlatAttention):
+    """Of `lengths` tokens each that go on after `before` tokens whose keys and values are given.
+
+    Queries lie end to end; so do keys and values, each sequence's earlier ones and then its own. No gradient.
     """
 
     def __init__(self, lengths: list[int], before: list[int], device: torch.device | str = "cpu") -> None:
-        self.lengths, self.before, self.device = lengths, before, torch.device(device)
-        seen = np.asarray(lengths) + np.asarray(before)
-        self.ends = np.cumsum(seen)
-        self.own_T = np.concatenate([np.arange(end - n, end) for n, end in zip(lengths, self.ends, strict=True)])
+        own, earlier = np.array(lengths), np.array(before)
+        ends = np.cumsum(own + earlier)
+        rows = np.stack([ends - own, own, ends - own - earlier, earlier], axis=1)
+        super().__init__(Sequences(rows, np.arange(len(rows) + 1)), device)
+        spans = [np.arange(end - n, end) for n, end in zip(lengths, ends, strict=True)]
+        self.own_T = torch.from_numpy(np.concatenate(spans)).to(self.device)  # where the queries stand among the keys
 
     def attend(self, q_THE: Tensor, k_SKE: Tensor, v_SKE: Tensor) -> Tensor:
-        """T x (H * E), for S keys of T queries and all before them. No gradient."""
-        T = len(q_THE)
-        if takes(q_THE):
-            own_T = torch.from_numpy(self.own_T)
-            q_SHE = q_THE.new_zeros(len(k_SKE), *q_THE.shape[1:]).index_copy_(0, own_T, q_THE)
-            mixed = flat_attention(q_SHE, k_SKE, v_SKE, self.sequences)
-            return mixed[own_T].reshape(T, -1)
-        if q_THE.is_cuda and q_THE.dtype in (torch.bfloat16, torch.float16):
-            return varlen(q_THE, k_SKE, v_SKE, *self.boundaries).reshape(T, -1)
-        return self.attend_reference(q_THE, k_SKE, v_SKE)
+        """T x (H * E), for S keys of T queries and all before them."""
+        if is_half_on_gpu(q_THE):
+            return varlen(q_THE, k_SKE, v_SKE, *self.boundaries).flatten(1)
+        return super().attend(put_rows(q_THE, self.own_T, len(k_SKE)), k_SKE, v_SKE)[self.own_T]
 
-    @cached_property
-    def boundaries(self) -> tuple[Tensor, Tensor, int, int]:
-        """Where queries, and keys, of each sequence start, and the most of each."""
-        totals = [n + b for n, b in zip(self.lengths, self.before, strict=True)]
-        starts = (np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (self.lengths, totals))
-        of_q, of_k = (torch.from_numpy(x).to(self.device) for x in starts)
-        return of_q, of_k, max(self.lengths), max(totals)
 
-    def attend_reference(self, q_THE: Tensor, k_SKE: Tensor, v_SKE: Tensor) -> Tensor:
-        outs, at = [], 0
-        for length, before, end in zip(self.lengths, self.before, self.ends.tolist(), strict=True):
-            q = q_THE[at : at + length].transpose(0, 1)[None]
-            k, v = (x[end - length - before : end].transpose(0, 1)[None] for x in (k_SKE, v_SKE))
-            sees = torch.ones(length, before + length, dtype=torch.bool, device=q.device).tril(before)
-            gqa = q.shape[1] != k.shape[1]
-            outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=gqa)[0].transpose(0, 1))
-            at += length
-        return torch.cat(outs).reshape(len(q_THE), -1)
-
-    @cached_property
-    def sequences(self) -> Sequences:
-        starts = self.ends - np.asarray(self.lengths)
-        rows = np.stack([starts, self.lengths, starts - np.asarray(self.before), self.before], axis=1).astype(np.int64)
-        return Sequences(rows, np.arange(len(rows) + 1))
+def is_half_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, of_q: Tensor, of_k: Tensor, longest_q: int, longest_k: int) -> Tensor:
@@ -202,42 +175,39 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, of_q: Tensor, of_k: Tensor, longest_
 
 
 class _Bucket:
-    """Sequences of similar length, attended to as one padded rectangle of B x S."""
+    """Sequences of similar length as one padded rectangle: B x C queries, and keys of as many after P of prefixes."""
 
-    def __init__(self, members: list[int], lengths: list[int], device: torch.device) -> None:
-        starts = [0]
-        for n in lengths:
-            starts.append(starts[-1] + n)
-        self.rows, self.width = len(members), max(lengths[i] for i in members)
-        spans = [torch.arange(starts[i], starts[i] + lengths[i]) for i in members]
-        cells = [torch.arange(lengths[i]) + row * self.width for row, i in enumerate(members)]
-        self.flat = torch.cat(spans).to(device)  # which flat tokens, in bucket order
-        self.cell = torch.cat(cells).to(device)  # where they stand in the rectangle
-        self.is_whole = self.rows == len(lengths)  # every token of the call, in the flat order
-        self.is_dense = self.is_whole and len(self.cell) == self.rows * self.width
+    def __init__(self, rows: NDArray[np.int64], device: torch.device) -> None:
+        start, length, prefix, before = rows.T[:, :, None]
+        in_C, in_P = np.arange(length.max()), np.arange(before.max())
+        own_BC, of_P = start + np.minimum(in_C, length - 1), prefix + np.minimum(in_P, before - 1)
+        is_own = in_C < length
+        causal = np.tri(len(in_C), dtype=bool)
+        sees = [np.concatenate([np.broadcast_to(p, (len(in_C), len(in_P))), causal], 1)[None] for p in in_P < before]
+        tensors = (own_BC, np.concatenate([of_P, own_BC], 1), own_BC[is_own], np.flatnonzero(is_own), np.stack(sees))
+        self.queries, self.keys, self.flat, self.cells, self.mask = (torch.from_numpy(x).to(device) for x in tensors)
+        self.is_causal = len(in_P) == 0
 
     def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
-        q, k, v = (self.pad(x).transpose(1, 2) for x in (q_THE, k_TKE, v_TKE))
-        gqa = q.shape[1] != k.shape[1]
-        out_BHSE = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
-        out = out_BHSE.transpose(1, 2).reshape(self.rows * self.width, -1)
-        return out if self.is_dense else take_rows(out, self.cell)
-
-    def pad(self, x_THE: Tensor) -> Tensor:
-        if not self.is_dense:
-            x_THE = x_THE if self.is_whole else take_rows(x_THE, self.flat)
-            x_THE = put_rows(x_THE, self.cell, self.rows * self.width)
-        return x_THE.view(self.rows, self.width, *x_THE.shape[1:])
+        """Of its tokens, which are those of `flat`."""
+        q, k, v = (_gather(*x) for x in ((q_THE, self.queries), (k_TKE, self.keys), (v_TKE, self.keys)))
+        how = {"is_causal": True} if self.is_causal else {"attn_mask": self.mask}
+        out_BHCE = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **how)
+        return take_rows(out_BHCE.transpose(1, 2).flatten(0, 1).flatten(1), self.cells)
 
 
-def _bucket_by_length(lengths: list[int]) -> list[list[int]]:
-    """Indices of the sequences in buckets whose longest is at most twice (or 32 tokens over) the shortest."""
-    if max(lengths) <= 2 * min(lengths) + 32:
-        return [list(range(len(lengths)))]
-    buckets: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if buckets and lengths[i] <= 2 * lengths[buckets[-1][0]] + 32:
-            buckets[-1].append(i)
+def _gather(x_THE: Tensor, index_BS: Tensor) -> Tensor:
+    """B x H x S x E. Gradients of a row that is taken several times are added up in one order."""
+    return F.embedding(index_BS, x_THE.flatten(1)).unflatten(2, x_THE.shape[1:]).transpose(1, 2)
+
+
+def _by_length(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Buckets whose longest is at most twice (or 32 tokens over) the shortest, with a prefix or without."""
+    buckets: list[list[NDArray[np.int64]]] = []
+    for row in sorted(rows[rows[:, 1] > 0], key=lambda row: (row[3] > 0, row[1])):
+        first = buckets[-1][0] if buckets else row
+        if buckets and row[1] <= 2 * first[1] + 32 and (row[3] > 0) == (first[3] > 0):
+            buckets[-1].append(row)
         else:
-            buckets.append([i])
-    return buckets
+            buckets.append([row])
+    return [np.array(bucket) for bucket in buckets]

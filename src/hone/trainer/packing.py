@@ -23,7 +23,6 @@ from torch import Tensor
 
 from hone.kernels.head import Loss, head_logprobs, head_loss
 from hone.models.attention import PackedAttention
-from hone.models.shared_prompt import SharedPromptAttention
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.trainer.ranks import Ranks
@@ -36,7 +35,7 @@ Mask = Sequence[bool]
 class Packed:
     """A micro-batch: T input tokens, N targets in the order of their sequences, K rows that predict them."""
 
-    attention: PackedAttention | SharedPromptAttention
+    attention: PackedAttention
     tokens_T: Tensor
     keep_K: Tensor  # the rows of T that predict a target, each once
     row_N: Tensor | None  # which kept row predicts each target; None where they are one to one
@@ -80,7 +79,7 @@ def pack(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str =
     tokens, following = flat[source], np.delete(flat, ends - lengths)
     wanted = np.delete(flatten(masks, bool), ends - lengths)
     keep = np.flatnonzero(wanted)
-    sequence = np.searchsorted(attention.starts, keep, side="right") - 1
+    sequence = np.repeat(np.arange(len(lengths)), lengths - 1)[keep]
     tokens_T, keep_K, targets_N, sequence_N = _tensors(device, tokens, keep, following[keep], sequence)
     return Packed(attention, tokens_T, keep_K, None, targets_N, sequence_N, source)
 
@@ -126,7 +125,7 @@ def pack_shared(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device 
     rows = row_of_input[np.where(at[before] < shared[of], starts[leader[of]] + at[before], before)]
     is_kept = np.zeros(is_input.sum(), dtype=bool)
     is_kept[rows] = True
-    attention, source = SharedPromptAttention(prompts, completions, device), np.flatnonzero(is_input)
+    attention, source = PackedAttention(prompts, device, completions), np.flatnonzero(is_input)
     tokens_T, keep_K, row_N, targets_N, sequence_N = _tensors(
         device, flat[source], np.flatnonzero(is_kept), (np.cumsum(is_kept) - 1)[rows], flat[target], of
     )
