@@ -34,6 +34,7 @@ def worker(out: Path) -> None:
 
     from hone.config.sft import SFTConfig
     from hone.models.loading import Loaded
+    from hone.monitors.report import StepReport
     from hone.run_directory import RunDirectory
     from hone.trainer.optim import Optimizer
     from hone.trainer.ranks import Ranks
@@ -60,7 +61,7 @@ def worker(out: Path) -> None:
         loaded = Loaded(model, None, Path(), torch.bfloat16)
         run = RunDirectory(Path(tempfile.mkdtemp()), "sft")
         optimizer = Optimizer(model, config.optim, ranks)
-        return Trainer(config, loaded, optimizer, run, None, logging.getLogger(), ranks)
+        return Trainer(config, loaded, optimizer, run, StepReport(logging.getLogger(), 0, 1), ranks)
 
     growing, times = trainer(ROWS, 1e-6), []
     batches = [rows(step, ROWS * ranks.count) for step in range(WARM_UP + STEPS)]

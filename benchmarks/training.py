@@ -161,6 +161,7 @@ def our_sft(micro_batches: int, **options) -> dict:
     from hone.config.sft import SFTConfig
     from hone.models.loading import Loaded
     from hone.models.lora import add_lora
+    from hone.monitors.report import StepReport
     from hone.run_directory import RunDirectory
     from hone.trainer.optim import Optimizer
     from hone.trainer.ranks import Ranks
@@ -174,7 +175,7 @@ def our_sft(micro_batches: int, **options) -> dict:
     optimizer = Optimizer(model, config.optim)
     run = RunDirectory(Path(tempfile.mkdtemp()), "sft")
     loaded = Loaded(model, None, Path(), torch.bfloat16)
-    trainer = Trainer(config, loaded, optimizer, run, None, logging.getLogger(), Ranks())
+    trainer = Trainer(config, loaded, optimizer, run, StepReport(logging.getLogger(), 0, 1), Ranks())
 
     def rows(i: int) -> list:
         """Documents dealt to rows in turn; a row's tokens are its inputs, so each has a first token besides."""

@@ -17,24 +17,11 @@ from hone.config.commands import COMMANDS, import_object
 LAST_SECONDS = 10.0  # in which a process whose parent is gone may end what it has started
 
 
-def sft() -> None:
-    _exit(_run("sft", sys.argv[1:]))
+def _entry(command: str) -> Callable[[], None]:
+    return lambda: _exit(_run(command, sys.argv[1:]))
 
 
-def rl() -> None:
-    _exit(_run("rl", sys.argv[1:]))
-
-
-def trainer() -> None:
-    _exit(_run("trainer", sys.argv[1:]))
-
-
-def orchestrator() -> None:
-    _exit(_run("orchestrator", sys.argv[1:]))
-
-
-def inference() -> None:
-    _exit(_run("inference", sys.argv[1:]))
+sft, rl, trainer, orchestrator, inference = map(_entry, ("sft", "rl", "trainer", "orchestrator", "inference"))
 
 
 def vf_eval() -> None:
@@ -195,9 +182,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 def _exit(code: int) -> None:
     sys.stdout.flush()
-    if (
-        os.environ.get("WORLD_SIZE", "1") != "1"
-    ):  # threads of torch may abort one of several ranks that ends the long way
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # threads of torch may abort one of several ranks on the long way
         import logging
 
         logging.shutdown()

@@ -67,11 +67,9 @@ class RunDirectory:
             if directory.exists() and directory.name not in own:
                 raise ValueError(f"{directory} was written by another run; move it away or use another --output-dir")
         if self.earlier_run() and not (resume or clean):
-            choices = "--clean (remove that run and start again), "
-            choices += "--resume (continue it), "
             raise ValueError(
-                f"{self.path} holds an earlier {self.command} run; choose: {choices}"
-                "or another directory (--output-dir DIR)"
+                f"{self.path} holds an earlier {self.command} run; choose: --clean (remove that run and start again), "
+                "--resume (continue it), or another directory (--output-dir DIR)"
             )
         if self.command == "rl" and _changes(self.pulse("trainer")):
             raise ValueError(f"a run is at work in {self.path}: its trainer lives; end it or use another --output-dir")

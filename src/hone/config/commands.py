@@ -9,11 +9,7 @@ COMMANDS = {  # name: (configuration, what runs it, summary)
         "hone.launch.sft:main",
         "Train on conversations: loss on what the assistant says.",
     ),
-    "rl": (
-        "hone.config.rl:RLConfig",
-        "hone.launch.rl:main",
-        "Train on rewards: sample, score, step, repeat.",
-    ),
+    "rl": ("hone.config.rl:RLConfig", "hone.launch.rl:main", "Train on rewards: sample, score, step, repeat."),
     "trainer": (
         "hone.config.rl:TrainerRunConfig",
         "hone.trainer.rl.train:main",

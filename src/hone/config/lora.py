@@ -33,6 +33,11 @@ class LoRAConfig(Config):
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the model without the adapter is the one that training began with."""
+        return not self.modules_to_save and self.start_from is None
+
 
 def check_optimizer(lora: LoRAConfig | None, optim: OptimConfig) -> None:
     if lora is not None and optim.type == "muon":

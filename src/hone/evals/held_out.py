@@ -4,6 +4,7 @@ held-out examples x rollouts ─► env.rollout(client) ─► eval/ENV/reward, 
 """
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from hone.config.sections import EvalConfig
 from hone.environments import Environment
 from hone.environments.attempt import attempt
 from hone.environments.environment import ModelClient
-from hone.records import Rollout, Sampling
+from hone.records import Example, Rollout, Sampling
 
 
 async def evaluate(
@@ -20,21 +21,31 @@ async def evaluate(
     """Mean reward and metrics of each environment."""
     found: dict[str, float] = {}
     for name, environment in environments.items():
-        rollouts = await _rollouts(config, environment, client, seed)
+        examples = environment.get_eval_dataset()[: config.num_examples]
+        sampling = Sampling(config.temperature, config.max_tokens, seed)
+        rollouts = await attempts(environment, client, examples, config.rollouts_per_example, sampling, config.timeout)
         found |= {f"eval/{name}/{key}": value for key, value in means(rollouts).items()}
         await environment.close()
     return found
 
 
-async def _rollouts(config: EvalConfig, environment: Environment, client: ModelClient, seed: int) -> list[Rollout]:
-    examples, n = environment.get_eval_dataset()[: config.num_examples], config.rollouts_per_example
-    seeds = [[(seed << 40) + i * n + k for k in range(n)] for i in range(len(examples))]
-    jobs = [
-        attempt(environment, client, example, Sampling(config.temperature, config.max_tokens, one), config.timeout)
-        for example, of_example in zip(examples, seeds, strict=True)
-        for one in of_example
-    ]
-    return await asyncio.gather(*jobs)
+async def attempts(
+    environment: Environment, client: ModelClient, examples: list[Example], n: int, sampling: Sampling,
+    timeout: float | None = None, at_once: int | None = None,
+) -> list[Rollout]:  # fmt: skip
+    """n rollouts of each example, those of an example side by side, each with a seed of its own after `sampling`'s.
+
+    `timeout`: seconds of one; `at_once`: how many may be under way. One that fails carries its error.
+    """
+    count = len(examples) * n
+    slots = asyncio.Semaphore(at_once or max(1, count))
+
+    async def one(i: int) -> Rollout:
+        async with slots:
+            own = replace(sampling, seed=(sampling.seed << 40) + i)
+            return await attempt(environment, client, examples[i // n], own, timeout)
+
+    return await asyncio.gather(*map(one, range(count)))
 
 
 def means(rollouts: list[Rollout]) -> dict[str, float]:

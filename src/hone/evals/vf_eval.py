@@ -18,10 +18,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from hone.environments import Environment, load_environment
-from hone.environments.attempt import attempt
 from hone.evals.arguments import parse_arguments
 from hone.evals.endpoints import Endpoint, find_endpoint
-from hone.evals.held_out import metric_means
+from hone.evals.held_out import attempts, metric_means
 from hone.inference.client import HttpClient
 from hone.records import Example, Rollout, Sampling
 
@@ -61,25 +60,11 @@ def main(argv: list[str]) -> int:
 
 
 async def evaluate(environment: Environment, examples: list[Example], endpoint: Endpoint, args: Any) -> list[Rollout]:
-    """The rollouts, those of an example side by side. A rollout that fails carries its error."""
-    slots = asyncio.Semaphore(args.max_concurrent)
-
-    async def one(client: HttpClient, example: Example, seed: int) -> Rollout:
-        async with slots:
-            return await attempt(environment, client, example, Sampling(args.temperature, args.max_tokens, seed))
-
-    async with HttpClient(
-        endpoint.base_url,
-        endpoint.model,
-        endpoint.api_key,
-        extra_body=args.sampling_args,
-        timeout=args.timeout,
-        max_concurrent=args.max_concurrent,
-    ) as client:
+    server, most = (endpoint.base_url, endpoint.model, endpoint.api_key), args.max_concurrent
+    async with HttpClient(*server, args.sampling_args, args.timeout, most) as client:
         await client.check()
-        n = args.rollouts_per_example
-        jobs = [one(client, e, (args.seed << 40) + i * n + k) for i, e in enumerate(examples) for k in range(n)]
-        return await asyncio.gather(*jobs)
+        sampling = Sampling(args.temperature, args.max_tokens, args.seed)
+        return await attempts(environment, client, examples, args.rollouts_per_example, sampling, at_once=most)
 
 
 def summarise(scored: list[Rollout], failed: int) -> dict[str, Any]:

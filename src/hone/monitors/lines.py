@@ -21,6 +21,18 @@ def trainer_line(step: int, values: dict[str, float]) -> str:
     )
 
 
+def sft_line(step: int, values: dict[str, float]) -> str:
+    parts = [
+        f"Step {step} | Time: {values['time/step']:.2f}s | Loss: {values['loss/mean']:.4f}",
+        *([f"Val. Loss: {values['val/loss']:.4f}"] if "val/loss" in values else []),
+        f"Grad. Norm: {values['optim/grad_norm']:.4f} | LR: {values['optim/lr']:.2e}",
+        f"Throughput: {values['perf/throughput']:.0f} tokens/s",
+        *([f"MFU: {values['perf/mfu']:.1%}"] if "perf/mfu" in values else []),
+        f"Peak Mem.: {values['perf/peak_memory']:.1f} GiB",
+    ]
+    return " | ".join(parts)
+
+
 def summary_line(step: int, values: dict[str, float]) -> str:
     """What a step was made of and what came of it, once both sides are known."""
 

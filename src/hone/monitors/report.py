@@ -8,7 +8,7 @@ evaluated ─► line of each environment ─► row
 import logging
 from typing import Any
 
-from hone.monitors.lines import evaluation_line, orchestrator_line, summary_line, trainer_line, why_no_signal
+from hone.monitors.lines import evaluation_line, orchestrator_line, sft_line, summary_line, trainer_line, why_no_signal
 from hone.monitors.log import SUCCESS
 from hone.monitors.metrics import Metrics
 
@@ -29,6 +29,11 @@ class StepReport:
         if not values["batch/effective_batch_size"]:
             self.log.warning("%s", why_no_signal(step, values), extra=self.console(step))
         self.log.log(SUCCESS, orchestrator_line(step, values), extra=self.console(step))
+
+    def tuned(self, step: int, values: dict[str, float]) -> None:
+        """A step of supervised fine-tuning, and with it the whole."""
+        self.row(step, values)
+        self.log.log(SUCCESS, sft_line(step, values), extra=self.console(step))
 
     def trained(self, step: int, values: dict[str, float]) -> None:
         self.log.log(SUCCESS, trainer_line(step, values), extra=self.console(step))

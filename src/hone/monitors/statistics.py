@@ -6,12 +6,5 @@ from numpy.typing import ArrayLike
 
 def summary(name: str, values: ArrayLike) -> dict[str, float]:
     array = np.asarray(values, dtype=np.float64)
-    if array.size == 0:
-        return {f"{name}/mean": 0.0, f"{name}/median": 0.0, f"{name}/std": 0.0, f"{name}/min": 0.0, f"{name}/max": 0.0}
-    return {
-        f"{name}/mean": float(array.mean()),
-        f"{name}/median": float(np.median(array)),
-        f"{name}/std": float(array.std()),
-        f"{name}/min": float(array.min()),
-        f"{name}/max": float(array.max()),
-    }
+    of = {key: getattr(np, key) for key in ("mean", "median", "std", "min", "max")}
+    return {f"{name}/{key}": float(function(array)) if array.size else 0.0 for key, function in of.items()}

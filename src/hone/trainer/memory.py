@@ -75,7 +75,8 @@ def estimate_rl(
     return estimate(
         spec, config.lora, min(step_tokens, micro_batch_tokens), itemsize, recomputes=config.activation_checkpointing,
         is_muon=config.optim.type == "muon", is_split=step_tokens > micro_batch_tokens,
-        has_reference=config.lora is None and any("reference" in loss.needs for loss in losses),
+        has_reference=not (config.lora and config.lora.keeps_reference)
+        and any("reference" in loss.needs for loss in losses),
     )  # fmt: skip
 
 

@@ -10,11 +10,7 @@ from hone.transport.files import FileReceiver, FileSender
 from hone.transport.network import NetworkReceiver, NetworkSender
 from hone.transport.weights import Receiver, Sender, Tensors
 
-RECEIVERS: dict[str, type[Receiver]] = {
-    "filesystem": FileReceiver,
-    "adapter": AdapterReceiver,
-    "nccl": NetworkReceiver,
-}
+RECEIVERS: dict[str, type[Receiver]] = {"filesystem": FileReceiver, "adapter": AdapterReceiver, "nccl": NetworkReceiver}
 
 
 def make_sender(config: BroadcastConfig, write_adapter: Callable[[Tensors, Path], None] | None, log: Logger) -> Sender:

@@ -64,11 +64,11 @@ def _fill(builder: Any, scalar: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ memory
 
 
-def _address(context: Any, builder: Any, kind: types.Type, memory: Any, at: Any) -> Any:
+def _address(context: Any, builder: Any, kind: types.Type, memory: Any, at: Any, of: Any = _FLOAT) -> Any:
     if isinstance(kind, types.Array):
         first = context.make_array(kind)(context, builder, memory).data
     else:
-        first = builder.inttoptr(memory, _FLOAT.as_pointer())
+        first = builder.inttoptr(memory, of.as_pointer())
     return builder.gep(first, [at])
 
 
@@ -109,8 +109,8 @@ def put_integer(typing: Any, memory: Any, at: Any, x: Any) -> Any:
     """memory[at] = x, memory the address of int64s."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        first = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        builder.store(arguments[2], builder.gep(first, [arguments[1]]))
+        address = _address(context, builder, types.intp, *arguments[:2], of=ir.IntType(64))
+        builder.store(arguments[2], address)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, types.int64), generate
@@ -121,8 +121,7 @@ def get_integer(typing: Any, memory: Any, at: Any) -> Any:
     """memory[at], memory the address of int64s."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        first = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        return builder.load(builder.gep(first, [arguments[1]]))
+        return builder.load(_address(context, builder, types.intp, *arguments, of=ir.IntType(64)))
 
     return types.int64(types.intp, types.intp), generate
 
@@ -189,22 +188,18 @@ def splat(typing: Any, scalar: Any) -> Any:
     return _operation(_fill, lanes, types.float32)
 
 
-@intrinsic
-def add(typing: Any, x: Any, y: Any) -> Any:
-    """x + y"""
-    return _operation(lambda builder, a, b: builder.fadd(a, b), lanes, lanes, lanes)
+def _of_two(emit: Emit) -> Any:
+    @intrinsic
+    def operation(typing: Any, x: Any, y: Any) -> Any:
+        return _operation(emit, lanes, lanes, lanes)
+
+    return operation
 
 
-@intrinsic
-def multiply(typing: Any, x: Any, y: Any) -> Any:
-    """x * y"""
-    return _operation(lambda builder, a, b: builder.fmul(a, b), lanes, lanes, lanes)
-
-
-@intrinsic
-def divide(typing: Any, x: Any, y: Any) -> Any:
-    """x / y"""
-    return _operation(lambda builder, a, b: builder.fdiv(a, b), lanes, lanes, lanes)
+add = _of_two(lambda builder, a, b: builder.fadd(a, b))
+multiply = _of_two(lambda builder, a, b: builder.fmul(a, b))
+divide = _of_two(lambda builder, a, b: builder.fdiv(a, b))
+maximum = _of_two(lambda builder, a, b: _call(builder, "llvm.maxnum", a, b))
 
 
 @intrinsic
@@ -215,12 +210,6 @@ def multiply_add(typing: Any, x: Any, y: Any, z: Any) -> Any:
         return _call(builder, "llvm.fma", a if x is lanes else _fill(builder, a), b, c)
 
     return _operation(emit, lanes, lanes if x is lanes else types.float32, lanes, lanes)
-
-
-@intrinsic
-def maximum(typing: Any, x: Any, y: Any) -> Any:
-    """The larger of each lane."""
-    return _operation(lambda builder, a, b: _call(builder, "llvm.maxnum", a, b), lanes, lanes, lanes)
 
 
 @intrinsic
@@ -237,11 +226,11 @@ def total(typing: Any, x: Any) -> Any:
 @intrinsic
 def largest(typing: Any, x: Any) -> Any:
     """Largest of the lanes."""
-    return _operation(
-        lambda builder, a: _call(builder, "llvm.vector.reduce.fmax", a, returns=_FLOAT, flags=("nnan",)),
-        types.float32,
-        lanes,
-    )
+
+    def emit(builder: Any, a: Any) -> Any:
+        return _call(builder, "llvm.vector.reduce.fmax", a, returns=_FLOAT, flags=("nnan",))
+
+    return _operation(emit, types.float32, lanes)
 
 
 @intrinsic

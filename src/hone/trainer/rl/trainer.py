@@ -68,8 +68,7 @@ class RLTrainer:
         if lora is not None:
             add_lora(model, lora, seed)
         # The reference model of the KL: under a fresh adapter the model without the adapter, else a copy.
-        is_under_adapter = lora is not None and not lora.modules_to_save and lora.start_from is None
-        keeps = any("reference" in loss.needs for loss in self.losses) and not is_under_adapter
+        keeps = any("reference" in loss.needs for loss in self.losses) and not (lora and lora.keeps_reference)
         self.reference = copy.deepcopy(model).requires_grad_(False) if keeps else None
         for part in filter(None, (model, self.reference)):
             shard(part, ranks, config.sharding)

@@ -25,8 +25,9 @@ from hone.kernels import cpu
 from hone.models.loading import Loaded, load
 from hone.models.lora import add_lora, seed_dropout
 from hone.models.transformer import Transformer
-from hone.monitors.log import SUCCESS, component_log
+from hone.monitors.log import component_log
 from hone.monitors.metrics import Metrics, check_wandb
+from hone.monitors.report import StepReport
 from hone.run_directory import RunDirectory
 from hone.text.tokenizer import Tokenizer
 from hone.trainer.bad_steps import handle
@@ -70,7 +71,7 @@ def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
     done = restore(sources, optimizer, config, ranks)
     ranks.barrier()  # nobody reads what the first is about to change
     if not ranks.is_first:
-        Trainer(config, loaded, optimizer, run, None, component_log("sft"), ranks, evaluate).train(rows, val_rows, done)
+        Trainer(config, loaded, optimizer, run, reporter(config), ranks, evaluate).train(rows, val_rows, done)
         return ranks.leave()
     run.claim(
         clean=config.may_start_anew,
@@ -80,10 +81,14 @@ def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
     if sources:
         forget_after(done, run)
     run.write_config(to_toml(config))
-    log = component_log("sft", run.logs)
     with Metrics(run.metrics, config.wandb, config) as metrics:
-        Trainer(config, loaded, optimizer, run, metrics, log, ranks, evaluate).train(rows, val_rows, done)
+        report = reporter(config, run.logs, metrics)
+        Trainer(config, loaded, optimizer, run, report, ranks, evaluate).train(rows, val_rows, done)
     ranks.leave()
+
+
+def reporter(config: SFTConfig, logs: Path | None = None, metrics: Metrics | None = None) -> StepReport:
+    return StepReport(component_log("sft", logs), config.max_steps or 0, config.log_interval, metrics)
 
 
 def prepare(config: SFTConfig, ranks: Ranks) -> tuple[Loaded, Optimizer]:
@@ -99,7 +104,7 @@ def bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
     """Prints where the time of a step goes; writes nothing."""
     loaded, optimizer = prepare(config, ranks)
     run = RunDirectory(config.output_dir, "sft")
-    trainer = Trainer(config, loaded, optimizer, run, None, component_log("sft"), ranks)
+    trainer = Trainer(config, loaded, optimizer, run, reporter(config), ranks)
     batches, measured = steps(trainer.data(rows), config.data, config.seed), []
     for step in range(1, WARM_UP + MEASURED + 1):
         if step == WARM_UP + 1:
@@ -111,7 +116,7 @@ def bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
 
 
 class Trainer:
-    """The first rank has metrics and writes."""
+    """The first rank's report has metrics, and it alone writes."""
 
     def __init__(
         self,
@@ -119,12 +124,11 @@ class Trainer:
         loaded: Loaded,
         optimizer: Optimizer,
         run: RunDirectory,
-        metrics: Metrics | None,
-        log: Any,
+        report: StepReport,
         ranks: Ranks,
         evaluate: Evaluate | None = None,
     ) -> None:
-        self.config, self.loaded, self.run, self.metrics, self.log = config, loaded, run, metrics, log
+        self.config, self.loaded, self.run, self.report, self.log = config, loaded, run, report, report.log
         self.ranks, self.model = ranks, loaded.model
         self.device = self.model.embed.weight.device
         self.laps = Laps(self.device, is_on=config.bench)
@@ -151,9 +155,7 @@ class Trainer:
         with _progress(disable=not self.ranks.is_first) as progress:
             if done == 0 and config.eval and config.eval.is_due(0, max_steps):
                 values = self._evaluate(0)
-                if self.metrics is not None:
-                    self.metrics.log(0, values)
-                    self.log.info("Before the first step: %s", self._evaluated(values))
+                self.report.row(0, values)
             step = done
             task = progress.add_task("sft", total=max_steps, completed=done, loss=float("nan"), rate=0.0)
             for step in range(done + 1, max_steps + 1):
@@ -164,6 +166,8 @@ class Trainer:
                 if config.eval and config.eval.is_due(step, step if is_last else max_steps):
                     values |= self._evaluate(step)
                 progress.update(task, advance=1, loss=values["loss/mean"], rate=values["perf/throughput"])
+                self.report.max_steps = step if is_last else max_steps
+                self.report.tuned(step, values)
                 self._write(step, values, is_last)
                 if is_last:
                     break
@@ -198,9 +202,6 @@ class Trainer:
 
     def _write(self, step: int, values: dict[str, float], is_last: bool) -> None:
         config = self.config
-        if self.metrics is not None:
-            self.metrics.log(step, values)
-            self._log_step(step, values, console=is_last or step % config.log_interval == 0)
         self.checkpoints.save(step, is_last, config.public(), values)
         if is_last or (config.weights.interval and step % config.weights.interval == 0):
             self.export.save(self.loaded.directory, partial(self.run.weights_for, step), config.model.name)
@@ -211,6 +212,7 @@ class Trainer:
         model = self.export() if self.optimizer.is_sharded else self.model
         if self.ranks.is_first and self.evaluate is not None and model is not None:
             values = self.evaluate(model.to(self.device), self.loaded.tokenizer, step)
+            self.report.evaluated(step, values)
         self.ranks.barrier()
         return values
 
@@ -284,25 +286,6 @@ class Trainer:
     def _pack(self, rows: list[Row]) -> Packed:
         conversations = [conversation for row in rows for conversation in row]
         return pack([ids for ids, _ in conversations], [mask for _, mask in conversations], self.device)
-
-    def _evaluated(self, values: dict[str, float]) -> str:
-        ids = [e.known_as for e in self.config.eval.env] if self.config.eval else []
-        return " | ".join(f"Eval. {i}: {values[f'eval/{i}/reward']:.4f}" for i in ids if f"eval/{i}/reward" in values)
-
-    def _log_step(self, step: int, values: dict[str, float], console: bool) -> None:
-        parts = [
-            f"Step {step}",
-            f"Time: {values['time/step']:.2f}s",
-            f"Loss: {values['loss/mean']:.4f}",
-            *([f"Val. Loss: {values['val/loss']:.4f}"] if "val/loss" in values else []),
-            *([self._evaluated(values)] if any(name.startswith("eval/") for name in values) else []),
-            f"Grad. Norm: {values['optim/grad_norm']:.4f}",
-            f"LR: {values['optim/lr']:.2e}",
-            f"Throughput: {values['perf/throughput']:.0f} tokens/s",
-            *([f"MFU: {values['perf/mfu']:.1%}"] if "perf/mfu" in values else []),
-            f"Peak Mem.: {values['perf/peak_memory']:.1f} GiB",
-        ]
-        self.log.log(SUCCESS, " | ".join(parts), extra={"console": console})
 
 
 def _progress(disable: bool) -> Progress:
