@@ -3,12 +3,15 @@
 float64 takes the plain-torch path; float32 the compiled one, where numba is installed.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from hone import machine
+from hone.config.lora import LoRAConfig
 from hone.engine.sampler import FILTERED_OUT, draw, draw_reference
 from hone.engine.slots import Slots
 from hone.kernels import cpu
@@ -22,6 +25,10 @@ from hone.kernels.norm_rope import norm_rope, norm_rope_reference
 from hone.kernels.orthogonal import orthogonal, orthogonal_reference
 from hone.kernels.rows import put_rows, take_rows
 from hone.kernels.swiglu import swiglu, swiglu_reference
+from hone.models.lora import add_lora
+from hone.models.spec import ModelSpec
+from hone.models.transformer import Block, Transformer
+from hone.trainer.packing import pack, pack_shared
 from tests import twins
 
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -213,3 +220,35 @@ def test_target_logprobs(dtype):
         lambda x: target_logprobs_reference(x, targets, temperature),
         random(30, 67, dtype=dtype), tolerance=1e-5,
     )  # fmt: skip
+
+
+@compiled
+@pytest.mark.parametrize("pack_samples", [pack, pack_shared])
+@pytest.mark.parametrize("T", [9, 40])
+def test_a_block_in_two_calls_gives_the_bits_of_its_operations(monkeypatch, pack_samples, T):
+    model = Transformer(ModelSpec(40, 48, 72, 2, 4, 2, 16, 1e-6, 100.0, True, 64, 0.3, False))
+    model.init_weights(torch.Generator().manual_seed(0))
+    ids = [[1, 2, *range(3, n)] for n in (T, T - 4, T - 1, 4)]
+    packed, results = pack_samples(ids, [[j > 1 for j in range(len(row))] for row in ids]), []
+    for is_whole in (True, False):
+        if not is_whole:
+            monkeypatch.setattr(Block, "is_compiled", lambda self, x_TD: False)
+        model.zero_grad()
+        hidden = packed.target_hidden(model)
+        (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+        results.append([hidden.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+@compiled
+def test_a_block_with_an_adapter_a_bias_or_frozen_weights_is_computed_by_its_operations():
+    spec = ModelSpec(40, 48, 72, 1, 4, 2, 16, 1e-6, 100.0, True, 64, 0.3, False)
+    x = torch.ones(4, 48)
+    assert Transformer(spec).blocks[0].is_compiled(x)
+    frozen, adapted = Transformer(spec), Transformer(spec)
+    next(frozen.blocks.parameters()).requires_grad_(False)
+    add_lora(adapted, LoRAConfig(rank=2), 0)
+    biased, unscaled = (Transformer(replace(spec, **change)) for change in ({"qkv_bias": True}, {"qk_norm": False}))
+    assert not any(model.blocks[0].is_compiled(x) for model in (frozen, adapted, biased, unscaled))
+    with torch.no_grad():
+        assert not Transformer(spec).blocks[0].is_compiled(x)

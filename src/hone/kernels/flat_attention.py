@@ -70,7 +70,7 @@ class _FlatAttention(torch.autograd.Function):
 
         q, k, v, out, logsum = ctx.saved_tensors
         q, k, v = (_dense_heads(x) for x in (q, k, v))
-        grads = (q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape))
+        grads = [x.new_empty(x.shape) for x in (q, k, v)]
         grad, table = grad.contiguous(), (ctx.sequences.rows, ctx.sequences.groups)
         H, E = q.shape[1:]
         attention.backward(

@@ -13,13 +13,18 @@ FEW_TOKENS, LARGE_WEIGHT = 32, 2**20
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """T x I to T x O."""
-    is_worth_it = len(x_TI) >= FEW_TOKENS or weight_OI.numel() <= LARGE_WEIGHT
-    if not (is_worth_it and cpu.takes(x_TI) and x_TI.dim() == 2):
+    if not is_multiplied_here(x_TI, weight_OI):
         return F.linear(x_TI, weight_OI, bias_O)
     if torch.is_grad_enabled() and (x_TI.requires_grad or weight_OI.requires_grad):
         out: Tensor = _Linear.apply(x_TI, weight_OI, bias_O)  # type: ignore[no-untyped-call]
         return out
     return _forward(x_TI, weight_OI, bias_O)
+
+
+def is_multiplied_here(x_TI: Tensor, weight_OI: Tensor) -> bool:
+    """Whether the compiled product takes this and is the faster one."""
+    is_worth_it = len(x_TI) >= FEW_TOKENS or weight_OI.numel() <= LARGE_WEIGHT
+    return is_worth_it and cpu.takes(x_TI) and x_TI.dim() == 2
 
 
 def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -50,8 +55,7 @@ def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     b_row, b_column = b_KN.stride()
     a, b = a_MK.data_ptr(), b_KN.data_ptr()
     if a_row == 1 and a_column > 1 and b_column == 1:
-        shares = products.shares_of(M, N, torch.get_num_threads())
-        products.multiply_transposed(M, N, K, a, a_column, b, b_row, *shares, out.data_ptr())
+        products.multiply_transposed(M, N, K, a, a_column, b, b_row, torch.get_num_threads(), out.data_ptr())
     else:
         products.multiply(M, N, K, a, a_row, a_column, b, b_row, b_column, out.data_ptr())
     return out

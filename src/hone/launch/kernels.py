@@ -3,25 +3,23 @@
 import logging
 import time
 
-import numpy as np
-import torch
-
-from hone.engine.cache import KVCache
-from hone.engine.packed import PackedModel
-from hone.kernels import cpu, row_state
-from hone.kernels.decode import Rows, attend_by_pages
-from hone.kernels.flat_attention import Sequences, flat_attention
-from hone.kernels.linear import product
-from hone.kernels.logprobs import target_logprobs
-from hone.kernels.norm import add_norm
-from hone.kernels.norm_rope import norm_rope
-from hone.kernels.orthogonal import orthogonal
-from hone.kernels.swiglu import swiglu
-from hone.models.spec import ModelSpec
-from hone.models.transformer import Transformer
+from hone import machine
 
 
 def main() -> None:
+    machine.prepare()  # what torch and numba read when they are imported
+    import torch
+
+    from hone.engine.cache import KVCache
+    from hone.engine.packed import PackedModel
+    from hone.kernels import cpu, row_state
+    from hone.kernels.decode import Rows, attend_by_pages
+    from hone.kernels.logprobs import target_logprobs
+    from hone.kernels.orthogonal import orthogonal
+    from hone.models.attention import PackedAttention
+    from hone.models.spec import ModelSpec
+    from hone.models.transformer import Transformer
+
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if not cpu.IS_AVAILABLE:
         print("numba is not installed (hone-rl[cpu]): the CPU runs on plain torch")
@@ -30,27 +28,25 @@ def main() -> None:
 
     start = time.perf_counter()
     T, E = 4, 16
-    x, weight = torch.ones(T, E, requires_grad=True), torch.ones(E)
-    qkv, cos, sin = torch.ones(T, 3, E, requires_grad=True), torch.ones(T, 1, E), torch.ones(T, 1, E)
-    q, k, v = norm_rope(qkv, weight, weight, cos, sin, 1e-6, 1)
-    mixed = flat_attention(q, k, v, Sequences(np.array([[0, T, 0, 0]]), np.array([0, 1])))
-    _, normed = add_norm(x, mixed.reshape(T, E), weight, 1e-6)
-    logprobs, _ = target_logprobs(swiglu(normed), torch.zeros(T, dtype=torch.int64), torch.ones(T))
-    logprobs.sum().backward()
+    spec = ModelSpec(2 * E, E, 2 * E, 1, 1, 1, E, 1e-6, 1e4, True, 64, 0.1, False)
+    model, attention = Transformer(spec), PackedAttention([T])
+    model.init_weights(torch.Generator())
+    ones, scale = torch.ones(T, dtype=torch.int64), torch.ones(T)
+    for _ in range(2):  # a block in two calls; its operations one by one, as with an adapter
+        hidden = model(ones, attention.positions(), attention)
+        logprobs, _ = target_logprobs(model.logits(hidden), ones, scale)
+        logprobs.sum().backward()
+        next(model.blocks.parameters()).requires_grad_(False)
     with torch.no_grad():
-        product(x, x.t()), product(x.t(), x)
-        orthogonal([x])
-        ones = torch.ones(T, dtype=torch.int64)
+        orthogonal([model.embed.weight])
         rows = Rows(ones, torch.zeros(T, row_state.FIELDS, dtype=torch.int64), ones[:, None])
         keys, values = torch.zeros(2, 2, 16, 1, E)
-        attend_by_pages(q, k, v, keys, values, rows)
-        spec = ModelSpec(2 * E, E, 2 * E, 1, 1, 1, E, 1e-6, 1e4, True, 64, 0.1, False)
-        model = Transformer(spec)
+        query = torch.ones(T, 1, E)
+        attend_by_pages(query, query, query, keys, values, rows)
         if PackedModel.takes(model):
-            model.init_weights(torch.Generator())
-            PackedModel(model, KVCache(spec, torch.float32, x.device, 32)).decode(rows)
+            PackedModel(model, KVCache(spec, torch.float32, query.device, 32)).decode(rows)
         tokens, chosen, stops = torch.zeros(T, E, dtype=torch.int64), torch.zeros(T, E), ones[:, None]
-        parameters, logits = torch.ones(T, row_state.PARAMETERS), x.contiguous()
+        parameters, logits = torch.ones(T, row_state.PARAMETERS), torch.ones(T, E)
         inputs = [t.data_ptr() for t in (parameters, rows.state, ones, stops)]
         outputs = (tokens.data_ptr(), chosen.data_ptr(), E)
         decode.draw(T, E, logits.data_ptr(), logits.data_ptr(), 0, *inputs, 1, *outputs, 1)

@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hone.kernels import gpu
+from hone.kernels import cpu, cpu_training, gpu
 from hone.kernels.gpu_training import norm_linear, swiglu_linear
-from hone.kernels.linear import linear, linear_parts
+from hone.kernels.linear import is_multiplied_here, linear, linear_parts
 from hone.kernels.norm import add_norm
 from hone.kernels.rows import take_rows
 from hone.kernels.swiglu import swiglu, swiglu_reference
-from hone.models.attention import Heads, Rotation
+from hone.models.attention import Heads, PackedAttention, Rotation
 from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.spec import Llama3Rope, ModelSpec
 
@@ -214,11 +214,35 @@ class Block(nn.Module):
         keep_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Takes and returns the residual stream and a pending delta, which the next norm adds to the stream."""
+        if isinstance(attend, PackedAttention) and self.is_compiled(x_TD):
+            return self.compiled(x_TD, delta_TD, rotation, attend, keep_N)
         x_TD, qkv_TO = self.attention_norm.through(self.attention.qkv, x_TD, delta_TD)
         mixed_TD = self.attention.mix(layer, qkv_TO, rotation, attend)
         if keep_N is not None:
             x_TD, mixed_TD = take_rows(x_TD, keep_N), take_rows(mixed_TD, keep_N)
         return self.mlp.through(self.mlp_norm, x_TD, self.attention.out.parts(mixed_TD))
+
+    def is_compiled(self, x_TD: Tensor) -> bool:
+        """Whether `compiled` takes this: all weights of a dense block are trained on a CPU, none has a bias."""
+        own, linears = self.attention, [m for m in self.modules() if isinstance(m, Linear)]
+        return (
+            torch.is_grad_enabled() and cpu.takes(x_TD) and own.q_norm is not None and own.head_dim % 16 == 0
+            and isinstance(self.mlp, MLP) and all(p.requires_grad for p in self.parameters())
+            and all(m.delta is None and m.bias is None and is_multiplied_here(x_TD, m.weight) for m in linears)
+        )  # fmt: skip
+
+    def compiled(
+        self, x_TD: Tensor, delta_TD: Tensor | None, turn: Rotation, attend: PackedAttention, keep_N: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The same numbers to the bit in two calls each way."""
+        own, mlp = self.attention, self.mlp
+        assert own.q_norm is not None and own.k_norm is not None
+        norms = (self.attention_norm.weight, own.qkv.weight, own.q_norm, own.k_norm, turn.cos_T1E, turn.sin_T1E)
+        x_TD, mixed_TA = cpu_training.mix(x_TD, delta_TD, *norms, attend.sequences, own.eps, own.heads)
+        if keep_N is not None:
+            x_TD, mixed_TA = take_rows(x_TD, keep_N), take_rows(mixed_TA, keep_N)
+        weights = (own.out.weight, self.mlp_norm.weight, mlp.gate_up.weight, mlp.down.weight)
+        return cpu_training.feed(x_TD, mixed_TA, *weights, self.mlp_norm.eps)
 
 
 class Transformer(nn.Module):

@@ -111,14 +111,19 @@ def _numba() -> tuple[Any, bool]:
     return numba, keeps
 
 
-def compiled(function: Any) -> Any:
-    """Compiles a kernel whose `prange` loop is shared among torch's threads."""
+def compiled(function: Any, has_loops: bool = True) -> Any:
+    """Compiles a kernel whose `prange` loops are shared among torch's threads."""
     numba, keeps = _numba()
     others, numba.config.CACHE_LOCATOR_CLASSES = numba.config.CACHE_LOCATOR_CLASSES, f"{__name__}.Kept"
     try:
-        return numba.njit(parallel=True, fastmath=True, cache=keeps, error_model="numpy")(function)
+        return numba.njit(parallel=has_loops, fastmath=True, cache=keeps, error_model="numpy")(function)
     finally:
         numba.config.CACHE_LOCATOR_CLASSES = others
+
+
+def sequence(function: Any) -> Any:
+    """Compiles a function that calls kernels, one after the other."""
+    return compiled(function, has_loops=False)
 
 
 def inlined(function: Any) -> Any:

@@ -134,12 +134,16 @@ def forward(H, K, E, q, q_row, k, k_row, v, v_row, sequences, groups, out, logsu
 
 @compiled
 def backward(H, K, E, grad, out, q, q_row, k, k_row, v, v_row, sequences, groups, logsum, grad_q, grad_k, grad_v):
-    """Gradients of q (T x H x E), k and v (T x K x E), the latter two added to what is there. grad, out: T x H x E."""
+    """Gradients of q (T x H x E), k and v (T x K x E), of the tokens of all sequences. grad, out: T x H x E."""
     repeats, scale = H // K, _f(1) / np.sqrt(_f(E))
     for task in prange((len(groups) - 1) * K):
         group, kh = task // K, task % K
-        for s in range(groups[group], groups[group + 1]):
+        for s in range(groups[group], groups[group + 1]):  # prefixes stand before what adds to them
             start, length, prefix, P = sequences[s]
+            for at in range((start * K + kh) * E, ((start + length) * K + kh) * E, K * E):
+                for e in range(at, at + E, LANES):
+                    store(grad_k, e, splat(_f(0)))
+                    store(grad_v, e, splat(_f(0)))
             P16 = (P + 15) // 16 * 16
             N = P16 + (length + 15) // 16 * 16
             keys, keys_T = np.empty(N * E, np.float32), np.empty(E * N, np.float32)

@@ -117,18 +117,20 @@ def pack_rows(a, at, a_column, rows, K, packed):
                     put(packed, there + i, get(a, here + i))
 
 
-def shares_of(M: int, N: int, threads: int) -> tuple[int, int]:
-    """Blocks of rows and spans of columns for so many threads, of which each packs as little as can be."""
-    best = min((d for d in range(1, threads + 1) if threads % d == 0), key=lambda d: M / d + N * d / threads)
+@inlined
+def shares_of(M, N, threads):
+    """Blocks of rows, each of BLOCK_T at most, and spans of columns; each of the threads packs as little as can be."""
+    best = 1
+    for d in range(2, threads + 1):
+        if threads % d == 0 and M / d + N * d / threads < M / best + N * best / threads:
+            best = d
     return -(-M // (best * BLOCK_T)) * best, threads // best
 
 
 @compiled
-def multiply_transposed(M, N, K, a, a_column, b, b_row, blocks, spans, out):
-    """The same for A[m, k] at a[m + k * a_column] and B[k, n] at b[k * b_row + n]: the same numbers to the bit.
-
-    Shared out as `blocks` of rows, each of BLOCK_T at most, times `spans` of columns.
-    """
+def multiply_transposed(M, N, K, a, a_column, b, b_row, threads, out):
+    """The same for A[m, k] at a[m + k * a_column] and B[k, n] at b[k * b_row + n]: the same numbers to the bit."""
+    blocks, spans = shares_of(M, N, threads)
     panels = (N + WIDTH - 1) // WIDTH
     width, height = (panels + spans - 1) // spans, (M + blocks * ROWS - 1) // (blocks * ROWS) * ROWS
     for task in prange(blocks * spans):
