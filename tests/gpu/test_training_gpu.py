@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hone.config.rl import TrainerConfig
+from hone.config.sections import OptimConfig
 from hone.engine.engine import Engine
 from hone.kernels.gpu_training import (
     heads_attention,
@@ -17,6 +18,7 @@ from hone.models.attention import PackedAttention
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
+from hone.trainer.optim import Optimizer
 from hone.trainer.packing import pack, pack_shared
 from hone.trainer.rl.trainer import RLTrainer
 from tests import twins
@@ -200,3 +202,28 @@ def test_head(monkeypatch, chunk):
 
     assert_like_twin(loss, exact_loss, tensors)
     assert len(seen) == -(-300 // max(chunk // (4 * 5003), 64))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_optimizer_in_one_pass_moves_weights_as_torchs_does(dtype):
+    """Gradients in bfloat16; against torch's on a CPU in fp32. Twice the same bits."""
+    exact, results = Transformer(ModelSpec(300, 64, 96, 2, 4, 2, 16, 1e-6, 1e4, True, 64, 0.1, False)), []
+    exact.init_weights(torch.Generator().manual_seed(0))
+    start, config = copy.deepcopy(exact).cuda().bfloat16(), OptimConfig(lr=1e-2, state_dtype=dtype)
+    before, expected = [p.detach().clone() for p in exact.parameters()], Optimizer(exact, OptimConfig(lr=1e-2))
+    for turn in range(2):
+        model = copy.deepcopy(start)
+        optimizer = Optimizer(model, config)
+        assert optimizer.is_own
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            for one, two in zip(model.parameters(), exact.parameters(), strict=True):
+                one.grad = torch.randn(one.shape, generator=generator).cuda().bfloat16()
+                two.grad = one.grad.float().cpu()
+            norm = optimizer.step(1e-2)
+            assert turn or expected.step(1e-2) == pytest.approx(norm, rel=1e-5)
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+    for ours, first, last in zip(optimizer.masters, before, exact.parameters(), strict=True):
+        moved, wanted = ours.cpu() - first.bfloat16().float(), last.detach() - first
+        assert (moved - wanted).norm() < (1e-3 if dtype == "float32" else 0.02) * wanted.norm()

@@ -30,12 +30,13 @@ def nbytes(tensors):
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["adamw", "muon", "lora", "reference"])
+@pytest.mark.parametrize("kind", ["adamw", "half", "muon", "lora", "reference"])
 def test_what_is_always_there_is_counted(family, dtype, kind):
     spec = parse_model_config(CONFIGS[family])
     model = Transformer(spec).to(dtype)
     model.init_weights(torch.Generator().manual_seed(0))
-    optim = OptimConfig(type="muon" if kind == "muon" else "adamw")
+    half = {"state_dtype": "bfloat16"} if kind == "half" else {}
+    optim = OptimConfig(type="muon" if kind == "muon" else "adamw", **half)
     lora = LoRAConfig(rank=4) if kind == "lora" else None
     loss = {"kl_beta": 0.1} if kind == "reference" else {}
     config = TrainerConfig(optim=optim, lora=lora, loss=loss)
@@ -47,8 +48,8 @@ def test_what_is_always_there_is_counted(family, dtype, kind):
     assert found.weights == pytest.approx(nbytes([*model.parameters(), *reference]), rel=0.03)  # without the norms
     assert found.masters == pytest.approx(nbytes(masters), rel=0.03)
     assert found.moments == pytest.approx(nbytes([*own.exp_avg, *own.exp_avg_sq]), rel=0.1)
-    gradients = nbytes(own.parameters) + nbytes(masters)
-    assert found.gradients == pytest.approx(gradients, rel=0.03)
+    by_muon = nbytes([masters[i] for i in own.by_muon]) if masters else 0  # whose gradients are copied to fp32
+    assert found.gradients == pytest.approx(nbytes(own.parameters) + by_muon, rel=0.1)
 
 
 def test_the_cache_is_what_it_says():
@@ -61,11 +62,11 @@ def test_qwen3_4b_on_one_card():
     """Measured on an H200 by benchmarks/memory_gpu.py, in GiB: RL, full and LoRA of rank 16."""
     spec = parse_model_config(QWEN3_4B)
     for config, tokens, measured in [
-        (TrainerConfig(), 8704, 75.74),
-        (TrainerConfig(), 16896, 95.34),
-        (TrainerConfig(activation_checkpointing=True), 16896, 75.20),
-        (TrainerConfig(lora=LoRAConfig(rank=16)), 16896, 49.50),
-        (TrainerConfig(lora=LoRAConfig(rank=16), activation_checkpointing=True), 16896, 16.16),
+        (TrainerConfig(), 8704, 75.63),
+        (TrainerConfig(), 16896, 95.28),
+        (TrainerConfig(activation_checkpointing=True), 16896, 62.39),
+        (TrainerConfig(lora=LoRAConfig(rank=16)), 16896, 49.43),
+        (TrainerConfig(lora=LoRAConfig(rank=16), activation_checkpointing=True), 16896, 16.11),
     ]:
         assert estimate_rl(spec, config, tokens, 2, tokens).peak / 2**30 == pytest.approx(measured, rel=0.05)
     assert micro_batch_tokens(spec, 2, False, 140 * 2**30) == 2**14

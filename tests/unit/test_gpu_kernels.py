@@ -273,3 +273,31 @@ def test_statistics_and_slopes_of_logits():
     a, b = torch.randn(5), torch.randn(5)
     (expected[0] * a + expected[1] * b).sum().backward()
     close(training.slope(logits, targets, T, logsum, entropy, a, b, torch.float32), x.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_adamw(dtype, has_weight):
+    """Several tensors in one launch; a gradient that does not begin at 16 bytes."""
+    from hone.kernels.adamw import Change, adamw_reference
+    from hone.kernels.gpu.optimizer import Table
+
+    sizes, decays, change, results = [5000, 7, 4096], [0.1, 0.0, 0.2], Change(0.7, 0.01, (0.9, 0.95), 3), []
+    start = [[torch.randn(n, device=DEVICE) for n in sizes] for _ in range(3)]
+    grads = list(torch.randn(sum(sizes), device=DEVICE).bfloat16().split(sizes))
+    for is_kernel in (True, False):
+        masters, first = [x.clone() for x in start[0]], [x.to(dtype, copy=True) for x in start[1]]
+        second = [x.abs().to(dtype) for x in start[2]]
+        weights = [x.bfloat16() for x in masters] if has_weight else masters
+        if is_kernel:
+            Table([weights, masters, first, second], decays).step(grads, change)
+        else:
+            for i, rows in enumerate(zip(weights, masters, first, second, grads, decays, strict=True)):
+                adamw_reference(*rows, change, seed=i)
+        results.append([torch.cat([x.float() for x in xs]) for xs in (masters, weights, first, second)])
+    (master, weight, *moments), (exact, rounded, *others) = results
+    close(master, exact, 1e-5)
+    close(weight, rounded, 1e-2)
+    for one, two in zip(moments, others, strict=True):
+        close(one, two, 1e-5 if dtype == torch.float32 else 2**-7)  # neighbours in bfloat16, by draws of its own
+        assert abs(float((one - two).mean())) < 1e-3

@@ -8,6 +8,7 @@ import torch
 
 from hone.config.loss import LossConfig
 from hone.config.sections import OptimConfig, SchedulerConfig
+from hone.kernels.adamw import AdamW, Change
 from hone.kernels.logprobs import target_logprobs
 from hone.models.hf import split_rows
 from hone.models.spec import ModelSpec
@@ -276,3 +277,48 @@ def test_half_precision_weights_follow_fp32_masters_at_fixed_addresses():
     assert max(moved) == pytest.approx(3e-5, rel=0.1)  # far below a bf16 step at 0.3, yet not lost
     for parameter, master in zip(model.parameters(), optimizer.masters, strict=True):
         assert torch.equal(parameter, master.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_own_adamw_equals_torchs(dtype):
+    """Exactly with moments in fp32; in bfloat16 within the two values around each."""
+    torch.manual_seed(0)
+    weights, grads = torch.randn(40, 30), [torch.randn(40, 30) * 10.0 ** (i - 2) for i in range(5)]
+    expected = weights.clone().requires_grad_()
+    reference = torch.optim.AdamW([expected], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    master, stored = weights.clone(), weights.bfloat16()
+    own = AdamW([[stored], [master], *([torch.zeros(40, 30, dtype=dtype)] for _ in range(2))], [0.1])
+    for step, grad in enumerate(grads, 1):
+        expected.grad = 0.5 * grad
+        reference.step()
+        own.step([grad], Change(0.5, 0.01, (0.9, 0.95), step))
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(master, expected.detach(), rtol=tolerance, atol=tolerance)
+    assert torch.equal(stored, master.bfloat16())
+
+
+def test_a_moment_in_bfloat16_follows_small_changes_on_average():
+    found = []
+    for _ in range(2):
+        weight, (first, second) = torch.zeros(4000), torch.ones(2, 4000, dtype=torch.bfloat16)
+        own = AdamW([[weight], [weight], [first], [second]], [0.0])
+        for step in range(1, 201):
+            own.step([torch.zeros(4000)], Change(1.0, 0.0, (0.9, 0.999), step))
+        found.append(second)
+    assert float(second.float().mean()) == pytest.approx(0.999**200, rel=0.01)  # to the nearest it would stay at 1
+    assert torch.equal(*found)
+
+
+def test_an_optimizer_with_moments_in_bfloat16_stays_near_the_exact_one():
+    models = [small_model(), small_model()]
+    optimizers = [
+        Optimizer(model, OptimConfig(lr=1e-2, state_dtype=dtype))
+        for model, dtype in zip(models, ("float32", "bfloat16"), strict=True)
+    ]
+    for step in range(6):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            cross_entropy_sum(pack([[1, 2, 3 + step, 4]], [[True] * 4]), model).backward()
+            optimizer.step(1e-2)
+    assert all(t.dtype == torch.bfloat16 for name, t in optimizers[1].state().items() if name.startswith("exp_avg"))
+    for one, two in zip(*(model.parameters() for model in models), strict=True):
+        assert float((one - two).detach().abs().max()) < 3e-3  # of 0.06 that they have moved

@@ -54,11 +54,19 @@ class OptimConfig(Config):
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's first and second moments; closer to 1 averages over more steps. Muon's momentum is
     fixed."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which AdamW keeps its two moments of every weight. bfloat16 takes half of the memory and rounds them up
+    or down at random, so that small changes count on average."""
     max_norm: Annotated[float, Field(gt=0)] = 1.0
     """Clip gradients to this global L2 norm; a smaller value limits each step more."""
     skip_norm: Annotated[float, Field(gt=0)] | None = None
     """Treat a step whose gradient norm is above this as bad; on_bad_step says what then happens. No limit unless
     given."""
+
+    @property
+    def moment_bytes(self) -> int:
+        """Of one of AdamW's moments of one weight."""
+        return 4 if self.state_dtype == "float32" else 2
 
 
 class SchedulerConfig(Config):

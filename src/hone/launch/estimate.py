@@ -49,8 +49,8 @@ def _training(config: Config, spec: ModelSpec, itemsize: int) -> tuple[int, Esti
         rows = config.data.micro_batch_size or config.data.batch_size
         tokens = rows * config.data.seq_len
         return tokens, estimate(
-            spec, config.lora, tokens, itemsize, recomputes=config.activation_checkpointing,
-            is_muon=config.optim.type == "muon", is_split=rows < config.data.batch_size,
+            spec, config.lora, config.optim, tokens, itemsize, recomputes=config.activation_checkpointing,
+            is_split=rows < config.data.batch_size,
         )  # fmt: skip
     if isinstance(config, RLConfig):
         trainer, step = config.trainer, config.orchestrator.batch_size * config.seq_len

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 from hone.config.lora import LoRAConfig
 from hone.config.rl import TrainerConfig
+from hone.config.sections import OptimConfig
 from hone.models.spec import ModelSpec
 
 SLACK = 1.03  # of activations; measured 1.01 to 1.03
@@ -45,8 +46,8 @@ class Estimate:
 
 
 def estimate(
-    spec: ModelSpec, lora: LoRAConfig | None, tokens: int, itemsize: int, *, recomputes: bool = False,
-    is_muon: bool = False, has_reference: bool = False, is_split: bool = False,
+    spec: ModelSpec, lora: LoRAConfig | None, optim: OptimConfig, tokens: int, itemsize: int, *,
+    recomputes: bool = False, has_reference: bool = False, is_split: bool = False,
 ) -> Estimate:  # fmt: skip
     """Of a step whose micro-batches have up to so many tokens; `itemsize`: bytes of a weight.
 
@@ -56,12 +57,12 @@ def estimate(
     copies = (2 if has_reference else 1) * spec.parameters() + (0 if lora is None else trained)
     in_fp32 = 4 * trained if itemsize < 4 else 0
     of_head = spec.vocab_size * spec.hidden_size * 4 if lora is None else 0  # the head's gradient adds up over parts
-    by_muon = trained - spec.vocab_size * spec.hidden_size if is_muon else 0  # one moment, not two
+    by_muon = trained - spec.vocab_size * spec.hidden_size if optim.type == "muon" else 0  # one moment, not two
     return Estimate(
         weights=copies * itemsize,
         masters=in_fp32,
-        moments=8 * trained - 4 * by_muon,
-        gradients=trained * itemsize + in_fp32,
+        moments=2 * optim.moment_bytes * (trained - by_muon) + 4 * by_muon,
+        gradients=trained * itemsize + (in_fp32 if is_split else 4 * by_muon * (itemsize < 4)),
         activations=token_bytes(spec, itemsize, recomputes) * tokens,
         logits=min(CHUNK, 4 * tokens * spec.vocab_size) * 3 // 2 + of_head + (in_fp32 if is_split else 0),
     )
@@ -73,8 +74,8 @@ def estimate_rl(
     """Of a step of up to so many tokens, as the trainer is configured."""
     losses = [config.loss, *config.loss_of.values()]
     return estimate(
-        spec, config.lora, min(step_tokens, micro_batch_tokens), itemsize, recomputes=config.activation_checkpointing,
-        is_muon=config.optim.type == "muon", is_split=step_tokens > micro_batch_tokens,
+        spec, config.lora, config.optim, min(step_tokens, micro_batch_tokens), itemsize,
+        recomputes=config.activation_checkpointing, is_split=step_tokens > micro_batch_tokens,
         has_reference=not (config.lora and config.lora.keeps_reference)
         and any("reference" in loss.needs for loss in losses),
     )  # fmt: skip

@@ -4,9 +4,10 @@ import math
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hone.config.sections import OptimConfig, SchedulerConfig
+from hone.kernels import adamw
 from hone.models.hf import split_rows
 from hone.models.transformer import Transformer
 from hone.trainer import muon
@@ -51,21 +52,30 @@ class Optimizer:
         self.names, self.parameters = list(trained), list(trained.values())
         half = self.parameters[0].dtype in HALF
         self.masters = [p.detach().float() for p in self.parameters] if half else self.parameters
-        self.exp_avg = [torch.zeros_like(m, requires_grad=False) for m in self.masters]
         self.by_muon = [
             i for i, (name, p) in enumerate(zip(self.names, self.masters, strict=True))
             if config.type == "muon" and p.dim() == 2 and name.startswith("blocks.")
         ]  # fmt: skip
-        self.exp_avg_sq = [
-            m.new_zeros(0) if i in self.by_muon else torch.zeros_like(m, requires_grad=False)
-            for i, m in enumerate(self.masters)
-        ]  # Muon has none
+        dtype = getattr(torch, config.state_dtype)
+        kept = [torch.float32 if i in self.by_muon else dtype for i in range(len(self.masters))]
+        self.exp_avg, self.exp_avg_sq = (
+            [torch.zeros_like(m, dtype=d, requires_grad=False) for m, d in zip(self.masters, kept, strict=True)]
+            for _ in range(2)
+        )
+        for i in self.by_muon:  # Muon has none
+            self.exp_avg_sq[i] = self.masters[i].new_zeros(0)
+        # torch's kernel keeps moments in fp32 and leaves half-precision weights to be rounded in a pass of their own.
+        self.is_own = dtype != torch.float32 or (half and adamw.takes(local(self.masters[0])))
         device = self.masters[0].device
         self.steps = [torch.zeros((), device=device) for _ in self.masters]
         matrices = [i for i, p in enumerate(self.masters) if p.dim() > 1 and i not in self.by_muon]
         others = [i for i, p in enumerate(self.masters) if p.dim() <= 1]
         groups = [(matrices, config.weight_decay), (others, 0.0)]
         self.groups = [(members, decay) for members, decay in groups if members]
+        if self.is_own:
+            kinds = (self.parameters, self.masters, self.exp_avg, self.exp_avg_sq)
+            tensors = [[local(kind[i]).detach() for members, _ in self.groups for i in members] for kind in kinds]
+            self.own = adamw.AdamW(tensors, [decay for members, decay in self.groups for _ in members])
         self._sums: list[Tensor] | None = None
 
     @torch.no_grad()
@@ -86,13 +96,35 @@ class Optimizer:
 
         Where the norm is not finite, or over `skip_norm`, nothing is done.
         """
-        grads, self._sums = self._sums or _floats(self.gradients()), None
+        grads, self._sums = self._sums or self.gradients(), None
+        if not self.is_own or self.ranks.count > 1:
+            grads = _floats(grads)
         if not self.is_sharded:
             grads = self.ranks.sum_each(grads)
         norm = self.norm(grads)
         if self.is_bad(norm):
             return norm
         scale = min(self.config.max_norm / (norm + 1e-6), 1.0)
+        if self.is_own:
+            self._own_step(grads, lr, scale)
+        else:
+            self._torchs_step(grads, lr, scale)
+        masters, moved, momenta = ([values[i] for i in self.by_muon] for values in (self.masters, grads, self.exp_avg))
+        splits = [partial(split_rows, self.spec, self.names[i]) for i in self.by_muon]
+        if self.is_own and self.by_muon:
+            moved = [x.float() * scale for x in moved]
+        muon.step(masters, moved, momenta, lr, self.config.weight_decay, splits)
+        self.clear()
+        self.follow_masters(self.by_muon if self.is_own else None)
+        torch.autograd.graph.increment_version(self.parameters)  # the fused kernels leave them uncounted
+        return norm
+
+    def _own_step(self, grads: list[Tensor], lr: float, scale: float) -> None:
+        torch._foreach_add_([self.steps[i] for members, _ in self.groups for i in members], 1)
+        change = adamw.Change(scale, lr, self.config.betas, step=int(self.steps[self.groups[0][0][0]]))
+        self.own.step([grads[i] for members, _ in self.groups for i in members], change)
+
+    def _torchs_step(self, grads: list[Tensor], lr: float, scale: float) -> None:
         if scale < 1.0:
             torch._foreach_mul_(grads, scale)
         beta1, beta2 = self.config.betas
@@ -106,13 +138,6 @@ class Optimizer:
                 masters, [grads[i] for i in members], exp_avg, exp_avg_sq, [], steps, lr=lr, beta1=beta1, beta2=beta2,
                 weight_decay=weight_decay, eps=1e-8, amsgrad=False, maximize=False,
             )  # fmt: skip
-        masters, moved, momenta = ([values[i] for i in self.by_muon] for values in (self.masters, grads, self.exp_avg))
-        splits = [partial(split_rows, self.spec, self.names[i]) for i in self.by_muon]
-        muon.step(masters, moved, momenta, lr, self.config.weight_decay, splits)
-        self.clear()
-        self.follow_masters()
-        torch.autograd.graph.increment_version(self.parameters)  # the fused kernel leaves them uncounted
-        return norm
 
     def gradients(self) -> list[Tensor]:
         """This rank's part of each; zeros where there is none."""
@@ -137,16 +162,17 @@ class Optimizer:
         return {name: tensor for name, tensor in named.items() if tensor.numel()}
 
     @torch.no_grad()
-    def follow_masters(self) -> None:
-        """After a state was loaded in place: the parameters are what their masters say."""
-        if self.masters is not self.parameters:
-            torch._foreach_copy_([*self.parameters], [*self.masters])
+    def follow_masters(self, which: list[int] | None = None) -> None:
+        """After masters have moved, or a state was loaded in place: the parameters are what these masters say."""
+        which = list(range(len(self.masters))) if which is None else which
+        if self.masters is not self.parameters and which:
+            torch._foreach_copy_([self.parameters[i] for i in which], [self.masters[i] for i in which])
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:
     """Of all together. On a CPU row by row: torch's sum of a whole tensor depends on the number of threads."""
     if grads[0].device.type != "cpu":
-        return nn.utils.get_total_norm(grads)
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
     rows = [torch.linalg.vector_norm(x.flatten(1) if x.dim() > 1 else x[:, None], dim=1) for x in grads]
     return torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64).to(grads[0].dtype)
 

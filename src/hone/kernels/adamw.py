@@ -1,0 +1,78 @@
+"""A step of AdamW (Loshchilov & Hutter 2019) on one weight, whose moments may be kept in bfloat16.
+
+    gradient, moments, master in fp32 ─► moments, master, and the weight in its own type
+
+A second moment changes by a thousandth of itself a step, less than bfloat16 can hold: rounded to the nearest it would
+stand still. It is rounded up or down at random, so that on average nothing is lost. A seed gives the same draws again.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hone.kernels import gpu
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a step is, for all weights: `scale` of gradients (clipping), learning rate, and which step it is, from 1."""
+
+    scale: float
+    lr: float
+    betas: tuple[float, float]
+    step: int
+    eps: float = 1e-8
+
+    @property
+    def corrections(self) -> tuple[float, float]:
+        """By which the first moment is divided, and the root of the second."""
+        return 1 - self.betas[0] ** self.step, math.sqrt(1 - self.betas[1] ** self.step)
+
+
+def takes(master: Tensor) -> bool:
+    """Whether there is a kernel for it: one pass over memory instead of five."""
+    return gpu.IS_AVAILABLE and master.is_cuda and master.dtype == torch.float32
+
+
+class AdamW:
+    """`tensors`: weights, their fp32 masters (the same memory where weights are in fp32), first and second moments.
+    `step` moves them in place, so they have to stay where they are. `decays`: the weight decay of each weight."""
+
+    def __init__(self, tensors: list[list[Tensor]], decays: list[float]) -> None:
+        self.tensors, self.decays, self.table = tensors, decays, None
+        if takes(tensors[1][0]):
+            from hone.kernels.gpu import optimizer
+
+            self.table = optimizer.Table(tensors, decays)
+
+    def step(self, grads: list[Tensor], change: Change) -> None:
+        if self.table is not None:
+            return self.table.step(grads, change)
+        each = zip(*self.tensors, grads, self.decays, strict=True)
+        for i, (weight, master, first, second, grad, decay) in enumerate(each):
+            seed = change.step * len(grads) + i
+            adamw_reference(weight, master, first, second, grad, decay, change, seed)
+
+
+def adamw_reference(
+    weight: Tensor, master: Tensor, first: Tensor, second: Tensor, grad: Tensor, decay: float, change: Change, seed: int
+) -> None:
+    (beta1, beta2), (of_first, of_second) = change.betas, change.corrections
+    grad = grad.float() * change.scale
+    m = first.float().lerp_(grad, 1 - beta1)
+    v = second.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    master.mul_(1 - change.lr * decay)
+    master.addcdiv_(m, v.sqrt().div_(of_second).add_(change.eps), value=-change.lr / of_first)
+    generator = torch.Generator(master.device).manual_seed(seed)
+    for moment, exact in ((first, m), (second, v)):
+        moment.copy_(exact if moment.dtype == torch.float32 else _at_random(exact, generator))
+    if weight.data_ptr() != master.data_ptr():
+        weight.copy_(master)
+
+
+def _at_random(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Values of bfloat16 around x: the nearer one the likelier."""
+    draws = torch.randint(0, 2**16, x.shape, dtype=torch.int32, generator=generator, device=x.device)
+    return ((x.view(torch.int32) + draws) & -(2**16)).view(torch.float32)
