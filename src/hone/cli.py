@@ -76,6 +76,7 @@ def _run(command: str, argv: list[str]) -> int:
             start_logging(config.log_level)
             main = import_object(main_path)
             machine.started_in(time.perf_counter() - STARTED)
+            machine.Neighbours.watch()
             try:
                 main(config)
             except Exception as error:

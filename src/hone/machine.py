@@ -3,9 +3,13 @@
 `prepare` comes before torch and numba are imported, since their threads and instruction sets are chosen then.
 """
 
+import contextlib
 import functools
 import os
 import platform
+import sys
+import threading
+import time
 from pathlib import Path
 
 SILENCE = 15.0  # seconds without a sign of life after which a process is called silent, on a machine of usual speed
@@ -22,14 +26,17 @@ TO_AVX2 = {
 
 
 # A thread that waits looks so often whether it is needed, some 20 to 50 us long, and then sleeps. libgomp's own 300,000
-# looks take milliseconds, in which a thread that has nothing to do keeps a core from one that has.
+# looks take milliseconds, in which a thread that has nothing to do keeps a core from one that has: `Neighbours` sees to
+# that, where the kernel tells how long threads waited for a core.
 _LOOKS = "1000"
+_TASKS = Path("/proc/self/task")
 
 
 def prepare() -> None:
     """Sets what torch and numba read from the environment when they are imported, where the user has not."""
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _LOOKS)
+        if not Path("/proc/self/schedstat").exists():
+            os.environ.setdefault("GOMP_SPINCOUNT", _LOOKS)
         os.environ.setdefault("KMP_BLOCKTIME", "0")  # the same of LLVM's OpenMP, in ms (macOS)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores()))
     if os.environ.get("HONE_CPU_ISA") == "avx2":
@@ -55,6 +62,67 @@ def _quota(root: Path) -> float | None:
         except OSError:
             return None
     return None if quota in ("max", "-1") else max(1.0, int(quota) / int(period))
+
+
+class Neighbours(threading.Thread):
+    """Has waiting threads sleep while other programs want the cores, and keep looking while there is room.
+
+    On a machine of its own a thread that looks is there at once; one that sleeps has to be woken, which takes up to
+    milliseconds on a virtual machine, hundreds of times a step. libgomp lets threads look no more than a moment while
+    there are more of them than cores. So a spare thread that has computed once, and then waits, is the switch.
+    """
+
+    EVERY, BUSY, FREE = 0.5, 0.1, 0.03  # seconds; shares of the time that threads wanted a core and had none
+
+    def __init__(self) -> None:
+        super().__init__(name="neighbours", daemon=True)
+        self.before = self._times()
+        self.end_of_spare: threading.Event | None = None
+
+    @classmethod
+    def watch(cls) -> None:
+        """Starts it, unless the user has said how threads wait or the kernel does not tell how long they do."""
+        if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ) and Path("/proc/self/schedstat").exists():
+            cls().start()
+
+    def run(self) -> None:
+        while True:
+            time.sleep(self.EVERY)
+            now = self._times()
+            computed, waited = (one - other for one, other in zip(now, self.before, strict=True))
+            self.before = now
+            if computed + waited > 0.1 * self.EVERY * 1e9:
+                self.follow(waited / (computed + waited))
+
+    def follow(self, share: float) -> None:
+        if self.end_of_spare is not None and share < self.FREE:
+            self.end_of_spare.set()
+            self.end_of_spare = None
+        elif self.end_of_spare is None and share > self.BUSY and _computes():
+            self.end_of_spare = threading.Event()
+            threading.Thread(target=_spare, args=[self.end_of_spare], name="spare", daemon=True).start()
+
+    def _times(self) -> tuple[int, int]:
+        """Nanoseconds that threads of this process had a core, and that they wanted one and had none."""
+        computed = waited = 0
+        for task in os.listdir(_TASKS):
+            with contextlib.suppress(OSError, ValueError):  # it has ended
+                one, other, _ = (_TASKS / task / "schedstat").read_text().split()
+                computed, waited = computed + int(one), waited + int(other)
+        return computed, waited
+
+
+def _computes() -> bool:
+    """Whether torch is there, as a whole, with more threads than one."""
+    torch = sys.modules.get("torch")
+    return torch is not None and not getattr(torch.__spec__, "_initializing", True) and torch.get_num_threads() > 1
+
+
+def _spare(end: threading.Event) -> None:
+    import torch
+
+    torch.ones(2**17).add_(1.0)  # enough for torch to give the thread others to compute with
+    end.wait()
 
 
 def started_in(seconds: float) -> None:

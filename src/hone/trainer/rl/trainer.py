@@ -96,7 +96,7 @@ class RLTrainer:
             samples = [Sample(own, mask, logprobs, 1.0, 1.0, teacher_logprobs=logprobs) for own in ids]
             for loss in self.losses:
                 self._backward(loss, samples, [1.0] * count, defaultdict(list))
-        self.optimizer.clear()
+                self.optimizer.clear()
 
     def step(self, batch: Batch, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
         """One optimiser step. The loss is normalised by the loss tokens of the whole batch, however it is split.
