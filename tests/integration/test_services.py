@@ -187,7 +187,7 @@ def test_versions_are_evaluated_alike_in_one_process_and_in_several(trained, tmp
 
 def test_kills_at_random_moments_lose_nothing_and_change_nothing():
     """The short form of `make chaos`: one kill of each part."""
-    done = command("python", "-m", "tests.chaos", "--kills", 1, "--steps", 100, "--together", timeout=280)
+    done = command("python", "-m", "tests.chaos", "--kills", 1, "--steps", 60, "--together", timeout=280)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["kills"] == 4
     assert found["samples_lost"] == found["samples_doubled"] == found["differing_weights"] == 0
