@@ -290,7 +290,8 @@ def test_adamw(dtype, has_weight):
         second = [x.abs().to(dtype) for x in start[2]]
         weights = [x.bfloat16() for x in masters] if has_weight else masters
         if is_kernel:
-            Table([weights, masters, first, second], decays).step(grads, change)
+            numbers = (change.scale, change.lr, change.betas, change.corrections, change.eps)
+            Table([weights, masters, first, second], decays).step(grads, *numbers, seed=9)
         else:
             for i, rows in enumerate(zip(weights, masters, first, second, grads, decays, strict=True)):
                 adamw_reference(*rows, change, seed=i)

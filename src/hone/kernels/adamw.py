@@ -31,9 +31,9 @@ class Change:
         return 1 - self.betas[0] ** self.step, math.sqrt(1 - self.betas[1] ** self.step)
 
 
-def takes(master: Tensor) -> bool:
+def takes(tensor: Tensor) -> bool:
     """Whether there is a kernel for it: one pass over memory instead of five."""
-    return gpu.IS_AVAILABLE and master.is_cuda and master.dtype == torch.float32
+    return gpu.IS_AVAILABLE and tensor.is_cuda and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 
 
 class AdamW:
@@ -42,14 +42,15 @@ class AdamW:
 
     def __init__(self, tensors: list[list[Tensor]], decays: list[float]) -> None:
         self.tensors, self.decays, self.table = tensors, decays, None
-        if takes(tensors[1][0]):
+        if all(takes(one) for column in tensors for one in column):
             from hone.kernels.gpu import optimizer
 
             self.table = optimizer.Table(tensors, decays)
 
     def step(self, grads: list[Tensor], change: Change) -> None:
         if self.table is not None:
-            return self.table.step(grads, change)
+            numbers = (change.scale, change.lr, change.betas, change.corrections, change.eps)
+            return self.table.step(grads, *numbers, seed=change.step * len(grads))
         each = zip(*self.tensors, grads, self.decays, strict=True)
         for i, (weight, master, first, second, grad, decay) in enumerate(each):
             seed = change.step * len(grads) + i

@@ -6,8 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels.adamw import Change
-
 BLOCK = 4096
 DENSE = torch.contiguous_format
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -65,22 +63,22 @@ class Table:
         for i, column in enumerate(columns):
             self.rows[:, i] = [x.data_ptr() for x in column]
         self.rows[:, 5] = [x.numel() for x in masters]
-        assert all(x.is_contiguous() for column in columns for x in column)
-        assert not (self.rows[:, :4] % 16).any()
         self.decays = torch.tensor(decays, dtype=torch.float32, device=device)
         counts = -(-self.rows[:, 5] // BLOCK)
         which = np.repeat(np.arange(len(counts)), counts)
         number = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
         self.blocks = torch.from_numpy(np.stack([which, number], axis=1)).to(device)
 
-    def step(self, grads: list[Tensor], change: Change) -> None:
-        """As `kernels/adamw.py` says; the draws are others."""
+    def step(
+        self, grads: list[Tensor], scale: float, lr: float, betas: tuple[float, float],
+        corrections: tuple[float, float], eps: float, seed: int,
+    ) -> None:  # fmt: skip
+        """What `Change` says (`kernels/adamw.py`); the draws are others than the twin's."""
         grads = [g if g.is_contiguous() and g.data_ptr() % 16 == 0 else g.clone(memory_format=DENSE) for g in grads]
         self.rows[:, 4] = [g.data_ptr() for g in grads]
         tensors = torch.from_numpy(self.rows.copy()).to(self.blocks.device)
-        (beta1, beta2), (of_first, of_second) = change.betas, change.corrections
+        of_first, of_second = corrections
         adamw_kernel[(len(self.blocks),)](
-            tensors, self.decays, self.blocks, change.scale, change.lr, change.lr / of_first, beta1, beta2, of_second,
-            change.eps, change.step * len(grads),
+            tensors, self.decays, self.blocks, scale, lr, lr / of_first, *betas, of_second, eps, seed,
             GRAD=TYPES[grads[0].dtype], HAS_WEIGHT=self.has_weight, BLOCK=BLOCK, num_warps=8, **self.dtypes,
         )  # fmt: skip
