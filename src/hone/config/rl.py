@@ -69,7 +69,7 @@ AsyncLevel = Annotated[int, Field(ge=0)]
 
 class BenchConfig(Config):
     sequences: Positive = 128
-    """Random sequences in each measured step."""
+    """How many random sequences each measured step trains on."""
     tokens: Positive = 256
     """Tokens of each random sequence; all but the first have a loss."""
     steps: Positive = 10

@@ -179,7 +179,7 @@ class EvalConfig(Config):
     at_start: bool = True
     """Also evaluate before the first step."""
     num_examples: Positive = 64
-    """Examples of each environment to evaluate on, from its first."""
+    """How many examples of each environment to evaluate on, taken from the start of its data set."""
     rollouts_per_example: Positive = 1
     """Completions to sample for each example; their rewards are averaged."""
     temperature: Annotated[float, Field(ge=0)] = 0.0

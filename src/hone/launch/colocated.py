@@ -111,7 +111,7 @@ async def train(
     )
 
     async def evaluated(version: int) -> dict[str, float]:
-        """Nothing where it is not due."""
+        """Metrics of an evaluation of this version; none where no evaluation is due."""
         if evaluation is None or not evaluation.is_due(version, config.max_steps):
             return {}
         found = await evaluate(evaluation, held_out, client, config.seed)
