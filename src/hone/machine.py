@@ -35,7 +35,7 @@ _TASKS = Path("/proc/self/task")
 def prepare() -> None:
     """Sets what torch and numba read from the environment when they are imported, where the user has not."""
     if "OMP_WAIT_POLICY" not in os.environ:
-        if not Path("/proc/self/schedstat").exists():
+        if not _can_switch(cores()):
             os.environ.setdefault("GOMP_SPINCOUNT", _LOOKS)
         os.environ.setdefault("KMP_BLOCKTIME", "0")  # the same of LLVM's OpenMP, in ms (macOS)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores()))
@@ -64,6 +64,13 @@ def _quota(root: Path) -> float | None:
     return None if quota in ("max", "-1") else max(1.0, int(quota) / int(period))
 
 
+def _can_switch(threads: int) -> bool:
+    """Whether `Neighbours` has an effect: with those of a spare thread there are more of them than the process may use
+    processors (of which libgomp counts all, whatever a control group leaves of their time)."""
+    tells = Path("/proc/self/schedstat").exists() and hasattr(os, "sched_getaffinity")
+    return tells and 2 * threads - 1 > len(os.sched_getaffinity(0))
+
+
 class Neighbours(threading.Thread):
     """Has waiting threads sleep while other programs want the cores, and keep looking while there is room.
 
@@ -82,7 +89,7 @@ class Neighbours(threading.Thread):
     @classmethod
     def watch(cls) -> None:
         """Starts it, unless the user has said how threads wait or the kernel does not tell how long they do."""
-        if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ) and Path("/proc/self/schedstat").exists():
+        if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ) and _can_switch(cores()):
             cls().start()
 
     def run(self) -> None:

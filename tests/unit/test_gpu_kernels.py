@@ -302,3 +302,15 @@ def test_adamw(dtype, has_weight):
     for one, two in zip(moments, others, strict=True):
         close(one, two, 1e-5 if dtype == torch.float32 else 2**-7)  # neighbours in bfloat16, by draws of its own
         assert abs(float((one - two).mean())) < 1e-3
+
+
+def test_adamw_is_rehearsed_on_numbers_of_its_own(monkeypatch):
+    from hone.kernels import adamw
+
+    monkeypatch.setattr(adamw, "takes", lambda tensor: True)
+    tensors = [[torch.ones(40, device=DEVICE, dtype=dtype)] for dtype in (torch.bfloat16, *[torch.float32] * 3)]
+    own = adamw.AdamW(tensors, [0.1])
+    own.rehearse()
+    assert own.table is not None and all(bool((column[0] == 1).all()) for column in tensors)
+    own.step([torch.ones(40, device=DEVICE)], adamw.Change(1.0, 0.1, (0.9, 0.999), 1))
+    assert not any(bool((column[0] == 1).any()) for column in tensors[:2])

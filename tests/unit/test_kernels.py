@@ -232,7 +232,7 @@ def test_a_block_in_two_calls_gives_the_bits_of_its_operations(monkeypatch, pack
     packed, results = pack_samples(ids, [[j > 1 for j in range(len(row))] for row in ids]), []
     for is_whole in (True, False):
         if not is_whole:
-            monkeypatch.setattr(Block, "is_compiled", lambda self, x_TD: False)
+            monkeypatch.setattr(Block, "is_compiled", lambda self, x_TD, keep_N: False)
         model.zero_grad()
         hidden = packed.target_hidden(model)
         (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()

@@ -56,6 +56,14 @@ class AdamW:
             seed = change.step * len(grads) + i
             adamw_reference(weight, master, first, second, grad, decay, change, seed)
 
+    def rehearse(self) -> None:
+        """A step of one number, for the kernel to be compiled: for gradients as they come, and for sums in fp32."""
+        if self.table is not None:
+            ones = [column[0].flatten()[:1].clone() for column in self.tensors]
+            ones[0] = ones[0] if self.table.has_weight else ones[1]
+            for dtype in {ones[0].dtype, torch.float32}:
+                AdamW([[x] for x in ones], [0.0]).step([ones[0].to(dtype)], Change(1.0, 0.0, (0.9, 0.999), 1))
+
 
 def adamw_reference(
     weight: Tensor, master: Tensor, first: Tensor, second: Tensor, grad: Tensor, decay: float, change: Change, seed: int

@@ -182,17 +182,21 @@ class _Bucket:
         in_C, in_P = np.arange(length.max()), np.arange(before.max())
         own_BC, of_P = start + np.minimum(in_C, length - 1), prefix + np.minimum(in_P, before - 1)
         is_own = in_C < length
-        causal = np.tri(len(in_C), dtype=bool)
-        sees = [np.concatenate([np.broadcast_to(p, (len(in_C), len(in_P))), causal], 1)[None] for p in in_P < before]
-        tensors = (own_BC, np.concatenate([of_P, own_BC], 1), own_BC[is_own], np.flatnonzero(is_own), np.stack(sees))
-        self.queries, self.keys, self.flat, self.cells, self.mask = (torch.from_numpy(x).to(device) for x in tensors)
-        self.is_causal = len(in_P) == 0
+        tensors = (own_BC, np.concatenate([of_P, own_BC], 1), own_BC[is_own], np.flatnonzero(is_own), in_P < before)
+        self.queries, self.keys, self.flat, self.cells, sees_BP = (torch.from_numpy(x).to(device) for x in tensors)
+        self.mask: Tensor | None = None  # without prefixes: causal
+        if len(in_P):
+            causal_CC = torch.ones(len(in_C), len(in_C), dtype=torch.bool, device=device).tril()
+            parts = (sees_BP[:, None].expand(-1, len(in_C), -1), causal_CC.expand(len(rows), -1, -1))
+            self.mask = torch.cat(parts, dim=-1)[:, None]
 
     def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
         """Of its tokens, which are those of `flat`."""
         q, k, v = (_gather(*x) for x in ((q_THE, self.queries), (k_TKE, self.keys), (v_TKE, self.keys)))
-        how = {"is_causal": True} if self.is_causal else {"attn_mask": self.mask}
-        out_BHCE = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **how)
+        gqa = q.shape[1] != k.shape[1]
+        out_BHCE = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.mask, is_causal=self.mask is None, enable_gqa=gqa
+        )
         return take_rows(out_BHCE.transpose(1, 2).flatten(0, 1).flatten(1), self.cells)
 
 
@@ -202,11 +206,12 @@ def _gather(x_THE: Tensor, index_BS: Tensor) -> Tensor:
 
 
 def _by_length(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Buckets whose longest is at most twice (or 32 tokens over) the shortest, with a prefix or without."""
+    """Buckets whose longest is at most twice (or 32 tokens over) the shortest; their prefixes, if any, alike."""
     buckets: list[list[NDArray[np.int64]]] = []
-    for row in sorted(rows[rows[:, 1] > 0], key=lambda row: (row[3] > 0, row[1])):
+    for row in sorted(rows[rows[:, 1] > 0], key=lambda row: (row[3] > 0, row[1], row[3])):
         first = buckets[-1][0] if buckets else row
-        if buckets and row[1] <= 2 * first[1] + 32 and (row[3] > 0) == (first[3] > 0):
+        is_like = row[1] <= 2 * first[1] + 32 and row[3] <= 2 * first[3] + 32 and first[3] <= 2 * row[3] + 32
+        if buckets and is_like and (row[3] > 0) == (first[3] > 0):
             buckets[-1].append(row)
         else:
             buckets.append([row])

@@ -214,7 +214,7 @@ class Block(nn.Module):
         keep_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Takes and returns the residual stream and a pending delta, which the next norm adds to the stream."""
-        if isinstance(attend, PackedAttention) and self.is_compiled(x_TD):
+        if isinstance(attend, PackedAttention) and self.is_compiled(x_TD, keep_N):
             return self.compiled(x_TD, delta_TD, rotation, attend, keep_N)
         x_TD, qkv_TO = self.attention_norm.through(self.attention.qkv, x_TD, delta_TD)
         mixed_TD = self.attention.mix(layer, qkv_TO, rotation, attend)
@@ -222,13 +222,14 @@ class Block(nn.Module):
             x_TD, mixed_TD = take_rows(x_TD, keep_N), take_rows(mixed_TD, keep_N)
         return self.mlp.through(self.mlp_norm, x_TD, self.attention.out.parts(mixed_TD))
 
-    def is_compiled(self, x_TD: Tensor) -> bool:
+    def is_compiled(self, x_TD: Tensor, keep_N: Tensor | None = None) -> bool:
         """Whether `compiled` takes this: all weights of a dense block are trained on a CPU, none has a bias."""
+        kept_TD = x_TD if keep_N is None else x_TD[: len(keep_N)]  # as many rows as go through the other linears
         own, linears = self.attention, [m for m in self.modules() if isinstance(m, Linear)]
         return (
             torch.is_grad_enabled() and cpu.takes(x_TD) and own.q_norm is not None and own.head_dim % 16 == 0
             and isinstance(self.mlp, MLP) and all(p.requires_grad for p in self.parameters())
-            and all(m.delta is None and m.bias is None and is_multiplied_here(x_TD, m.weight) for m in linears)
+            and all(m.delta is None and m.bias is None and is_multiplied_here(kept_TD, m.weight) for m in linears)
         )  # fmt: skip
 
     def compiled(

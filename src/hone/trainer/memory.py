@@ -73,9 +73,10 @@ def estimate_rl(
 ) -> Estimate:
     """Of a step of up to so many tokens, as the trainer is configured."""
     losses = [config.loss, *config.loss_of.values()]
+    is_split = step_tokens > micro_batch_tokens or any(loss != config.loss for loss in losses)
     return estimate(
         spec, config.lora, config.optim, min(step_tokens, micro_batch_tokens), itemsize,
-        recomputes=config.activation_checkpointing, is_split=step_tokens > micro_batch_tokens,
+        recomputes=config.activation_checkpointing, is_split=is_split,
         has_reference=not (config.lora and config.lora.keeps_reference)
         and any("reference" in loss.needs for loss in losses),
     )  # fmt: skip

@@ -56,8 +56,8 @@ class Optimizer:
             i for i, (name, p) in enumerate(zip(self.names, self.masters, strict=True))
             if config.type == "muon" and p.dim() == 2 and name.startswith("blocks.")
         ]  # fmt: skip
-        dtype = getattr(torch, config.state_dtype)
-        kept = [torch.float32 if i in self.by_muon else dtype for i in range(len(self.masters))]
+        is_short = config.state_dtype == "bfloat16"
+        kept = [torch.bfloat16 if is_short and i not in self.by_muon else m.dtype for i, m in enumerate(self.masters)]
         self.exp_avg, self.exp_avg_sq = (
             [torch.zeros_like(m, dtype=d, requires_grad=False) for m, d in zip(self.masters, kept, strict=True)]
             for _ in range(2)
@@ -65,7 +65,7 @@ class Optimizer:
         for i in self.by_muon:  # Muon has none
             self.exp_avg_sq[i] = self.masters[i].new_zeros(0)
         # torch's kernel keeps moments in fp32 and leaves half-precision weights to be rounded in a pass of their own.
-        self.is_own = dtype != torch.float32 or (half and adamw.takes(local(self.masters[0])))
+        self.is_own = is_short or (half and adamw.takes(local(self.masters[0])))
         device = self.masters[0].device
         self.steps = [torch.zeros((), device=device) for _ in self.masters]
         matrices = [i for i, p in enumerate(self.masters) if p.dim() > 1 and i not in self.by_muon]
@@ -173,6 +173,7 @@ def _total_norm(grads: list[Tensor]) -> Tensor:
     """Of all together. On a CPU row by row: torch's sum of a whole tensor depends on the number of threads."""
     if grads[0].device.type != "cpu":
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
+    grads = _floats(grads)
     rows = [torch.linalg.vector_norm(x.flatten(1) if x.dim() > 1 else x[:, None], dim=1) for x in grads]
     return torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64).to(grads[0].dtype)
 

@@ -97,6 +97,8 @@ class RLTrainer:
             for loss in self.losses:
                 self._backward(loss, samples, [1.0] * count, defaultdict(list))
                 self.optimizer.clear()
+        if self.optimizer.is_own:
+            self.optimizer.own.rehearse()
 
     def step(self, batch: Batch, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
         """One optimiser step. The loss is normalised by the loss tokens of the whole batch, however it is split.
