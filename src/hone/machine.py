@@ -88,8 +88,8 @@ class Neighbours(threading.Thread):
 
     @classmethod
     def watch(cls) -> None:
-        """Starts it, unless the user has said how threads wait or the kernel does not tell how long they do."""
-        if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ) and _can_switch(cores()):
+        """Starts it, unless how threads wait is settled: by the user, or by `prepare` where it would have no effect."""
+        if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
             cls().start()
 
     def run(self) -> None:

@@ -119,6 +119,17 @@ def test_packing_keeps_the_positions_that_predict_a_target():
     assert packed.attention.positions().tolist() == [0, 1, 2, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # compiled loops where there are some; torch's
+def test_sequences_of_one_token_have_no_targets_and_no_gradient(dtype):
+    model = Transformer(ModelSpec(40, 48, 72, 2, 4, 2, 16, 1e-6, 100.0, True, 64, 0.3, False)).to(dtype)
+    model.init_weights(torch.Generator().manual_seed(0))
+    packed = pack([[1], [2]], [[True], [True]])
+    loss = packed.loss(model, torch.ones(0), lambda part, logprobs, entropies: logprobs.sum())
+    loss.backward()
+    assert loss == 0 and packed.flops(model.spec) == 0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
 def test_split_by_tokens_fills_micro_batches_up_to_the_budget():
     assert split_by_tokens([5, 3, 9, 3], 8) == [[2], [0], [1, 3]]  # 9 > 8 stands alone; three either way, so even ones
     assert split_by_tokens([6, 5, 3, 2, 4], 10) == [[0, 4], [1, 2, 3]]  # 6 + 4 and 5 + 3 + 2: nothing is left over

@@ -24,7 +24,11 @@ class Sequences:
 
 def takes(q_THE: Tensor) -> bool:
     """Whether the compiled loops take this: fp32 on a CPU, a head size in whole vectors."""
-    return cpu.takes(q_THE) and q_THE.shape[-1] % 16 == 0
+    return cpu.takes(q_THE) and takes_heads(q_THE.shape[-1])
+
+
+def takes_heads(head_size: int) -> bool:
+    return head_size % 16 == 0
 
 
 def flat_attention(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, sequences: Sequences) -> Tensor:

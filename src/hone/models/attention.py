@@ -83,6 +83,8 @@ class FlatAttention:
         if is_half_on_gpu(q_THE) and not self.has_prefixes:
             return varlen(q_THE, k_TKE, v_TKE.contiguous(), *self.boundaries).flatten(1)
         outs = [bucket.attend(q_THE, k_TKE, v_TKE) for bucket in self.buckets]
+        if not outs:
+            return q_THE.flatten(1)  # of no token
         return put_rows(torch.cat(outs), torch.cat([bucket.flat for bucket in self.buckets]), len(q_THE))
 
     @cached_property
@@ -157,7 +159,7 @@ class ContinuedAttention(FlatAttention):
 
 
 def is_half_on_gpu(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    return x.is_cuda and x.dtype in gpu.HALF
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, of_q: Tensor, of_k: Tensor, longest_q: int, longest_k: int) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hone.kernels import cpu, cpu_training, gpu
+from hone.kernels.flat_attention import takes_heads
 from hone.kernels.gpu_training import norm_linear, swiglu_linear
 from hone.kernels.linear import is_multiplied_here, linear, linear_parts
 from hone.kernels.norm import add_norm
@@ -110,7 +111,7 @@ class SelfAttention(nn.Module):
         self.k_norm = nn.Parameter(torch.ones(spec.head_dim)) if spec.qk_norm else None
 
     def mix(self, layer: int, qkv_TO: Tensor, rotation: Rotation, attend: Attention) -> Tensor:
-        qkv_TNE = qkv_TO.view(len(qkv_TO), -1, self.head_dim)
+        qkv_TNE = qkv_TO.view(len(qkv_TO), qkv_TO.shape[1] // self.head_dim, self.head_dim)
         return attend(layer, qkv_TNE, Heads(self.heads, self.q_norm, self.k_norm, self.eps, rotation))
 
 
@@ -227,7 +228,7 @@ class Block(nn.Module):
         kept_TD = x_TD if keep_N is None else x_TD[: len(keep_N)]  # as many rows as go through the other linears
         own, linears = self.attention, [m for m in self.modules() if isinstance(m, Linear)]
         return (
-            torch.is_grad_enabled() and cpu.takes(x_TD) and own.q_norm is not None and own.head_dim % 16 == 0
+            torch.is_grad_enabled() and cpu.takes(x_TD) and own.q_norm is not None and takes_heads(own.head_dim)
             and isinstance(self.mlp, MLP) and all(p.requires_grad for p in self.parameters())
             and all(m.delta is None and m.bias is None and is_multiplied_here(kept_TD, m.weight) for m in linears)
         )  # fmt: skip

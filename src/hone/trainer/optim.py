@@ -72,9 +72,10 @@ class Optimizer:
         others = [i for i, p in enumerate(self.masters) if p.dim() <= 1]
         groups = [(matrices, config.weight_decay), (others, 0.0)]
         self.groups = [(members, decay) for members, decay in groups if members]
+        self.by_adamw = [i for members, _ in self.groups for i in members]
         if self.is_own:
             kinds = (self.parameters, self.masters, self.exp_avg, self.exp_avg_sq)
-            tensors = [[local(kind[i]).detach() for members, _ in self.groups for i in members] for kind in kinds]
+            tensors = [[local(kind[i]).detach() for i in self.by_adamw] for kind in kinds]
             self.own = adamw.AdamW(tensors, [decay for members, decay in self.groups for _ in members])
         self._sums: list[Tensor] | None = None
 
@@ -120,9 +121,9 @@ class Optimizer:
         return norm
 
     def _own_step(self, grads: list[Tensor], lr: float, scale: float) -> None:
-        torch._foreach_add_([self.steps[i] for members, _ in self.groups for i in members], 1)
-        change = adamw.Change(scale, lr, self.config.betas, step=int(self.steps[self.groups[0][0][0]]))
-        self.own.step([grads[i] for members, _ in self.groups for i in members], change)
+        torch._foreach_add_([self.steps[i] for i in self.by_adamw], 1)
+        change = adamw.Change(scale, lr, self.config.betas, step=int(self.steps[self.by_adamw[0]]))
+        self.own.step([grads[i] for i in self.by_adamw], change)
 
     def _torchs_step(self, grads: list[Tensor], lr: float, scale: float) -> None:
         if scale < 1.0:

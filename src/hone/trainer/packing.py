@@ -53,9 +53,9 @@ class Packed:
     def flops(self, spec: ModelSpec) -> float:
         """That the model needs for it, forward: all tokens, those that each attends to, the head for targets."""
         _, lengths, _, before = self.attention.sequences.rows.T
-        tokens = len(self.tokens_T)
+        tokens = max(len(self.tokens_T), 1)
         context = float((lengths * (before + lengths / 2)).sum()) / tokens
-        return tokens * spec.flops_per_token(context, len(self.targets_N) / tokens)
+        return len(self.tokens_T) * spec.flops_per_token(context, len(self.targets_N) / tokens)
 
     def target_logprobs(
         self, model: Transformer, temperature_N: Tensor, entropy_gradient: bool = False

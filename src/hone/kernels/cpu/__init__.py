@@ -58,8 +58,8 @@ def words(device: str) -> str:
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the compiled kernels take this tensor."""
-    return IS_AVAILABLE and x.device.type == "cpu" and x.dtype == torch.float32
+    """Whether the compiled kernels take this tensor. They assume that there is something in it."""
+    return IS_AVAILABLE and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0
 
 
 class Kept:
