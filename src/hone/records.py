@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]  # an OpenAI chat message: role, content, …
+Tool = dict[str, Any]  # an OpenAI tool: {"type": "function", "function": {"name", "description", "parameters"}}
+
+
+class ContextFull(ValueError):
+    """The conversation has no room left in the model's context."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,7 @@ class Example:
     prompt: list[Message]
     answer: str = ""
     info: dict[str, Any] = field(default_factory=dict)
+    task: str = ""  # the name of its environment among those of a group
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,17 @@ class Sampling:
     def is_penalised(self) -> bool:
         penalties = (self.repetition_penalty != 1, self.presence_penalty != 0, self.frequency_penalty != 0)
         return any(penalties) or bool(self.logit_bias)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation that the assistant is to go on with. The first `covered` messages are `before` in tokens, as they
+    went through the model."""
+
+    messages: list[Message]
+    tools: list[Tool] | None = None
+    before: list[int] | None = None
+    covered: int = 0
 
 
 def other_seed(seed: int, number: int) -> int:
@@ -97,11 +114,20 @@ class Completion:
 
 @dataclass
 class Turn:
-    """One exchange: the ids that went in, the completion that came out, and its text."""
+    """One exchange: the ids that went in, the completion that came out, its text and the tools that it calls.
+
+    A call is as OpenAI has it: {"id", "type": "function", "function": {"name", "arguments": JSON as a string}}.
+    """
 
     prompt_ids: list[int]
     completion: Completion
     text: str
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def message(self) -> Message:
+        calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
+        return {"role": "assistant", "content": self.text, **calls}
 
 
 @dataclass
@@ -115,6 +141,9 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     error: str | None = None
+    stop: str = ""  # the condition that ended it, as in max_turns_reached
+    timings: dict[str, float] = field(default_factory=dict)  # seconds: of the model, the environment, scoring
+    state: dict[str, Any] = field(default_factory=dict, repr=False)  # what its environment kept for reward functions
 
     @property
     def is_truncated(self) -> bool:

@@ -192,12 +192,17 @@ class Late:
             for name in self.names:
                 place = self.source / name
                 for path in [place] if place.is_file() else place.glob("*") if place.is_dir() else []:
-                    if path.suffix != ".partial" and self.seen.get(path) != path.stat().st_mtime_ns:
-                        self.seen[path] = path.stat().st_mtime_ns
-                        self.waiting.append((time.monotonic() + LATE, path.relative_to(self.source), read(path)))
+                    with contextlib.suppress(FileNotFoundError):  # one that was renamed meanwhile
+                        self.look(path)
             while self.waiting and self.waiting[0][0] < time.monotonic():
                 _, name, content = self.waiting.pop(0)
                 write(self.target / name, content)
+
+    def look(self, path):
+        changed = path.stat().st_mtime_ns
+        if path.suffix != ".partial" and self.seen.get(path) != changed:
+            self.waiting.append((time.monotonic() + LATE, path.relative_to(self.source), read(path)))
+            self.seen[path] = changed
 
 
 def read(path):

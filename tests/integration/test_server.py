@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hone.models.attention import PackedAttention
 from hone.models.hf import load_model
+from hone.records import Prompt
 from hone.text.tokenizer import Tokenizer
 from tests.conftest import patience
 
@@ -79,7 +80,7 @@ def test_logprobs_are_those_of_the_model(server, trained):
     answer = chat(server, trained, logprobs=True, return_token_ids=True, temperature=0.8, seed=3).json()
     ids = answer["choices"][0]["token_ids"]
     prompt = answer["prompt_token_ids"]
-    assert prompt == Tokenizer(trained).prompt_ids(MESSAGES)
+    assert prompt == Tokenizer(trained).prompt_ids(Prompt(MESSAGES))
     model = load_model(trained)
     packed = PackedAttention([len(prompt) + len(ids)])
     with torch.no_grad():

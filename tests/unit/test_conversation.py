@@ -2,7 +2,7 @@
 
 import asyncio
 
-from hone.orchestrator.conversation import Conversation
+from hone.environments.conversation import Conversation
 from hone.records import Completion, Sampling, Turn
 
 
@@ -10,10 +10,10 @@ class Model:
     def __init__(self):
         self.asked = []
 
-    async def chat(self, messages, sampling, before=None):
-        self.asked.append((sampling.seed, before))
+    async def chat(self, prompt, sampling):
+        self.asked.append((sampling.seed, prompt.before, prompt.covered))
         n = len(self.asked)
-        return Turn([*(before or []), 100 + n], Completion([n], [-0.5], [0], "stop"), f"reply {n}")
+        return Turn([*(prompt.before or []), 100 + n], Completion([n], [-0.5], [0], "stop"), f"reply {n}")
 
 
 def test_turns_go_on_from_the_longest_that_they_repeat():
@@ -33,7 +33,7 @@ def test_turns_go_on_from_the_longest_that_they_repeat():
         await talk.chat(changed, Sampling(seed=7))
 
     asyncio.run(program())
-    before = [b for _, b in model.asked]
-    assert before == [None, [101, 1], [101, 1], [101, 1, 102, 2], None]
-    seeds = [seed for seed, _ in model.asked]
+    before = [(b, n) for _, b, n in model.asked]
+    assert before == [(None, 0), ([101, 1], 2), ([101, 1], 2), ([101, 1, 102, 2], 4), (None, 0)]
+    seeds = [seed for seed, _, _ in model.asked]
     assert seeds[0] == 7 and len(set(seeds)) == 5

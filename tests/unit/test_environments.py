@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-import logging
+from collections import Counter
 
 import pytest
 
@@ -19,9 +19,16 @@ class Echo:
     def __init__(self, text):
         self.text = text
 
-    async def chat(self, messages, sampling):
+    async def chat(self, messages, sampling, tools=None):
         self.seen = messages
         return Turn([1, 2], Completion([3], [-0.5], [0], "stop"), self.text)
+
+
+class Asked(Echo):
+    """The same as a client that is given a whole prompt."""
+
+    async def chat(self, prompt, sampling):
+        return await super().chat(prompt.messages, sampling)
 
 
 def rollout(env, text, index=0):
@@ -47,20 +54,32 @@ def test_single_turn_rollout_is_prompted_and_scored():
     assert done.messages == [{"role": "assistant", "content": "abcd"}] and not done.error
 
 
-def test_a_reward_function_that_raises_or_is_not_finite_counts_zero(caplog):
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (RuntimeError("no"), "raised RuntimeError: no (at.py:1)"),
+        (None, "returned None"),
+        (float("nan"), "returned nan"),
+        ("0.5", "returned '0.5'"),
+        ([1.0], "returned list, not a number"),
+    ],
+)
+def test_a_reward_function_without_a_number_fails_its_rollout_or_counts_zero(value, said, caplog):
     def broken(completion):
-        raise RuntimeError("no")
+        if isinstance(value, Exception):
+            raise value
+        return value
 
-    def infinite(completion):
-        return float("inf")
-
-    env = vf.SingleTurnEnv(dataset=[{"question": "q"}], rubric=vf.Rubric(funcs=[broken, infinite, lambda **_: 1.0]))
-    assert rollout(env, "a").reward == 1.0
-    assert "broken raised RuntimeError: no (" in caplog.text and "infinite returned inf" in caplog.text
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        assert rollout(env, "a").metrics["reward_raised"] == 2
-    assert not caplog.text  # said once
+    broken.__name__ = f"broken_{type(value).__name__}"
+    env = vf.SingleTurnEnv(dataset=[{"question": "q"}], rubric=vf.Rubric(funcs=[broken, lambda **_: 1.0]))
+    failures = Counter()
+    done = asyncio.run(attempt(env, Asked("a"), env.get_dataset()[0], Sampling(), retries=2, failures=failures))
+    what = said.partition(" (")[0]
+    assert done.error == f"reward function {broken.__name__} {what}" and failures == {"reward": 3}
+    assert caplog.text.count(broken.__name__) == 1 and what in caplog.text  # said once
+    env.on_reward_error("zero")
+    done = rollout(env, "a")
+    assert done.reward == 1.0 and done.metrics == {broken.__name__: 0.0, "<lambda>": 1.0, "reward_raised": 1.0}
 
 
 def test_functions_of_one_name_and_without_a_name():

@@ -9,7 +9,7 @@ from hone import machine
 from hone.inference import fleet as module
 from hone.inference.client import ServerLost
 from hone.inference.fleet import Fleet
-from hone.records import Completion, Sampling, Turn
+from hone.records import Completion, Prompt, Sampling, Turn
 
 LOG = logging.getLogger("test")
 
@@ -23,9 +23,9 @@ class Client:
         self.asked, self.state, self.alive = [], {"running": 0, "waiting": 0}, True
         self.gone = asyncio.Event()
 
-    async def chat_group(self, messages, sampling, count, name="", so_far=None, before=None):
+    async def chat_group(self, prompt, sampling, count, name="", so_far=None):
         answer = asyncio.get_running_loop().create_future()
-        self.asked.append((messages, sampling.seed, count, name, so_far, answer))
+        self.asked.append((prompt.messages, sampling.seed, count, name, so_far, answer))
         lost = asyncio.ensure_future(self.gone.wait())
         await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
@@ -75,7 +75,8 @@ def run(program, monkeypatch, count=1, goes_on=False):
 
 
 def ask(made, seed, prompt="p", **kwargs):
-    return asyncio.ensure_future(made.chat([{"role": "user", "content": prompt}], Sampling(seed=seed), **kwargs))
+    messages = [{"role": "user", "content": prompt}]
+    return asyncio.ensure_future(made.chat(Prompt(messages), Sampling(seed=seed), **kwargs))
 
 
 async def turns(count=5):

@@ -40,7 +40,7 @@ class Model:
     def __init__(self, seconds=0.0):
         self.seconds = seconds
 
-    async def chat(self, messages, sampling):
+    async def chat(self, messages, sampling, tools=None):
         await asyncio.sleep(self.seconds)
         if sampling.seed == 13:
             raise ValueError("refused")

@@ -17,7 +17,7 @@ from hone.config.algorithms import ALGORITHMS
 from hone.config.loss import LossConfig
 from hone.config.orchestrator import OrchestratorConfig
 from hone.config.rl import RLConfig
-from hone.environments.environment import SingleTurnEnv
+from hone.environments import SingleTurnEnv
 from hone.monitors.lag import Lag
 from hone.monitors.lines import why_no_signal
 from hone.orchestrator.orchestrator import Orchestrator
@@ -31,7 +31,7 @@ class Model:
     def __init__(self, seconds=lambda seed: 0.0):
         self.version, self.seconds, self.asked = -1, seconds, 0
 
-    async def chat(self, messages, sampling, before=None):
+    async def chat(self, prompt, sampling):
         self.asked += 1
         await asyncio.sleep(self.seconds(sampling.seed))
         digit = random.Random(sampling.seed).randrange(10)
@@ -349,9 +349,9 @@ def test_what_blocks_the_event_loop_is_seen(caplog):
 
 def test_each_environment_has_its_share_its_group_size_and_its_sampling():
     class Seen(Model):
-        async def chat(self, messages, sampling, before=None):
+        async def chat(self, prompt, sampling):
             drawn[sampling.temperature, sampling.max_tokens] += 1
-            return await super().chat(messages, sampling, before)
+            return await super().chat(prompt, sampling)
 
     drawn = Counter()
     config = OrchestratorConfig.model_validate({

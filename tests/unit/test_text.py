@@ -18,6 +18,7 @@ from hone.models.families import parse_model_config
 from hone.models.hf import read_model_config, write_description, write_model
 from hone.models.proof import checksum
 from hone.models.transformer import Transformer
+from hone.records import Prompt
 from hone.text.chat import ChatTemplate
 from hone.text.tokenizer import Tokenizer
 
@@ -108,7 +109,7 @@ def test_rendering_and_ids_equal_transformers(save, template, messages):
             expected = theirs.apply_chat_template(messages, tokenize=False, **kwargs)
             assert ours.template.render(messages, **kwargs) == expected
         ids = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
-        assert ours.prompt_ids(messages, tools=tools) == ids
+        assert ours.prompt_ids(Prompt(messages, tools)) == ids
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
@@ -142,7 +143,7 @@ def test_a_template_that_rewrites_history_is_refused_for_training(save):
 def test_tokens_of_earlier_turns_stay_as_they_were_sampled(save):
     tokenizer = Tokenizer(save(CHATML, [("a", "b")]))
     asked = [{"role": "user", "content": "ab?"}]
-    prompt = tokenizer.prompt_ids(asked)
+    prompt = tokenizer.prompt_ids(Prompt(asked))
     a, b, both = (tokenizer.encode(text) for text in ("a", "b", "ab"))
     assert len(both) == 1 and both[0] in prompt
     end = tokenizer.encode("<|im_end|>")
@@ -150,17 +151,16 @@ def test_tokens_of_earlier_turns_stay_as_they_were_sampled(save):
     rest = tokenizer.encode("\n<|im_start|>user\nand ab?<|im_end|>\n<|im_start|>assistant\n")
     for sampled in (a + a + b + end, a + both + end):
         before = prompt + sampled
-        assert tokenizer.prompt_ids(messages, before=before) == before + rest
+        assert tokenizer.prompt_ids(Prompt(messages, None, before, 2)) == before + rest
     cut_off = prompt + a + a + b
-    assert tokenizer.prompt_ids(messages, before=cut_off) == cut_off + end + rest
-    fresh = tokenizer.prompt_ids(messages)
+    assert tokenizer.prompt_ids(Prompt(messages, None, cut_off, 2)) == cut_off + end + rest
+    fresh = tokenizer.prompt_ids(Prompt(messages))
     assert fresh == prompt + a + both + end + rest
-    for other in (prompt + b + end, [10**6]):  # of another text, of another model
-        assert tokenizer.prompt_ids(messages, before=other) == fresh
+    assert tokenizer.prompt_ids(Prompt(messages, None, [10**6], 2)) == fresh  # of another model
     forgetful = Tokenizer(save(FORGETFUL))
     thought = [*asked, {"role": "assistant", "content": "x</think>b"}, {"role": "user", "content": "c"}]
-    before = forgetful.prompt_ids(asked) + forgetful.encode("x</think>b</s>")
-    assert forgetful.prompt_ids(thought, before=before) == forgetful.prompt_ids(thought)
+    before = forgetful.prompt_ids(Prompt(asked)) + forgetful.encode("x</think>b</s>")
+    assert forgetful.prompt_ids(Prompt(thought, None, before, 2)) == forgetful.prompt_ids(Prompt(thought))
 
 
 def test_stop_ids_come_from_both_files(save):
@@ -180,7 +180,7 @@ def test_mistakes_are_named(save, tmp_path):
         ChatTemplate("{{ raise_exception('no system') }}", {}).render([])
     directory = save(None)
     with pytest.raises(ValueError, match="has no chat template"):
-        Tokenizer(directory).prompt_ids(CONVERSATION)
+        Tokenizer(directory).prompt_ids(Prompt(CONVERSATION))
     (directory / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="not a readable tokenizer"):
         Tokenizer(directory)
@@ -198,10 +198,10 @@ def test_a_server_that_joins_later_takes_the_text_of_all_versions(tmp_path):
     write_description(MODEL, tmp_path / "broadcasts" / "text", torch.float32, with_text=True)
     served = Served(EngineService(Engine(model)), Tokenizer(base), "base")
     messages = [{"role": "user", "content": "abc"}]
-    assert len(served.tokenizer.prompt_ids(messages)) == 3
+    assert len(served.tokenizer.prompt_ids(Prompt(messages))) == 3
     assert served.update(version, 7, None, {"type": "filesystem"})["checksum"] == checksum(other)
     ours = served.tokenizer
-    assert ours.prompt_ids(messages) == Tokenizer(MODEL).prompt_ids(messages)
+    assert ours.prompt_ids(Prompt(messages)) == Tokenizer(MODEL).prompt_ids(Prompt(messages))
     served.update(version, 8, None, {"type": "filesystem"})
     assert served.tokenizer is ours  # read once
 

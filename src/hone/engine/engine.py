@@ -33,7 +33,7 @@ from hone.kernels.decode import Rows
 from hone.models.adapters import read_adapter
 from hone.models.lora import loras
 from hone.models.transformer import Transformer
-from hone.records import Completion, GenerateRequest
+from hone.records import Completion, ContextFull, GenerateRequest
 
 PREFILL_TOKENS = 32768  # prompt tokens computed before decoding goes on …
 PASS_TOKENS = 16384  # … in passes of so many
@@ -125,14 +125,14 @@ class Engine:
     def add(self, request: GenerateRequest, on_finish: Callable[[Completion], None]) -> Sequence:
         """Queues a request; max_tokens is cut to what fits.
 
-        Raises ValueError for an empty or overlong prompt, tokens that the model has not, and an adapter that is not
-        loaded.
+        Raises ContextFull for a prompt that leaves no room, ValueError for an empty one, for tokens that the model has
+        not, and for an adapter that is not loaded.
         """
         room = self.max_model_len - len(request.prompt_ids)
         if not request.prompt_ids:
             raise ValueError("the prompt is empty")
         if room < 1:
-            raise ValueError(
+            raise ContextFull(
                 f"This model's maximum context length is {self.max_model_len} tokens, "
                 f"the prompt alone has {len(request.prompt_ids)}"
             )

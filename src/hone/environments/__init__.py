@@ -1,12 +1,30 @@
-"""Environments: tasks with a reward. The names and signatures of verifiers' v0 protocol.
+"""Environments: tasks with a reward, written with the names and signatures of verifiers' v0 protocol.
 
 import hone.environments as vf
 vf.SingleTurnEnv(dataset=…, system_prompt=…, parser=vf.XMLParser(["answer"]), rubric=vf.Rubric(funcs=[…]))
+
+What v0 does with an environment (`rollout`, `generate`, `evaluate`) is Hone's own: see `environment.py`.
 """
 
-from hone.environments.environment import Environment, SingleTurnEnv
-from hone.environments.parsers import Parser, XMLParser
-from hone.environments.registry import load_environment, load_environments
-from hone.environments.rubric import Rubric
+from typing import Any
 
-__all__ = ["Environment", "Parser", "Rubric", "SingleTurnEnv", "XMLParser", "load_environment", "load_environments"]
+from hone.environments.env_group import EnvGroup
+from hone.environments.environment import Environment, ModelClient, State
+from hone.environments.judge import JudgeRubric
+from hone.environments.maths import MathRubric
+from hone.environments.parsers import MaybeThinkParser, Parser, ThinkParser, XMLParser, extract_boxed_answer
+from hone.environments.registry import load_environment, load_environments
+from hone.environments.rubric import RewardError, Rubric, RubricGroup
+from hone.environments.tools import StatefulToolEnv, ToolEnv, ToolRubric
+from hone.environments.turns import MultiTurnEnv, SingleTurnEnv, cleanup, stop, teardown
+from hone.records import Message
+
+Messages = list[Message]
+Info = dict[str, Any]
+
+__all__ = [
+    "EnvGroup", "Environment", "Info", "JudgeRubric", "MathRubric", "MaybeThinkParser", "Message", "Messages",
+    "ModelClient", "MultiTurnEnv", "Parser", "RewardError", "Rubric", "RubricGroup", "SingleTurnEnv", "State",
+    "StatefulToolEnv", "ThinkParser", "ToolEnv", "ToolRubric", "XMLParser", "cleanup", "extract_boxed_answer",
+    "load_environment", "load_environments", "stop", "teardown",
+]  # fmt: skip

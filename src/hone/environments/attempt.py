@@ -8,13 +8,15 @@ import asyncio
 import math
 from collections import Counter
 
-from hone.environments.environment import Environment, ModelClient, checked
+from hone.environments.conversation import Conversation, TokenClient
+from hone.environments.environment import Environment, checked
+from hone.environments.rubric import RewardError
 from hone.records import Example, Rollout, Sampling
 
 
 async def attempt(
     environment: Environment,
-    client: ModelClient,
+    client: TokenClient,
     example: Example,
     sampling: Sampling,
     timeout: float | None = None,
@@ -29,7 +31,7 @@ async def attempt(
         deadline = asyncio.timeout(timeout)
         try:
             async with deadline:
-                rollout = checked(await environment.rollout(client, example, sampling))
+                rollout = checked(await environment.rollout(Conversation(client), example, sampling))
         except asyncio.CancelledError:
             me = asyncio.current_task()
             if me is None or me.cancelling():
@@ -37,6 +39,8 @@ async def attempt(
             cause, error = "raised", "the environment cancelled its own work"
         except Exception as failure:  # environments are users' code: theirs may raise anything
             cause, error = "raised", f"{type(failure).__name__}: {failure}"
+            if isinstance(failure, RewardError):
+                cause, error = "reward", str(failure)
             if deadline.expired():
                 cause, error = "timeout", f"no end within {timeout:g} s"
         else:
@@ -49,3 +53,16 @@ async def attempt(
         if failures is not None:
             failures[cause] += 1
     return Rollout(example, [], [], error=error)
+
+
+async def compare(environment: Environment, rollouts: list[Rollout], timeout: float | None = None) -> None:
+    """Adds what functions give that compare the rollouts of an example; where one cannot, all of them have failed."""
+    if not environment.has_group_rewards:
+        return
+    try:
+        async with asyncio.timeout(timeout):
+            await environment.score_group(rollouts)
+    except Exception as failure:  # environments are users' code: theirs may raise anything
+        said = str(failure) if isinstance(failure, RewardError) else f"{type(failure).__name__}: {failure}"
+        for rollout in rollouts:
+            rollout.error = rollout.error or said

@@ -1,23 +1,33 @@
 """Environments: a data set of tasks, how a conversation goes, and what it is worth.
 
-row {question | prompt, answer, info} ─► Example ─ rollout(client, example, sampling) ─► Rollout with reward
-                                                      └─ client.chat(messages) ─► Turn
+row {question | prompt, answer, info, task} ─► Example ─ rollout(client, example, sampling) ─► Rollout with reward
+                                                            └─ client.chat(messages) ─► Turn
+rollouts of one example ─ score_group ─► rewards of functions that compare them
 """
 
-import time
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from hone.environments.parsers import Parser
-from hone.environments.rubric import Rubric
-from hone.records import Example, Message, Rollout, Sampling, Turn
+from hone.environments.rubric import Rubric, RubricGroup
+from hone.records import Example, Message, Rollout, Sampling, Tool, Turn
+
+Rows = Iterable[dict[str, Any]]
+State = dict[str, Any]  # what is known of a rollout under way, for its environment and its reward functions
+HARMLESS = {  # keys of v0 that say how it runs things, which Hone settles elsewhere
+    "env_args", "env_id", "interleaved_rollouts", "map_kwargs", "max_concurrent", "max_seq_len", "max_workers",
+    "score_rollouts",
+}  # fmt: skip
 
 
 class ModelClient(Protocol):
     """All that an environment knows of a model."""
 
-    async def chat(self, messages: list[Message], sampling: Sampling) -> Turn: ...
+    async def chat(self, messages: list[Message], sampling: Sampling, tools: list[Tool] | None = None) -> Turn:
+        """Raises ContextFull where the conversation leaves no room for an answer."""
+        ...
 
 
 def checked(rollout: Any) -> Rollout:
@@ -30,67 +40,111 @@ def checked(rollout: Any) -> Rollout:
 
 
 class Environment(ABC):
-    """Base of environments. `dataset` and `eval_dataset` are Hugging Face data sets or lists of rows."""
+    """Base of environments. `dataset` and `eval_dataset` are Hugging Face data sets, lists of rows, or functions that
+    give one. `call_timeout`: seconds that an answer of the environment, a tool or a reward function may take."""
 
     def __init__(
         self,
-        dataset: Iterable[dict[str, Any]] | None = None,
-        eval_dataset: Iterable[dict[str, Any]] | None = None,
+        dataset: Rows | Callable[[], Rows] | None = None,
+        eval_dataset: Rows | Callable[[], Rows] | None = None,
         system_prompt: str | None = None,
         few_shot: list[Message] | None = None,
         parser: Parser | None = None,
         rubric: Rubric | None = None,
+        call_timeout: float | None = None,
+        **others: Any,
     ) -> None:
         if dataset is None and eval_dataset is None:
             raise ValueError("an environment needs a dataset or an eval_dataset")
+        if others.pop("message_type", "chat") != "chat":
+            raise ValueError('message_type: Hone speaks to models in messages ("chat") alone')
+        unknown = sorted(set(others) - HARMLESS)
+        if unknown:
+            raise ValueError(f"{type(self).__name__} takes no argument {unknown[0]!r}")
         self.system_prompt, self.few_shot = system_prompt, few_shot or []
         self.parser = parser or Parser()
         self.rubric = rubric or Rubric(parser=self.parser)
-        self._train = None if dataset is None else [self._example(i, row) for i, row in enumerate(dataset)]
-        self._eval = None if eval_dataset is None else [self._example(i, row) for i, row in enumerate(eval_dataset)]
+        self.call_timeout = call_timeout
+        self._train, self._eval = self._examples(dataset), self._examples(eval_dataset)
 
-    def get_dataset(self) -> list[Example]:
+    def get_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
         """The examples to train on (those for evaluation where there are no others)."""
-        return self._train if self._train is not None else self._eval or []
+        return _some(self._train if self._train is not None else self._eval or [], n, seed)
 
-    def get_eval_dataset(self) -> list[Example]:
+    def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
         """The examples to evaluate on (those for training where none are held out)."""
-        return self._eval if self._eval is not None else self._train or []
+        return _some(self._eval if self._eval is not None else self._train or [], n, seed)
 
     @abstractmethod
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         """One scored attempt at an example."""
 
+    async def score_group(self, rollouts: Sequence[Rollout]) -> None:
+        """Adds to the rewards of an example's rollouts what functions give that compare them. Raises RewardError."""
+        scored = [rollout for rollout in rollouts if not rollout.error]
+        if scored and self.has_group_rewards:
+            available = [self._available(rollout) for rollout in scored]
+            found = await self.rubric.score_group(available, self.call_timeout)
+            for rollout, (reward, metrics) in zip(scored, found, strict=True):
+                rollout.reward += reward
+                rollout.metrics |= metrics
+
     async def close(self) -> None:
         """Ends what was started for it."""
         return None
 
-    async def score(self, rollout: Rollout, state: dict[str, Any]) -> Rollout:
-        example = rollout.example
-        rollout.reward, rollout.metrics = await self.rubric.score(
-            prompt=example.prompt, completion=rollout.messages, answer=example.answer,
-            info=example.info, state=state, parser=self.parser,
-        )  # fmt: skip
+    def add_rubric(self, rubric: Rubric) -> None:
+        """Adds the rewards and metrics of another rubric to those of its own."""
+        self.rubric = RubricGroup([self.rubric, rubric])
+
+    async def score(self, rollout: Rollout, state: State) -> Rollout:
+        """Gives a rollout its reward and metrics. Raises RewardError for a function that gives no number."""
+        rollout.state = state
+        rollout.reward, rollout.metrics = await self.rubric.score(self.call_timeout, **self._available(rollout))
+        state["reward"], state["metrics"] = rollout.reward, rollout.metrics
         return rollout
+
+    @property
+    def has_group_rewards(self) -> bool:
+        """Whether `score_group` has something to add."""
+        return self.rubric.has_group_functions
+
+    def check(self) -> None:
+        """Raises ValueError for a reward function that asks for what is not there."""
+        self.rubric.check()
+
+    def on_reward_error(self, what: str) -> None:
+        """What a reward function that gives no number does to its rollout: "fail" it, or count "zero" in it."""
+        self.rubric.set_on_error(what)
+
+    def _available(self, rollout: Rollout) -> dict[str, Any]:
+        example, state = rollout.example, rollout.state
+        return {
+            "prompt": state.get("prompt", example.prompt), "completion": rollout.messages, "parser": self.parser,
+            "answer": state.get("answer", example.answer), "info": state.get("info", example.info), "state": state,
+            "task": example.task,
+        }  # fmt: skip
+
+    def _examples(self, rows: Rows | Callable[[], Rows] | None) -> list[Example] | None:
+        rows = rows() if callable(rows) else rows
+        return None if rows is None else [self._example(i, row) for i, row in enumerate(rows)]
 
     def _example(self, index: int, row: dict[str, Any]) -> Example:
         prompt = row.get("prompt")
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
         if prompt is None:
             if "question" not in row:
                 raise ValueError(f"row {index} of the dataset has neither 'prompt' nor 'question': {sorted(row)}")
             prompt = [*self.few_shot, {"role": "user", "content": row["question"]}]
             if self.system_prompt:
                 prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
-        return Example(row.get("example_id", index), prompt, str(row.get("answer", "")), row.get("info") or {})
+        answer, info = row.get("answer"), row.get("info")
+        example_id = row.get("example_id", index)
+        return Example(example_id, prompt, "" if answer is None else str(answer), info or {}, row.get("task") or "")
 
 
-class SingleTurnEnv(Environment):
-    """One question, one answer."""
-
-    async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
-        start = time.perf_counter()
-        turn = await client.chat(example.prompt, sampling)
-        messages: list[Message] = [{"role": "assistant", "content": turn.text}]
-        rollout = await self.score(Rollout(example, [turn], messages), state={})
-        rollout.seconds = time.perf_counter() - start
-        return rollout
+def _some(examples: list[Example], n: int, seed: int | None) -> list[Example]:
+    if seed is not None:
+        examples = random.Random(seed).sample(examples, len(examples))
+    return examples if n < 0 else examples[:n]

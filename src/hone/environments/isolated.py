@@ -1,6 +1,6 @@
 """An environment in processes of its own: what blocks, crashes or is killed there costs a rollout and no more.
 
-    Isolated ── {"begin": 7, example, sampling} ──►  worker: environment.rollout(client)
+    Isolated ── {"begin": 7, example, sampling} ──►  worker: environment.rollout(client)    (or {"score": 7, rollouts})
              ◄─ {"chat": 7, messages, sampling} ───       client.chat
              ── {"turn": 7, …} or {"error": 7} ───►
              ◄─ {"done": 7, rollout} or {"error": 7} ──
@@ -18,13 +18,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hone import machine
 from hone.environments.environment import Environment, ModelClient
-from hone.records import Completion, Example, Rollout, Sampling, Turn
+from hone.records import Completion, ContextFull, Example, Rollout, Sampling, Turn
 
 ANSWER = 5.0  # seconds that a worker may take to answer while it does not block
 LOOK = 3.0  # seconds between looks at one with work; of one that blocks a thread still answers
@@ -39,18 +39,57 @@ def sampling_of(message: dict[str, Any]) -> Sampling:
     return Sampling(**given | {"logit_bias": tuple(map(tuple, given["logit_bias"]))})
 
 
+def written(rollout: Rollout) -> dict[str, Any]:
+    """A rollout for JSON, with what of its state can be."""
+    found = {key: value for key, value in vars(rollout).items() if key not in ("turns", "state")}
+    state = {key: value for key, value in rollout.state.items() if _is_json(value)}
+    turns = [asdict(turn) for turn in rollout.turns]
+    return found | {"example": asdict(rollout.example), "turns": turns, "state": state}
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def turn_of(found: dict[str, Any]) -> Turn:
+    return Turn(**found | {"completion": Completion(**found["completion"])})
+
+
+def rollout_of(found: dict[str, Any], example: Example) -> Rollout:
+    return Rollout(**found | {"example": example, "turns": [turn_of(turn) for turn in found["turns"]]})
+
+
 class Isolated(Environment):
     """Has the examples of `environment`; rollouts are made by workers that load it again by its id and arguments."""
 
-    def __init__(self, environment: Environment, name: str, arguments: dict[str, Any], workers: int) -> None:
+    def __init__(
+        self, environment: Environment, name: str, arguments: dict[str, Any], workers: int,
+        on_reward_error: str | None = None,
+    ) -> None:  # fmt: skip
         self.environment, self.name, self.arguments = environment, name, arguments
-        self.workers = [Worker(name, arguments) for _ in range(workers)]
+        self.workers = [Worker(name, arguments, on_reward_error or "fail") for _ in range(workers)]
 
-    def get_dataset(self) -> list[Example]:
-        return self.environment.get_dataset()
+    def get_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
+        return self.environment.get_dataset(n, seed)
 
-    def get_eval_dataset(self) -> list[Example]:
-        return self.environment.get_eval_dataset()
+    def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
+        return self.environment.get_eval_dataset(n, seed)
+
+    @property
+    def has_group_rewards(self) -> bool:
+        return self.environment.has_group_rewards
+
+    async def score_group(self, rollouts: Sequence[Rollout]) -> None:
+        """Functions that compare rollouts get of `states` what JSON can carry."""
+        scored = [rollout for rollout in rollouts if not rollout.error]
+        if scored and self.has_group_rewards:
+            done = await min(self.workers, key=lambda one: one.load).score(scored)
+            for rollout, (reward, metrics) in zip(scored, done, strict=True):
+                rollout.reward, rollout.metrics = reward, metrics
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         worker = min(self.workers, key=lambda one: one.load)
@@ -66,13 +105,13 @@ class _Waiting:
     """A rollout at a worker: whoever waits for it, its model, and the process that has it."""
 
     future: asyncio.Future[dict[str, Any]]
-    client: ModelClient
+    client: ModelClient | None
     process: asyncio.subprocess.Process | None = None
 
 
 class Worker:
-    def __init__(self, name: str, arguments: dict[str, Any]) -> None:
-        self.name, self.arguments = name, arguments
+    def __init__(self, name: str, arguments: dict[str, Any], on_reward_error: str) -> None:
+        self.name, self.arguments, self.on_reward_error = name, arguments, on_reward_error
         self.process: asyncio.subprocess.Process | None = None
         self.waiting: dict[int, _Waiting] = {}
         self.numbers = itertools.count()
@@ -87,21 +126,27 @@ class Worker:
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         """Raises ConnectionError where the worker died, RuntimeError with what the environment raised."""
+        done = await self._ask({"begin": 0, "example": asdict(example), "sampling": asdict(sampling)}, client)
+        return rollout_of(done, example)
+
+    async def score(self, rollouts: list[Rollout]) -> list[tuple[float, dict[str, float]]]:
+        """Rewards and metrics of a group, with those of functions that compare them. Raises like `rollout`."""
+        return (await self._ask({"score": 0, "rollouts": [written(rollout) for rollout in rollouts]}, None))["scores"]
+
+    async def _ask(self, message: dict[str, Any], client: ModelClient | None) -> dict[str, Any]:
         number = next(self.numbers)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         one = self.waiting[number] = _Waiting(future, client)
         try:
             one.process = await self._start()
-            self._send({"begin": number, "example": asdict(example), "sampling": asdict(sampling)})
-            done = await future
+            self._send(message | {next(iter(message)): number})
+            return await future
         except asyncio.CancelledError:  # out of time
             self._send({"cancel": number})
             self._run(self._kill_unless_it_answers())
             raise
         finally:
             self.waiting.pop(number, None)
-        turns = [Turn(t["prompt_ids"], Completion(**t["completion"]), t["text"]) for t in done.pop("turns")]
-        return Rollout(example, turns, **done)
 
     async def close(self) -> None:
         process, self.process = self.process, None
@@ -122,6 +167,7 @@ class Worker:
             if self.process is not None and self.process.returncode is None:
                 return self.process
             words = [sys.executable, "-m", "hone.environments.worker", self.name, json.dumps(self.arguments)]
+            words.append(self.on_reward_error)
             pipe = asyncio.subprocess.PIPE
             self.process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, limit=LINE)
             self._reader = asyncio.create_task(self._read(self.process))
@@ -144,10 +190,10 @@ class Worker:
             one = self.waiting.get(number)
             if one is None or one.future.done():
                 continue
-            if kind == "chat":
+            if kind == "chat" and one.client is not None:
                 self._run(self._chat(number, one.client, message))
             elif kind == "done":
-                one.future.set_result(message["rollout"])
+                one.future.set_result(message["result"])
             else:
                 one.future.set_exception(RuntimeError(message["words"]))
         code = await process.wait()
@@ -158,9 +204,10 @@ class Worker:
 
     async def _chat(self, number: int, client: ModelClient, message: dict[str, Any]) -> None:
         try:
-            turn = await client.chat(message["messages"], sampling_of(message))
+            turn = await client.chat(message["messages"], sampling_of(message), message.get("tools"))
         except Exception as error:  # the environment learns of it
-            self._send({"error": number, "words": f"{type(error).__name__}: {error}"})
+            is_full = isinstance(error, ContextFull)
+            self._send({"error": number, "words": f"{type(error).__name__}: {error}", "is_full": is_full})
         else:
             self._send({"turn": number, "value": asdict(turn)})
 

@@ -14,18 +14,81 @@ def assistant_texts(completion: Completion) -> list[str]:
     """What the assistant said, turn by turn."""
     if isinstance(completion, str):
         return [completion]
-    return [message["content"] or "" for message in completion if message["role"] == "assistant"]
+    return [message.get("content") or "" for message in completion if message["role"] == "assistant"]
 
 
 class Parser:
-    """The whole last answer, as it stands."""
+    """The last answer, as `extract_fn` takes it from its text; the whole text unless given."""
+
+    def __init__(self, extract_fn: Callable[[str], str] = str) -> None:
+        self.extract_fn = extract_fn
 
     def parse(self, text: str) -> Any:
-        return text
+        return self.extract_fn(text)
 
     def parse_answer(self, completion: Completion) -> str | None:
         texts = assistant_texts(completion)
-        return texts[-1] if texts else None
+        return self.parse(texts[-1]) if texts else None
+
+    def get_format_reward_func(self) -> Callable[[Completion], float]:
+        """A reward for the form of the answer: here any form will do."""
+
+        def format_reward(completion: Completion) -> float:
+            return 1.0
+
+        return format_reward
+
+    def get_assistant_messages(self, completion: list[Message]) -> list[Message]:
+        return [message for message in completion if message["role"] == "assistant"]
+
+    def get_user_messages(self, completion: list[Message]) -> list[Message]:
+        return [message for message in completion if message["role"] == "user"]
+
+    def get_system_messages(self, completion: list[Message]) -> list[Message]:
+        return [message for message in completion if message["role"] == "system"]
+
+    def get_tool_messages(self, completion: list[Message]) -> list[Message]:
+        return [message for message in completion if message["role"] == "tool"]
+
+
+class ThinkParser(Parser):
+    """The answer is what follows `</think>`; there is none without."""
+
+    def parse(self, text: str) -> str:
+        _, found, after = text.rpartition("</think>")
+        return self.extract_fn(after.strip()) if found else ""
+
+    def get_format_reward_func(self) -> Callable[[Completion], float]:
+        """The share of answers of the form `<think>…</think>…`, with each tag once and something after."""
+
+        def format_reward(completion: Completion) -> float:
+            texts = [text.strip() for text in assistant_texts(completion)]
+            good = [
+                text.startswith("<think>") and text.count("<think>") == text.count("</think>") == 1
+                and bool(text.partition("</think>")[2].strip())
+                for text in texts
+            ]  # fmt: skip
+            return sum(good) / len(good) if good else 0.0
+
+        return format_reward
+
+
+class MaybeThinkParser(Parser):
+    """The answer is what follows any thinking."""
+
+    def parse(self, text: str) -> str:
+        return self.extract_fn(text.rpartition("</think>")[2].strip())
+
+
+def extract_boxed_answer(text: str, strict: bool = False) -> str:
+    """What the last `\\boxed{…}` has in it, with its own braces; without one the text, or nothing if `strict`."""
+    _, found, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for i, letter in enumerate(rest if found else ""):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return rest[:i]
+    return "" if strict else text
 
 
 class XMLParser(Parser):
@@ -35,7 +98,13 @@ class XMLParser(Parser):
     `answer_field` (the last field unless named) of the last assistant message that has it.
     """
 
-    def __init__(self, fields: Sequence[str | Sequence[str]], answer_field: str | None = None) -> None:
+    def __init__(
+        self,
+        fields: Sequence[str | Sequence[str]],
+        answer_field: str | None = None,
+        extract_fn: Callable[[str], str] = str,
+    ) -> None:
+        super().__init__(extract_fn)
         self.fields = [[field] if isinstance(field, str) else list(field) for field in fields]
         names = [name for alternatives in self.fields for name in alternatives]
         if len(set(names)) != len(names) or not names:
@@ -56,7 +125,7 @@ class XMLParser(Parser):
         for text in reversed(assistant_texts(completion)):
             answer: str | None = getattr(self.parse(text), self.answer_field)
             if answer is not None:
-                return answer
+                return self.extract_fn(answer)
         return None
 
     def get_format_str(self) -> str:

@@ -1,16 +1,15 @@
 """Environments by id: `reverse-text` or `owner/reverse-text` is the installed module `reverse_text`."""
 
 import difflib
-import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
 from hone.config.sections import EnvConfig
 from hone.environments.environment import Environment
 from hone.environments.isolated import Isolated
+from hone.environments.protocols import native
 
 
 def load_environment(env_id: str, **env_args: Any) -> Environment:
@@ -28,22 +27,7 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
             f"environment {env_id!r} is not installed (no module {module_name}); {hint}; one of your own: "
             f"PYTHONPATH=DIRECTORY_OF_{module_name}.py, or install its package"
         )
-    try:
-        module = importlib.import_module(module_name)
-    except SyntaxError as error:
-        raise ValueError(f"environment {env_id!r}: {error.filename}, line {error.lineno}: {error.msg}") from None
-    except ModuleNotFoundError as error:
-        raise ValueError(f"environment {env_id!r} needs the module {error.name}, which is not installed") from None
-    loader = getattr(module, "load_environment", None)
-    if loader is None:
-        raise ValueError(f"module {module_name} is not an environment: it has no load_environment()")
-    try:
-        inspect.signature(loader).bind(**env_args)
-    except TypeError as error:
-        accepted = ", ".join(inspect.signature(loader).parameters)
-        raise ValueError(f"environment {env_id!r}: {error}; its arguments are: {accepted}") from None
-    environment: Environment = loader(**env_args)
-    return environment
+    return native.load(env_id, module_name, env_args)
 
 
 def installed_environments() -> list[str]:
@@ -61,7 +45,8 @@ def load_environments(wanted: Iterable[EnvConfig]) -> dict[str, Environment]:
     environments: dict[str, Environment] = {}
     for env in wanted:
         environment = load_environment(env.id, **env.args)
+        environment.on_reward_error(env.on_reward_error or "fail")
         environments[env.known_as] = (
-            Isolated(environment, env.id, env.args, env.workers) if env.workers else environment
+            Isolated(environment, env.id, env.args, env.workers, env.on_reward_error) if env.workers else environment
         )
     return environments

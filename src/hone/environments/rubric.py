@@ -1,98 +1,249 @@
-"""Rubrics: a weighted sum of reward functions."""
+"""Rubrics: a weighted sum of reward functions.
 
+of one rollout    f(completion, answer, …) -> float                  as soon as it has ended
+of a group        f(completions, answers, …) -> list of floats       when all rollouts of an example have ended
+"""
+
+import difflib
 import functools
-import inspect
 import logging
 import math
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hone.environments.calls import ask, required
 from hone.environments.parsers import Parser
 
 log = logging.getLogger("hone.environments")
 
 RewardFunction = Callable[..., Any]
 RAISED = "reward_raised"  # how many functions gave no number
+OF_ONE = ("prompt", "completion", "answer", "state", "info", "task", "parser")
+OF_GROUP = {"prompts": "prompt", "completions": "completion", "answers": "answer", "states": "state", "infos": "info",
+            "tasks": "task"}  # fmt: skip
 _said: set[tuple[str, str]] = set()
+
+
+class RewardError(ValueError):
+    """A reward function gave no number."""
 
 
 class Rubric:
     """reward = sum of weight x value over the functions; the values are kept as metrics by function name.
 
-    A function takes by name what it needs of prompt, completion, answer, state, info and parser (or all with
-    `**kwargs`) and returns a float, or awaits one. One that raises or returns no finite number counts 0, is
-    logged the first time, and counted in the metric `reward_raised`. Functions of weight 0 are metrics only.
+    A function takes by name what it needs of prompt, completion, answer, state, info, task, parser and what
+    `add_class_object` added (or all with `**kwargs`) and returns a float, or awaits one. One that takes the plural of a
+    name (completions, states, …) is given lists, of all rollouts of an example, and returns a list. Functions of
+    weight 0 are metrics only.
+
+    One that raises or gives no finite number fails its rollout, which is then tried again like any that fails. With
+    `on_error` "zero" it counts 0 instead and is counted in the metric `reward_raised`. Either way it is logged once.
     """
+
+    on_error = "fail"
 
     def __init__(
         self,
         funcs: Sequence[RewardFunction] | None = None,
         weights: Sequence[float] | None = None,
         parser: Parser | None = None,
+        **others: Any,
     ) -> None:
+        unknown = sorted(set(others) - {"parallelize_scoring"})
+        if unknown:
+            raise ValueError(f"{type(self).__name__} takes no argument {unknown[0]!r}")
         self.funcs = list(funcs or [])
         self.weights = list(weights) if weights is not None else [1.0] * len(self.funcs)
         if len(self.weights) != len(self.funcs):
             raise ValueError(f"Rubric has {len(self.funcs)} functions but {len(self.weights)} weights")
         self.parser = parser or Parser()
+        self.class_objects: dict[str, Any] = {}
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
         self.funcs.append(func)
         self.weights.append(weight)
 
-    async def score(self, **available: Any) -> tuple[float, dict[str, float]]:
-        """The reward and the value of every function; `available` is what functions may ask for."""
-        available.setdefault("parser", self.parser)
-        found = [await _call(func, available) for func in self.funcs]
-        values = [0.0 if value is None else value for value in found]
-        reward = sum(w * v for w, v in zip(self.weights, values, strict=True))
-        metrics = dict(zip(self._names(), values, strict=True))
-        return reward, metrics | ({RAISED: float(found.count(None))} if None in found else {})
+    def add_metric(self, func: RewardFunction, weight: float = 0.0) -> None:
+        self.add_reward_func(func, weight)
 
-    def _names(self) -> list[str]:
-        """Of the functions; the second of a name is NAME_2."""
-        names: list[str] = []
+    def add_class_object(self, name: str, value: Any) -> None:
+        """From now on functions may ask for `value` by this name."""
+        self.class_objects[name] = value
+
+    @property
+    def has_group_functions(self) -> bool:
+        return any(map(_is_of_group, self.funcs))
+
+    def set_on_error(self, on_error: str) -> None:
+        self.on_error = on_error
+
+    def check(self) -> None:
+        """Raises ValueError for a function that asks for something that it will not get."""
         for func in self.funcs:
-            name = _name(func)
-            same = sum(one == name or one.startswith(f"{name}_") for one in names)
-            names.append(f"{name}_{same + 1}" if name in names else name)
-        return names
+            names = OF_GROUP if _is_of_group(func) else OF_ONE
+            known = [*names, "parser", *self.class_objects]
+            for name in required(func):
+                if name not in known:
+                    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                    hint = f"did you mean {near[0]}? " if near else ""
+                    raise ValueError(
+                        f"reward function {name_of(func)} asks for {name!r}, which it will not get; {hint}"
+                        f"(there are: {', '.join(dict.fromkeys(known))})"
+                    )
+
+    async def score(self, timeout: float | None = None, **available: Any) -> tuple[float, dict[str, float]]:
+        """The reward and the values of the functions of one rollout. `available` is what they may ask for; `timeout`:
+        seconds of one call. Raises RewardError."""
+        available = {"parser": self.parser, **available, **self.class_objects}
+        mine = [i for i, func in enumerate(self.funcs) if not _is_of_group(func)]
+        return self._sum({i: await self._one(self.funcs[i], available, timeout) for i in mine})
+
+    async def score_group(
+        self, available: Sequence[dict[str, Any]], timeout: float | None = None
+    ) -> list[tuple[float, dict[str, float]]]:
+        """For every rollout of a group the reward and the values of the functions that compare them."""
+        every: dict[str, Any] = {many: [one[name] for one in available] for many, name in OF_GROUP.items()}
+        every |= {"parser": self.parser, **self.class_objects}
+        mine = [i for i, func in enumerate(self.funcs) if _is_of_group(func)]
+        found = {i: await self._all(self.funcs[i], every, len(available), timeout) for i in mine}
+        return [self._sum({i: values[k] for i, values in found.items()}) for k in range(len(available))]
+
+    async def _one(self, func: RewardFunction, available: dict[str, Any], timeout: float | None) -> float | None:
+        values = await self._called(func, available, timeout, lambda value: [_number(value)])
+        return values[0] if values else None
+
+    async def _all(
+        self, func: RewardFunction, available: dict[str, Any], count: int, timeout: float | None
+    ) -> list[float | None]:
+        def numbers(value: Any) -> list[float]:
+            values = [_number(one) for one in value]
+            if len(values) != count:
+                raise TypeError(f"gave {len(values)} values for {count} rollouts")
+            return values
+
+        found = await self._called(func, available, timeout, numbers)
+        return list(found) if found else [None] * count
+
+    async def _called(
+        self, func: RewardFunction, available: dict[str, Any], timeout: float | None,
+        read: Callable[[Any], list[float]],
+    ) -> list[float] | None:  # fmt: skip
+        try:
+            return read(await ask(func, available, timeout))
+        except Exception as error:  # a user's function: whatever it raises must not end the run
+            what = f"raised {type(error).__name__}: {error}" if not isinstance(error, _NoNumber) else str(error)
+            what = f"gave no value within {timeout:g} s" if timeout and isinstance(error, TimeoutError) else what
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            place = "" if isinstance(error, _NoNumber) else f" ({at.filename}:{at.lineno})"
+            self._tell(func, what + place, at.lineno)
+            if self.on_error == "zero":
+                return None
+            raise RewardError(f"reward function {name_of(func)} {what}") from error
+
+    def _tell(self, func: RewardFunction, what: str, where: object) -> None:
+        name = name_of(func)
+        if (name, str(where)) not in _said:
+            _said.add((name, str(where)))
+            then = "counts 0" if self.on_error == "zero" else "fails its rollouts"
+            log.warning("reward function %s %s; that %s, here and from now on", name, what, then)
+
+    def _sum(self, found: dict[int, float | None]) -> tuple[float, dict[str, float]]:
+        names = self.names()
+        metrics = {names[i]: 0.0 if value is None else value for i, value in found.items()}
+        reward = sum(self.weights[i] * metrics[names[i]] for i in found)
+        lost = sum(value is None for value in found.values())
+        return reward, metrics | ({RAISED: float(lost)} if lost else {})
+
+    def names(self) -> list[str]:
+        """Of the functions; the second of a name is NAME_2."""
+        return numbered([name_of(func) for func in self.funcs])
+
+    get_reward_func_names = names
 
 
-def _name(func: RewardFunction) -> str:
+class RubricGroup(Rubric):
+    """Several rubrics as one: the reward is the sum of theirs, and that is what advantages are of."""
+
+    def __init__(self, rubrics: Sequence[Rubric], **others: Any) -> None:
+        if not rubrics:
+            raise ValueError("RubricGroup needs at least one rubric")
+        super().__init__(**others)
+        self.rubrics = list(rubrics)
+
+    def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
+        self.rubrics[0].add_reward_func(func, weight)
+
+    def add_class_object(self, name: str, value: Any) -> None:
+        for rubric in self.rubrics:
+            rubric.add_class_object(name, value)
+
+    @property
+    def has_group_functions(self) -> bool:
+        return any(rubric.has_group_functions for rubric in self.rubrics)
+
+    def set_on_error(self, on_error: str) -> None:
+        for rubric in self.rubrics:
+            rubric.set_on_error(on_error)
+
+    def check(self) -> None:
+        for rubric in self.rubrics:
+            rubric.check()
+
+    async def score(self, timeout: float | None = None, **available: Any) -> tuple[float, dict[str, float]]:
+        return _together([await rubric.score(timeout, **available) for rubric in self.rubrics])
+
+    async def score_group(
+        self, available: Sequence[dict[str, Any]], timeout: float | None = None
+    ) -> list[tuple[float, dict[str, float]]]:
+        found = [await rubric.score_group(available, timeout) for rubric in self.rubrics]
+        return [_together(of_one) for of_one in zip(*found, strict=True)]
+
+    def names(self) -> list[str]:
+        return numbered([name for rubric in self.rubrics for name in rubric.names()])
+
+    get_reward_func_names = names
+
+
+def _together(scores: Sequence[tuple[float, dict[str, float]]]) -> tuple[float, dict[str, float]]:
+    items = [(name, value) for _, metrics in scores for name, value in metrics.items() if name != RAISED]
+    names = numbered([name for name, _ in items])
+    metrics = {name: value for name, (_, value) in zip(names, items, strict=True)}
+    lost = sum(metrics.get(RAISED, 0.0) for _, metrics in scores)
+    return sum(reward for reward, _ in scores), metrics | ({RAISED: lost} if lost else {})
+
+
+def numbered(given: Sequence[str]) -> list[str]:
+    """The names, each once: the second of one is NAME_2."""
+    names: list[str] = []
+    for name in given:
+        same = sum(one == name or one.startswith(f"{name}_") for one in names)
+        names.append(f"{name}_{same + 1}" if name in names else name)
+    return names
+
+
+def name_of(func: RewardFunction) -> str:
     while isinstance(func, functools.partial):
         func = func.func
     return str(getattr(func, "__name__", type(func).__name__))
 
 
-@functools.lru_cache(maxsize=256)
-def _wanted(func: RewardFunction) -> frozenset[str] | None:
-    """Names of the parameters of a reward function; None when it takes everything."""
-    parameters = inspect.signature(func).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return None
-    return frozenset(parameters)
+def _is_of_group(func: RewardFunction) -> bool:
+    return bool(OF_GROUP.keys() & set(required(func)))
 
 
-async def _call(func: RewardFunction, available: dict[str, Any]) -> float | None:
-    wanted = _wanted(func)
-    arguments = available if wanted is None else {k: v for k, v in available.items() if k in wanted}
+class _NoNumber(TypeError):
+    pass
+
+
+def _number(value: Any) -> float:
+    """Raises _NoNumber, in words, for what is none, or not finite."""
+    if isinstance(value, str) or value is None:
+        raise _NoNumber(f"returned {value!r}")
     try:
-        value = func(**arguments)
-        value = float(await value if inspect.isawaitable(value) else value)
-    except Exception as error:  # a user's function: whatever it raises must not end the run
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        _say_once(f"raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})", func, at.lineno)
-        return None
-    if not math.isfinite(value):
-        _say_once(f"returned {value}", func, value)
-        return None
-    return value
-
-
-def _say_once(what: str, func: RewardFunction, where: object) -> None:
-    name = _name(func)
-    if (name, str(where)) not in _said:
-        _said.add((name, str(where)))
-        log.warning("reward function %s %s; it counts 0, here and from now on (metric %s)", name, what, RAISED)
+        number = float(value)
+    except (TypeError, ValueError):
+        raise _NoNumber(f"returned {type(value).__name__}, not a number") from None
+    if not math.isfinite(number):
+        raise _NoNumber(f"returned {value}")
+    return number

@@ -5,13 +5,14 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Any
 
-from hone.environments.environment import Environment
-from hone.environments.isolated import sampling_of
+from hone.environments.environment import Environment, checked
+from hone.environments.isolated import rollout_of, sampling_of, turn_of, written
 from hone.environments.registry import load_environment
-from hone.records import Completion, Example, Message, Sampling, Turn
+from hone.records import ContextFull, Example, Message, Sampling, Tool, Turn
 
 
 class Client:
@@ -21,11 +22,10 @@ class Client:
         self.number, self.send = number, send
         self.answer: asyncio.Future[dict[str, Any]] | None = None
 
-    async def chat(self, messages: list[Message], sampling: Sampling) -> Turn:
+    async def chat(self, messages: list[Message], sampling: Sampling, tools: list[Tool] | None = None) -> Turn:
         self.answer = asyncio.get_running_loop().create_future()
-        self.send({"chat": self.number, "messages": messages, "sampling": asdict(sampling)})
-        turn = await self.answer
-        return Turn(turn["prompt_ids"], Completion(**turn["completion"]), turn["text"])
+        self.send({"chat": self.number, "messages": messages, "sampling": asdict(sampling), "tools": tools})
+        return turn_of(await self.answer)
 
 
 class Worker:
@@ -36,9 +36,10 @@ class Worker:
     def take(self, line: str) -> None:
         message = json.loads(line)
         kind, number = next(iter(message.items()))
-        if kind == "begin":
+        if kind in ("begin", "score"):
             client = Client(number, self.send)
-            self.running[number] = asyncio.get_running_loop().create_task(self._one(client, message)), client
+            work = self._rollout(client, message) if kind == "begin" else self._scores(message)
+            self.running[number] = asyncio.get_running_loop().create_task(self._one(number, work)), client
         elif kind == "ping":
             self.send({"pong": number})
         elif number in self.running:
@@ -49,21 +50,29 @@ class Worker:
                 if kind == "turn":
                     client.answer.set_result(message["value"])
                 else:
-                    client.answer.set_exception(RuntimeError(message["words"]))
+                    kind = ContextFull if message["is_full"] else RuntimeError
+                    client.answer.set_exception(kind(message["words"]))
 
-    async def _one(self, client: Client, message: dict[str, Any]) -> None:
+    async def _rollout(self, client: Client, message: dict[str, Any]) -> dict[str, Any]:
+        done = await self.environment.rollout(client, Example(**message["example"]), sampling_of(message))
+        return written(checked(done))
+
+    async def _scores(self, message: dict[str, Any]) -> dict[str, Any]:
+        rollouts = [rollout_of(found, Example(**found["example"])) for found in message["rollouts"]]
+        await self.environment.score_group(rollouts)
+        return {"scores": [(rollout.reward, rollout.metrics) for rollout in rollouts]}
+
+    async def _one(self, number: int, work: Coroutine[Any, Any, dict[str, Any]]) -> None:
         try:
-            done = await self.environment.rollout(client, Example(**message["example"]), sampling_of(message))
-            rollout = {key: value for key, value in asdict(done).items() if key != "example"}
-            self.send({"done": client.number, "rollout": rollout})
+            self.send({"done": number, "result": await work})
         except Exception as error:  # environments are users' code: theirs may raise anything
-            self.send({"error": client.number, "words": f"{type(error).__name__}: {error}"})
+            self.send({"error": number, "words": f"{type(error).__name__}: {error}"})
         finally:
-            self.running.pop(client.number, None)
+            self.running.pop(number, None)
 
 
 def main() -> None:
-    name, arguments = sys.argv[1], json.loads(sys.argv[2])
+    name, arguments, on_reward_error = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
     out = os.fdopen(os.dup(1), "w")  # what the environment prints goes to stderr, not between the messages
     os.dup2(2, 1)
 
@@ -87,7 +96,9 @@ def main() -> None:
             os._exit(0)  # nobody is there any more, whatever the environment is at
 
         threading.Thread(target=read, daemon=True).start()
-        worker = Worker(load_environment(name, **arguments), send)
+        environment = load_environment(name, **arguments)
+        environment.on_reward_error(on_reward_error)
+        worker = Worker(environment, send)
         while True:
             worker.take(await lines.get())
 

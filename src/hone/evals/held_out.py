@@ -10,13 +10,13 @@ import numpy as np
 
 from hone.config.sections import EvalConfig
 from hone.environments import Environment
-from hone.environments.attempt import attempt
-from hone.environments.environment import ModelClient
+from hone.environments.attempt import attempt, compare
+from hone.environments.conversation import TokenClient
 from hone.records import Example, Rollout, Sampling
 
 
 async def evaluate(
-    config: EvalConfig, environments: dict[str, Environment], client: ModelClient, seed: int
+    config: EvalConfig, environments: dict[str, Environment], client: TokenClient, seed: int
 ) -> dict[str, float]:
     """Mean reward and metrics of each environment."""
     found: dict[str, float] = {}
@@ -30,7 +30,7 @@ async def evaluate(
 
 
 async def attempts(
-    environment: Environment, client: ModelClient, examples: list[Example], n: int, sampling: Sampling,
+    environment: Environment, client: TokenClient, examples: list[Example], n: int, sampling: Sampling,
     timeout: float | None = None, at_once: int | None = None,
 ) -> list[Rollout]:  # fmt: skip
     """n rollouts of each example, those of an example side by side, each with a seed of its own after `sampling`'s.
@@ -45,7 +45,12 @@ async def attempts(
             own = replace(sampling, seed=(sampling.seed << 40) + i)
             return await attempt(environment, client, examples[i // n], own, timeout)
 
-    return await asyncio.gather(*map(one, range(count)))
+    async def group(start: int) -> list[Rollout]:
+        rollouts = await asyncio.gather(*map(one, range(start, start + n)))
+        await compare(environment, rollouts, timeout)
+        return rollouts
+
+    return [rollout for of_one in await asyncio.gather(*map(group, range(0, count, n))) for rollout in of_one]
 
 
 def means(rollouts: list[Rollout]) -> dict[str, float]:

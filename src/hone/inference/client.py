@@ -9,7 +9,9 @@ from typing import Any
 import httpx
 
 from hone.config.sections import LOOPBACK, ClientConfig
-from hone.records import Completion, Message, Sampling, Turn
+from hone.records import Completion, ContextFull, Prompt, Sampling, Turn
+
+FULL = "maximum context length"  # in the refusal of every OpenAI-compatible server
 
 
 class ServerLost(ConnectionError):
@@ -81,18 +83,18 @@ class HttpClient:
             if self.model not in served:
                 raise ValueError(f"{self.base_url} does not serve {self.model!r}; it serves {', '.join(served)}")
 
-    async def chat(self, messages: list[Message], sampling: Sampling, before: list[int] | None = None) -> Turn:
-        """One completion. Raises RuntimeError with the words of a refusal, ConnectionError when the server is gone."""
-        return (await self.chat_group(messages, sampling, 1, before=before))[0]
+    async def chat(self, prompt: Prompt, sampling: Sampling) -> Turn:
+        """One completion. Raises RuntimeError with the words of a refusal, ContextFull where the conversation leaves no
+        room, ConnectionError when the server is gone."""
+        return (await self.chat_group(prompt, sampling, 1))[0]
 
     async def chat_group(
         self,
-        messages: list[Message],
+        prompt: Prompt,
         sampling: Sampling,
         count: int,
         name: str = "",
         so_far: list[Completion] | None = None,
-        before: list[int] | None = None,
     ) -> list[Turn]:
         """Several completions of one prompt, drawn with the seeds from `sampling.seed` on.
 
@@ -101,12 +103,13 @@ class HttpClient:
         """
         body = {
             "model": self.model,
-            "messages": messages,
+            "messages": prompt.messages,
+            **({"tools": prompt.tools} if prompt.tools else {}),
             **_drawing(sampling),
             **({"return_token_logprobs": True} if self.is_hone else {"logprobs": True}),
             "return_token_ids": True,
             **({"n": count} if count > 1 else {}),
-            **({"conversation_ids": before} if before else {}),
+            **(_conversation(prompt) if prompt.before and self.is_hone else {}),
             **({"request_name": name} if name else {}),
             **({"so_far": [_written(one) for one in so_far]} if so_far else {}),
             **self.extra_body,
@@ -153,6 +156,8 @@ class HttpClient:
                 if answer.status_code == 200:
                     result: dict[str, Any] = answer.json()
                     return result
+                if answer.status_code == 400 and FULL in answer.text:
+                    raise ContextFull(answer.text[:500])
                 is_final = answer.status_code < 500 and answer.status_code != 429
                 if is_final or attempt == retries:
                     raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:500]}")
@@ -163,6 +168,10 @@ class HttpClient:
 def _written(one: Completion) -> dict[str, Any]:
     """What a server goes on from."""
     return {"ids": one.ids, "logprobs": one.logprobs, "versions": one.versions}
+
+
+def _conversation(prompt: Prompt) -> dict[str, Any]:
+    return {"conversation_ids": prompt.before, "conversation_messages": prompt.covered}
 
 
 def _drawing(sampling: Sampling) -> dict[str, Any]:
@@ -197,5 +206,7 @@ def _turn(prompt_ids: list[int], choice: dict[str, Any]) -> Turn:
         logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
     versions = choice.get("policy_versions") or [0] * len(ids)
     reason = choice.get("finish_reason") or "stop"
+    reason = "stop" if reason == "tool_calls" else reason
     completion = Completion(ids, logprobs, versions, reason, routing=choice.get("routing") or "")
-    return Turn(prompt_ids, completion, choice["message"]["content"] or "")
+    message = choice["message"]
+    return Turn(prompt_ids, completion, message.get("content") or "", message.get("tool_calls") or [])

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from hone import machine
 from hone.inference.client import HttpClient, ServerLost
-from hone.records import Completion, Message, Sampling, Turn
+from hone.records import Completion, Prompt, Sampling, Turn
 from hone.transport.waiting import Wait
 
 T = TypeVar("T")
@@ -31,9 +31,8 @@ RESERVE = 16  # rollouts (or an eighth of those running, if more) queued at a se
 
 
 class _Asked(NamedTuple):
-    messages: list[Message]
+    prompt: Prompt
     sampling: Sampling
-    before: list[int] | None
     is_urgent: bool
     future: asyncio.Future[Turn]
 
@@ -43,9 +42,8 @@ class _Run:
     """Rollouts of one prompt with seeds in a row, asked for together."""
 
     place: tuple[int, int]  # in the queue: urgent or not, then in the order of arrival
-    messages: list[Message] = field(compare=False)
+    prompt: Prompt = field(compare=False)
     sampling: Sampling = field(compare=False)  # of the first
-    before: list[int] | None = field(compare=False)  # ids of the conversation's earlier turns
     futures: list[asyncio.Future[Turn]] = field(compare=False, default_factory=list)
     name: str = field(compare=False, default="")  # of the request that is under way
     version: int = field(compare=False, default=-1)  # weights version of the server when the request was sent
@@ -132,14 +130,12 @@ class Fleet:
     def up(self) -> list[Server]:
         return [server for server in self.servers if server.is_up]
 
-    async def chat(
-        self, messages: list[Message], sampling: Sampling, before: list[int] | None = None, is_urgent: bool = False
-    ) -> Turn:
+    async def chat(self, prompt: Prompt, sampling: Sampling, is_urgent: bool = False) -> Turn:
         loop = asyncio.get_running_loop()
         if not self._asked:
             loop.call_soon(self._send)
-        asked = _Asked(messages, sampling, before, is_urgent, loop.create_future())
-        key = json.dumps([messages, before, is_urgent, asdict(replace(sampling, seed=0))])
+        asked = _Asked(prompt, sampling, is_urgent, loop.create_future())
+        key = json.dumps([vars(prompt), is_urgent, asdict(replace(sampling, seed=0))])
         self._asked.setdefault(key, []).append(asked)
         return await asked.future
 
@@ -175,7 +171,7 @@ class Fleet:
             last = None
             for one in same:
                 if last is None or one.sampling.seed != last + 1:
-                    run = _Run((not one.is_urgent, next(self._numbers)), one.messages, one.sampling, one.before)
+                    run = _Run((not one.is_urgent, next(self._numbers)), one.prompt, one.sampling)
                     heapq.heappush(self._queue, run)
                 run.futures.append(one.future)
                 last = one.sampling.seed
@@ -208,9 +204,7 @@ class Fleet:
         run.begun = [len(one.ids) for one in run.so_far] or [0] * count
         asking = asyncio.ensure_future(
             server.unless_lost(
-                server.client.chat_group(
-                    run.messages, run.sampling, count, run.name if self.goes_on else "", run.so_far, run.before
-                )
+                server.client.chat_group(run.prompt, run.sampling, count, run.name if self.goes_on else "", run.so_far)
             )
         )
         run.so_far = run.so_far or [Completion([], [], [], "") for _ in range(count)]
@@ -310,5 +304,5 @@ class Urgent:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
 
-    async def chat(self, messages: list[Message], sampling: Sampling, before: list[int] | None = None) -> Turn:
-        return await self.fleet.chat(messages, sampling, before, is_urgent=True)
+    async def chat(self, prompt: Prompt, sampling: Sampling) -> Turn:
+        return await self.fleet.chat(prompt, sampling, is_urgent=True)

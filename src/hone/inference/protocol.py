@@ -2,17 +2,16 @@
 
 import time
 import uuid
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from hone.records import Completion, Sampling
+from hone.records import Completion, Prompt, Sampling
 from hone.text.stops import cut
 from hone.text.tokenizer import Tokenizer
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # what the engine cannot do, with the values that ask for nothing
     "stream": (None, False),
-    "tool_choice": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
 }
 
@@ -85,10 +84,12 @@ class ChatRequest(BaseModel):
     return_tokens_as_token_ids: bool | None = None
     return_routing: bool | None = None  # experts that the tokens went through (records.Completion)
     request_name: str | None = None  # by which POST /progress knows it
-    conversation_ids: list[int] | None = None  # of the turns so far: kept, if the messages go on from their text
+    conversation_ids: list[int] | None = None  # of the first turns, kept unless the template rewrites their text
+    conversation_messages: int | None = Field(None, ge=1)  # so many of the messages: the last is the assistant's
     so_far: list[Written] | None = None  # of each of the n: what was written elsewhere, to go on from
     skip_special_tokens: bool | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @field_validator("stop")
@@ -117,6 +118,11 @@ class ChatRequest(BaseModel):
             raise ValueError("top_logprobs needs logprobs = true")
         return self
 
+    def prompt(self) -> Prompt:
+        messages = [message.as_message() for message in self.messages]
+        tools = None if self.tool_choice == "none" else self.tools
+        return Prompt(messages, tools, self.conversation_ids, self.conversation_messages or 0)
+
     def sampling(self, max_tokens: int, seed: int, vocab_size: int) -> Sampling:
         """How to draw. Raises ValueError for tokens that the model does not have."""
         beyond = [i for i in [*(self.logit_bias or {}), *(self.stop_token_ids or [])] if not 0 <= i < vocab_size]
@@ -128,7 +134,11 @@ class ChatRequest(BaseModel):
 
 
 def chat_response(
-    request: ChatRequest, prompt_ids: list[int], completions: list[Completion], tokenizer: Tokenizer
+    request: ChatRequest,
+    prompt: Prompt,
+    prompt_ids: list[int],
+    completions: list[Completion],
+    tokenizer: Tokenizer,
 ) -> dict[str, Any]:
     """The answer to a chat request, with token ids and logprobs where they were asked for."""
     skip = request.skip_special_tokens is not False
@@ -137,10 +147,12 @@ def chat_response(
         text = tokenizer.decode(completion.ids, skip_special_tokens=skip)
         if request.stop:
             text = cut(text, request.stop, keep=bool(request.include_stop_str_in_output))
+        turn = tokenizer.turn(prompt, prompt_ids, completion, text)
+        called = bool(turn.tool_calls) and completion.finish_reason == "stop"
         choice: dict[str, Any] = {
             "index": index,
-            "message": {"role": "assistant", "content": text},
-            "finish_reason": completion.finish_reason,
+            "message": turn.message,
+            "finish_reason": "tool_calls" if called else completion.finish_reason,
             "logprobs": None,
         }
         if request.logprobs:

@@ -82,9 +82,8 @@ def build_app(served: Served, api_key: str | None = None) -> FastAPI:
             return _refuse(404, f"model {body.model!r} is not served here; this server has {known}", param="model")
         tokenizer = served.tokenizer
         try:
-            messages = [message.as_message() for message in body.messages]
-            template_args = body.chat_template_kwargs or {}
-            prompt_ids = tokenizer.prompt_ids(messages, body.tools, body.conversation_ids, **template_args)
+            prompt = body.prompt()
+            prompt_ids = tokenizer.prompt_ids(prompt, **(body.chat_template_kwargs or {}))
             requests = _requests(body, prompt_ids, served)
             completions = await unless_gone(connection, *(service.generate(request) for request in requests))
             if body.so_far:
@@ -93,7 +92,7 @@ def build_app(served: Served, api_key: str | None = None) -> FastAPI:
             return _refuse(400, str(error))
         except HungUp:
             return Response(status_code=499)  # nobody reads it
-        return JSONResponse(chat_response(body, prompt_ids, completions, tokenizer))
+        return JSONResponse(chat_response(body, prompt, prompt_ids, completions, tokenizer))
 
     return app
 

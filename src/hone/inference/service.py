@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from hone.engine.engine import Engine
 from hone.engine.sequence import Sequence
-from hone.records import Completion, GenerateRequest, Message, Sampling, Turn
+from hone.records import Completion, GenerateRequest, Prompt, Sampling, Turn
 from hone.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -200,7 +200,7 @@ class LocalClient:
         self.service, self.tokenizer = service, tokenizer
         self.stop_ids = frozenset(tokenizer.stop_ids)
 
-    async def chat(self, messages: list[Message], sampling: Sampling, before: list[int] | None = None) -> Turn:
-        prompt_ids = self.tokenizer.prompt_ids(messages, before=before)
+    async def chat(self, prompt: Prompt, sampling: Sampling) -> Turn:
+        prompt_ids = self.tokenizer.prompt_ids(prompt)
         completion = await self.service.generate(GenerateRequest(prompt_ids, sampling, self.stop_ids))
-        return Turn(prompt_ids, completion, self.tokenizer.decode(completion.ids))
+        return self.tokenizer.turn(prompt, prompt_ids, completion)

@@ -20,9 +20,9 @@ import numpy as np
 
 from hone.config.orchestrator import OrchestratorConfig
 from hone.environments import Environment
-from hone.environments.attempt import attempt
+from hone.environments.attempt import attempt, compare
+from hone.environments.conversation import TokenClient
 from hone.orchestrator.advantage import make_advantage
-from hone.orchestrator.conversation import Conversation, TokenClient
 from hone.orchestrator.group import Group, judge
 from hone.orchestrator.metrics import metrics_of
 from hone.orchestrator.replay import Replay
@@ -226,7 +226,8 @@ class Orchestrator:
         first = (self.seed << 40) + task.number * self.largest
         seeds = range(first, first + settings.rollouts_per_example)
         rollouts = await asyncio.gather(*(self._rollout(task, seed, failures) for seed in seeds))
-        group = Group(task, list(rollouts), failures)
+        await compare(self.environments[task.env], rollouts, self.config.rollout_timeout)
+        group = Group(task, rollouts, failures)
         judge(group, self.advantages[task.env], settings, self.config.buffer)
         if self.teacher is not None and settings.teacher_logprobs and group.samples:
             await self.teacher.score(group.samples)
@@ -240,7 +241,6 @@ class Orchestrator:
         if settings.sampler == "teacher" and self.teacher is not None:
             client = self.teacher.writing(self.version)
         limits = (self.config.rollout_timeout, self.config.rollout_retries)
-        conversation = Conversation(client)
         return await attempt(
-            self.environments[task.env], conversation, example, sampling, *limits, failures, needs_tokens=True
+            self.environments[task.env], client, example, sampling, *limits, failures, needs_tokens=True
         )

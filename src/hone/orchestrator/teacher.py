@@ -11,7 +11,7 @@ from typing import Any
 from hone.config.orchestrator import TeacherConfig
 from hone.inference.client import HttpClient, ServerLost, connect
 from hone.inference.fleet import Fleet
-from hone.records import Message, Sample, Sampling, Turn
+from hone.records import Prompt, Sample, Sampling, Turn
 
 
 class Teacher:
@@ -56,8 +56,8 @@ class Writer:
     def __init__(self, fleet: Fleet, version: int) -> None:
         self.fleet, self.version = fleet, version
 
-    async def chat(self, messages: list[Message], sampling: Sampling, before: list[int] | None = None) -> Turn:
-        turn = await self.fleet.chat(messages, sampling, before)
+    async def chat(self, prompt: Prompt, sampling: Sampling) -> Turn:
+        turn = await self.fleet.chat(prompt, sampling)
         turn.completion.versions = [self.version] * len(turn.completion.ids)
         return turn
 

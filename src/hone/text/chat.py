@@ -15,7 +15,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-Message = dict[str, Any]  # role, content and whatever else the template reads (tool_calls, name, …)
+from hone.records import Message
+from hone.text.tool_calls import for_template, style_of
+
+MARK = "\ue000"  # a character that no text has
 
 
 class ChatTemplate:
@@ -33,6 +36,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise ValueError(f"the chat template does not compile: {error}") from None
         self.special_tokens = special_tokens
+        self.call_style = style_of(source)
 
     def render(
         self,
@@ -48,7 +52,7 @@ class ChatTemplate:
         """
         try:
             return self.template.render(
-                messages=messages,
+                messages=[for_template(message) for message in messages],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -57,6 +61,19 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program of its own: it may raise anything
             raise ValueError(f"the chat template refuses these messages: {error}") from None
+
+    def continuation(self, messages: list[Message], covered: int, **template_args: Any) -> str | None:
+        """What follows the text of message `covered` - 1, which the assistant wrote: the mark that ends its turn, and
+        all up to where the assistant is to speak again. None where the template rewrites what was before that (some
+        drop earlier thinking)."""
+        whole = self.render(messages, add_generation_prompt=True, **template_args)
+        asked = self.render(messages[: covered - 1], add_generation_prompt=True, **template_args)
+        answered = self.render(messages[:covered], **template_args)
+        if not (whole.startswith(answered) and answered.startswith(asked)):
+            return None
+        marked = [*messages[: covered - 1], {"role": "assistant", "content": MARK}]
+        _, found, end = self.render(marked, **template_args).partition(MARK)
+        return end + whole[len(answered) :] if found else None
 
     def spans(
         self, messages: list[Message], roles: Collection[str] = ("assistant",), **template_args: Any

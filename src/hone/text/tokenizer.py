@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer as Encoder
 
-from hone.text.chat import ChatTemplate, Message
+from hone.records import Completion, Message, Prompt, Turn
+from hone.text.chat import ChatTemplate
+from hone.text.tool_calls import parse_tool_calls
 
 
 class Tokenizer:
@@ -70,29 +72,23 @@ class Tokenizer:
         """The text of one token, special or not."""
         return self.decode([token_id], skip_special_tokens=False)
 
-    def prompt_ids(
-        self,
-        messages: list[Message],
-        tools: list[dict[str, Any]] | None = None,
-        before: list[int] | None = None,
-        **template_args: Any,
-    ) -> list[int]:
+    def prompt_ids(self, prompt: Prompt, **template_args: Any) -> list[int]:
         """The ids of a conversation up to where the assistant is to speak; recent ones are kept, a group asks often.
 
-        `before`: the ids of its earlier turns as they were. They stay, and what the template adds to their text comes
-        after, unless it has rewritten that (some drop earlier thinking).
+        Those of its earlier turns (`prompt.before`) stay as they were, and what the template adds comes after, unless
+        it rewrites their text (some drop earlier thinking).
         """
-        key = json.dumps([messages, tools, template_args], sort_keys=True)
-        ids = self._chat_cache.get(key) if not before else None
+        template, messages, args = self.require_template(), prompt.messages, {"tools": prompt.tools, **template_args}
+        before, covered = prompt.before, prompt.covered
+        if before and 0 < covered <= len(messages) and all(0 <= i < self.vocab_size for i in before):
+            text = template.continuation(messages, covered, **args)
+            if text is not None:
+                rest = self.encode(text)
+                return before + rest[rest[:1] == before[-1:] :]  # without the end of the turn, if it was sampled
+        key = json.dumps([messages, args], sort_keys=True)
+        ids = self._chat_cache.get(key)
         if ids is None:
-            template = self.require_template()
-            text = template.render(messages, add_generation_prompt=True, tools=tools, **template_args)
-            if before:
-                known = [i for i in before if 0 <= i < self.vocab_size]
-                said = self.decode(known, skip_special_tokens=False)
-                if len(known) == len(before) and text.startswith(said):
-                    return before + self.encode(text[len(said) :])
-            ids = self.encode(text)
+            ids = self.encode(template.render(messages, add_generation_prompt=True, **args))
             self._chat_cache[key] = ids
             if len(self._chat_cache) > 1024:
                 self._chat_cache.popitem(last=False)
@@ -109,6 +105,14 @@ class Tokenizer:
         for start, end in spans:
             mask |= (start <= first) & (behind <= end)
         return list(encoding.ids), mask.tolist()
+
+    def turn(self, prompt: Prompt, prompt_ids: list[int], completion: Completion, text: str | None = None) -> Turn:
+        """What the model answered, with the tools that it calls where some were given. `text`: if not as decoded."""
+        text = self.decode(completion.ids) if text is None else text
+        if not prompt.tools:
+            return Turn(prompt_ids, completion, text)
+        style, number = self.require_template().call_style, len(prompt.messages)
+        return Turn(prompt_ids, completion, *parse_tool_calls(text, style, number))
 
     def require_template(self) -> ChatTemplate:
         if self.template is None:

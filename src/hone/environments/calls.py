@@ -1,0 +1,50 @@
+"""Calls of users' functions: by the names that they take, plain or async, within a time."""
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+
+@lru_cache(maxsize=1024)
+def wanted(function: Callable[..., Any]) -> frozenset[str] | None:
+    """Names of the parameters of a function; None where it takes everything."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return None
+    return frozenset(parameters)
+
+
+@lru_cache(maxsize=1024)
+def required(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the parameters that it cannot do without."""
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in kinds)
+
+
+@lru_cache(maxsize=1024)
+def positional_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)
+
+
+async def ask(
+    function: Callable[..., Any],
+    available: dict[str, Any],
+    timeout: float | None = None,
+    positional: tuple[Any, ...] = (),
+) -> Any:
+    """What a function gives for those of the `available` values that it takes. Raises TimeoutError after `timeout`
+    seconds; a plain function then goes on in its thread, where nobody waits for it."""
+    names = wanted(function)
+    arguments = available if names is None else {k: v for k, v in available.items() if k in names}
+    if timeout is None:
+        value = function(*positional, **arguments)
+        return await value if inspect.isawaitable(value) else value
+    async with asyncio.timeout(timeout):
+        if inspect.iscoroutinefunction(function):
+            return await function(*positional, **arguments)
+        value = await asyncio.to_thread(function, *positional, **arguments)
+        return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,48 @@
+"""The model as one rollout sees it: what was said stays in the tokens that said it, and every turn has its own draws.
+
+turn 1: messages ─► prompt ids, completion ids      turn 2: messages, of which the first are turn 1's and its reply
+                              └────────────────────────────► those ids, then what the template adds after them
+"""
+
+from dataclasses import replace
+from typing import Protocol
+
+from hone.records import Message, Prompt, Sampling, Tool, Turn, other_seed
+
+
+class TokenClient(Protocol):
+    """A model that goes on from the ids of a conversation's earlier turns."""
+
+    async def chat(self, prompt: Prompt, sampling: Sampling) -> Turn: ...
+
+
+class Conversation:
+    """`turns`: what was asked and answered so far."""
+
+    def __init__(self, client: TokenClient) -> None:
+        self.client = client
+        self.turns: list[tuple[list[Message], Turn]] = []
+
+    async def chat(self, messages: list[Message], sampling: Sampling, tools: list[Tool] | None = None) -> Turn:
+        if self.turns:
+            sampling = replace(sampling, seed=other_seed(sampling.seed, len(self.turns)))
+        asked = list(messages)  # the environment may go on with its own
+        turn = await self.client.chat(self._prompt(asked, tools), sampling)
+        self.turns.append((asked, turn))
+        return turn
+
+    def _prompt(self, messages: list[Message], tools: list[Tool] | None) -> Prompt:
+        """With the ids of the longest of the turns so far that these messages go on from."""
+        found = Prompt(messages, tools)
+        for asked, turn in self.turns:
+            n = len(asked)
+            is_longer = n >= found.covered and len(messages) > n
+            if is_longer and messages[:n] == asked and _says(messages[n], turn) and turn.prompt_ids:
+                found = Prompt(messages, tools, turn.prompt_ids + turn.completion.ids, n + 1)
+        return found
+
+
+def _says(message: Message, turn: Turn) -> bool:
+    """Whether a message is what the model said in a turn."""
+    said = (message.get("role"), message.get("content") or "", message.get("tool_calls") or [])
+    return said == ("assistant", turn.text or "", turn.tool_calls)

@@ -1,0 +1,52 @@
+"""Several environments as one: their examples in one data set, each rollout by the environment of its task."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hone.environments.environment import Environment, ModelClient
+from hone.records import Example, Rollout, Sampling
+
+
+class EnvGroup(Environment):
+    """`env_names` are the tasks by which examples and metrics tell them apart; theirs in order unless given."""
+
+    def __init__(self, envs: Sequence[Environment], env_names: Sequence[str] | None = None, **_: Any) -> None:
+        names = list(env_names or [f"env_{i}" for i in range(len(envs))])
+        if len(names) != len(envs) or len(set(names)) != len(names) or not names:
+            raise ValueError(f"EnvGroup has {len(envs)} environments and the names {names}; each needs one of its own")
+        self.envs, self.env_names = list(envs), names
+        self.of = dict(zip(names, envs, strict=True))
+        self._train = self._numbered([env.get_dataset() for env in envs])
+        self._eval = self._numbered([env.get_eval_dataset() for env in envs])
+
+    async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
+        rollout = await self.of[example.task].rollout(client, example, sampling)
+        rollout.metrics[f"{example.task}/reward"] = rollout.reward
+        return rollout
+
+    async def score_group(self, rollouts: Sequence[Rollout]) -> None:
+        if rollouts:
+            await self.of[rollouts[0].example.task].score_group(rollouts)
+
+    @property
+    def has_group_rewards(self) -> bool:
+        return any(env.has_group_rewards for env in self.envs)
+
+    def on_reward_error(self, what: str) -> None:
+        for env in self.envs:
+            env.on_reward_error(what)
+
+    def check(self) -> None:
+        for env in self.envs:
+            env.check()
+
+    async def close(self) -> None:
+        for env in self.envs:
+            await env.close()
+
+    def _numbered(self, of_each: list[list[Example]]) -> list[Example]:
+        found: list[Example] = []
+        for name, examples in zip(self.env_names, of_each, strict=True):
+            found += [replace(one, id=len(found) + i, task=name) for i, one in enumerate(examples)]
+        return found

@@ -1,0 +1,93 @@
+"""A model as the judge of another's answer, over any OpenAI-compatible endpoint."""
+
+import asyncio
+import os
+from typing import Any
+
+import httpx
+
+from hone.environments.calls import ask
+from hone.environments.parsers import Completion, Parser
+from hone.environments.rubric import Rubric
+from hone.records import Message
+
+JUDGE_PROMPT = """Decide whether a response gives the right answer to a question.
+
+Question:
+{question}
+
+Right answer:
+{answer}
+
+Response:
+{response}
+
+Say only "yes" if the response gives the right answer, else "no"."""
+RETRIES = 3
+
+
+class JudgeRubric(Rubric):
+    """Reward functions may ask for `judge`, and `await judge(prompt, completion, answer, state)` for its words.
+
+    judge_prompt: with {question}, {answer} and {response}. judge_client: an `openai` client, if not `base_url` and the
+    key in the environment variable `api_key_var`. An answer is kept in the rollout's state: a judge that several
+    functions ask is asked once.
+    """
+
+    def __init__(
+        self,
+        parser: Parser | None = None,
+        judge_client: Any = None,
+        judge_model: str = "gpt-4.1-nano",
+        judge_sampling_args: dict[str, Any] | None = None,
+        judge_prompt: str = JUDGE_PROMPT,
+        base_url: str = "https://api.openai.com/v1",
+        api_key_var: str = "OPENAI_API_KEY",
+        timeout: float = 60.0,
+        **others: Any,
+    ) -> None:
+        super().__init__(parser=parser, **others)
+        self.judge_client, self.judge_model, self.judge_prompt = judge_client, judge_model, judge_prompt
+        self.judge_sampling_args = {key: v for key, v in (judge_sampling_args or {}).items() if v is not None}
+        self.url, self.api_key_var, self.timeout = f"{base_url.rstrip('/')}/chat/completions", api_key_var, timeout
+        for name in ("judge_client", "judge_model", "judge_prompt", "judge_sampling_args"):
+            self.add_class_object(name, getattr(self, name))
+        self.add_class_object("judge", self.judge)
+
+    async def judge(
+        self, prompt: list[Message] | str, completion: Completion, answer: str, state: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> str:  # fmt: skip
+        """What the judge says. Raises ConnectionError or RuntimeError where it cannot be asked."""
+        asked = prompt if isinstance(prompt, str) else str(prompt[-1]["content"] if prompt else "")
+        response = self.parser.parse_answer(completion)
+        text = self.judge_prompt.format(question=asked, answer=answer, response=response or "")
+        kept: dict[str, str] = {} if state is None else state.setdefault("judge_response", {})
+        if text not in kept:
+            kept[text] = await self._ask([{"role": "user", "content": text}])
+        return kept[text]
+
+    async def _ask(self, messages: list[Message]) -> str:
+        body = {"model": self.judge_model, "messages": messages, **self.judge_sampling_args}
+        if self.judge_client is not None:
+            answer = await ask(self.judge_client.chat.completions.create, body)
+            return answer.choices[0].message.content or ""
+        key = os.environ.get(self.api_key_var, "")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with httpx.AsyncClient(timeout=self.timeout, headers=headers) as client:
+            for attempt in range(RETRIES):
+                is_last = attempt == RETRIES - 1
+                try:
+                    answer = await client.post(self.url, json=body)
+                except httpx.HTTPError as error:
+                    if is_last:
+                        raise ConnectionError(f"the judge at {self.url}: {type(error).__name__}") from None
+                else:
+                    if answer.status_code == 200:
+                        return answer.json()["choices"][0]["message"]["content"] or ""
+                    if is_last or (answer.status_code < 500 and answer.status_code != 429):
+                        raise RuntimeError(
+                            f"the judge at {self.url} answered {answer.status_code}: {answer.text[:200]}"
+                        )
+                await asyncio.sleep(0.5 * 2**attempt)
+        raise AssertionError("unreachable")

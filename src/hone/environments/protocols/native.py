@@ -1,0 +1,39 @@
+"""Environments written for Hone, in this process: `load_environment` returns a `hone.environments.Environment`."""
+
+import importlib
+import inspect
+from typing import Any
+
+from hone.environments.environment import Environment
+
+
+def load(env_id: str, module_name: str, arguments: dict[str, Any]) -> Environment:
+    """Raises ValueError, in words, for a module that cannot be imported, arguments that its `load_environment` does not
+    take, what it returns where that is no environment, and reward functions that ask for what they will not get."""
+    try:
+        module = importlib.import_module(module_name)
+    except SyntaxError as error:
+        raise ValueError(f"environment {env_id!r}: {error.filename}, line {error.lineno}: {error.msg}") from None
+    except ModuleNotFoundError as error:
+        raise ValueError(f"environment {env_id!r} needs the module {error.name}, which is not installed") from None
+    loader = getattr(module, "load_environment", None)
+    if loader is None:
+        raise ValueError(f"module {module_name} is not an environment: it has no load_environment()")
+    try:
+        inspect.signature(loader).bind(**arguments)
+    except TypeError as error:
+        accepted = ", ".join(inspect.signature(loader).parameters)
+        raise ValueError(f"environment {env_id!r}: {error}; its arguments are: {accepted}") from None
+    made = loader(**arguments)
+    if not isinstance(made, Environment):
+        kind = type(made)
+        raise ValueError(
+            f"environment {env_id!r}: load_environment() returned {kind.__module__}.{kind.__qualname__}; accepted is "
+            "an environment of hone.environments (SingleTurnEnv, MultiTurnEnv, ToolEnv, EnvGroup, your own subclass of "
+            "Environment)"
+        )
+    try:
+        made.check()
+    except ValueError as error:
+        raise ValueError(f"environment {env_id!r}: {error}") from None
+    return made

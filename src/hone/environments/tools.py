@@ -1,0 +1,183 @@
+"""Environments whose model calls tools: Python functions, told to it by their signature and docstring."""
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, get_type_hints
+
+from pydantic import Field, create_model
+
+from hone.environments.calls import ask
+from hone.environments.environment import State
+from hone.environments.rubric import Rubric
+from hone.environments.turns import MultiTurnEnv, stop
+from hone.records import Message, Tool
+
+ToolFunction = Callable[..., Any]
+
+
+def schema_of(function: ToolFunction, skip: Sequence[str] = ()) -> Tool:
+    """A function as an OpenAI tool. Descriptions are those of its docstring (Google's style: `Args:`)."""
+    text, of_parameters = _docstring(inspect.getdoc(function) or "")
+    try:
+        types = get_type_hints(function)
+    except Exception as error:  # annotations are users' code
+        raise ValueError(f"tool {function.__name__}: its annotations cannot be read: {error}") from None
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in skip or name == "self":
+            continue
+        default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+        fields[name] = (types.get(name, str), Field(default, description=of_parameters.get(name)))
+    schema = create_model(function.__name__, **fields).model_json_schema()
+    for one in schema.get("properties", {}).values():
+        one.pop("title", None)
+    parameters = {key: value for key, value in schema.items() if key not in ("title", "description")}
+    parameters.setdefault("properties", {})
+    return {
+        "type": "function",
+        "function": {"name": function.__name__, "description": text, "parameters": parameters},
+    }
+
+
+def _docstring(text: str) -> tuple[str, dict[str, str]]:
+    """What stands before the sections, and what is said of each parameter."""
+    head, _, rest = text.partition("\nArgs:")
+    head = re.split(r"\n(?:Returns|Raises|Examples?|Yields|Note)s?:", head)[0]
+    rest = re.split(r"\n\S", rest)[0]
+    found: dict[str, str] = {}
+    name = ""
+    for line in rest.splitlines():
+        match = re.match(r"\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*)", line)
+        if match:
+            name = match[1]
+            found[name] = match[2]
+        elif name and line.strip():
+            found[name] += " " + line.strip()
+    return head.strip(), found
+
+
+class ToolRubric(Rubric):
+    """Metrics: how often tools were called, together and each."""
+
+    def __init__(self, tools: Sequence[ToolFunction] = ()) -> None:
+        super().__init__()
+        self.add_metric(self.total_tool_calls)
+        for tool in tools:
+            self.add_tool(tool.__name__)
+
+    def add_tool(self, name: str) -> None:
+        def calls(completion: list[Message]) -> float:
+            return float(sum(call["function"]["name"] == name for call in _calls(completion)))
+
+        calls.__name__ = f"{name}_calls"
+        self.add_metric(calls)
+
+    async def total_tool_calls(self, completion: list[Message]) -> float:
+        return float(len(_calls(completion)))
+
+
+def _calls(completion: list[Message]) -> list[dict[str, Any]]:
+    return [call for message in completion for call in message.get("tool_calls") or []]
+
+
+class ToolEnv(MultiTurnEnv):
+    """The model calls `tools` until it answers without a call, or has spoken `max_turns` times.
+
+    What a tool raises is told to the model as `error_formatter` writes it, unless it is one of `stop_errors`.
+    """
+
+    times_its_calls = True
+
+    def __init__(
+        self,
+        tools: Sequence[ToolFunction] | None = None,
+        max_turns: int = 10,
+        error_formatter: Callable[[Exception], str] = str,
+        stop_errors: Sequence[type[Exception]] | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(max_turns=max_turns, **others)
+        self.tools: list[ToolFunction] = []
+        self.tool_map: dict[str, ToolFunction] = {}
+        self.oai_tools: list[Tool] = []
+        self.error_formatter, self.stop_errors = error_formatter, tuple(stop_errors or ())
+        self.tool_rubric = ToolRubric()
+        self.add_rubric(self.tool_rubric)
+        for tool in tools or []:
+            self.add_tool(tool)
+
+    def add_tool(self, tool: ToolFunction, args_to_skip: Sequence[str] = ()) -> None:
+        self.tools.append(tool)
+        self.tool_map[tool.__name__] = tool
+        self.oai_tools.append(schema_of(tool, args_to_skip))
+        self.tool_rubric.add_tool(tool.__name__)
+
+    def remove_tool(self, tool: ToolFunction) -> None:
+        name = tool.__name__
+        self.tools.remove(tool)
+        self.tool_map.pop(name)
+        self.oai_tools = [one for one in self.oai_tools if one["function"]["name"] != name]
+
+    def tools_of(self, state: State) -> list[Tool] | None:
+        return self.oai_tools or None
+
+    @stop
+    async def no_tools_called(self, state: State) -> bool:
+        return bool(state["trajectory"]) and not state["trajectory"][-1]["completion"][-1].get("tool_calls")
+
+    async def env_response(self, messages: list[Message], state: State) -> list[Message]:
+        return [await self._answer(call, messages, state) for call in messages[-1].get("tool_calls") or []]
+
+    async def _answer(self, call: dict[str, Any], messages: list[Message], state: State) -> Message:
+        name, written = call["function"]["name"], call["function"]["arguments"]
+        try:
+            arguments = json.loads(written or "{}") if isinstance(written, str) else written
+            if name not in self.tool_map:
+                raise ValueError(f"there is no tool {name!r}; the tools are: {', '.join(self.tool_map)}")
+            arguments = await self.arguments_of(name, arguments, messages, state)
+            return await self.call_tool(name, arguments, call["id"])
+        except Exception as error:  # the model learns of it
+            if isinstance(error, self.stop_errors):
+                raise
+            return {"role": "tool", "content": self.error_formatter(error), "tool_call_id": call["id"]}
+
+    async def arguments_of(
+        self, name: str, arguments: dict[str, Any], messages: list[Message], state: State
+    ) -> dict[str, Any]:
+        """The arguments of a call as the tool gets them."""
+        return arguments
+
+    async def call_tool(self, tool_name: str, tool_args: dict[str, Any], tool_call_id: str, **_: Any) -> Message:
+        tool = self.tool_map[tool_name]
+        try:
+            inspect.signature(tool).bind(**tool_args)
+        except TypeError as error:
+            raise ValueError(f"{tool_name}: {error}") from None
+        try:
+            result = await ask(tool, tool_args, self.call_timeout)
+        except TimeoutError:
+            raise ValueError(f"{tool_name} did not end within {self.call_timeout} s") from None
+        content = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+        return {"role": "tool", "content": content, "tool_call_id": tool_call_id}
+
+
+class StatefulToolEnv(ToolEnv):
+    """Tools that get, beside what the model writes, arguments of the rollout that it does not see.
+
+    `add_tool(tool, args_to_skip=["path"])` hides them; `update_tool_args(tool_name, tool_args, messages, state)`, which
+    is overridden, returns the arguments with them.
+    """
+
+    def update_tool_args(
+        self, tool_name: str, tool_args: dict[str, Any], messages: list[Message], state: State, **_: Any
+    ) -> Any:
+        raise NotImplementedError(
+            f"{type(self).__name__} has no update_tool_args(tool_name, tool_args, messages, state)"
+        )
+
+    async def arguments_of(
+        self, name: str, arguments: dict[str, Any], messages: list[Message], state: State
+    ) -> dict[str, Any]:
+        return await ask(self.update_tool_args, {}, None, (name, arguments, messages, state))

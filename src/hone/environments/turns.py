@@ -1,0 +1,181 @@
+"""Conversations of several turns between a model and what an environment answers.
+
+setup_state ─► [ is_completed? ─► env_response ─► client.chat ] … ─► cleanup ─► score
+                      └ max_turns_reached, prompt_too_long, has_final_env_response, what `@stop` marks
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from hone.environments.calls import ask, positional_names
+from hone.environments.environment import Environment, ModelClient, State
+from hone.records import ContextFull, Example, Message, Rollout, Sampling, Tool, Turn
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _marked(kind: str) -> Callable[..., Any]:
+    """A decorator of methods, with or without `(priority=…)`; those of higher priority come first."""
+
+    def mark(method: F | None = None, *, priority: int = 0) -> Any:
+        def with_priority(method: F) -> F:
+            setattr(method, f"hone_{kind}", priority)
+            return method
+
+        return with_priority if method is None else with_priority(method)
+
+    return mark
+
+
+stop = _marked("stop")
+"""Marks a method `condition(self, state) -> bool`: the conversation ends when it holds."""
+cleanup = _marked("cleanup")
+"""Marks a method `clean(self, state)` that is called when a rollout has ended, however it did."""
+teardown = _marked("teardown")
+"""Marks a method that is called when the environment is no longer needed."""
+
+
+class MultiTurnEnv(Environment):
+    """A model and an environment speak in turn, at most `max_turns` times the model (-1: no limit).
+
+    Overridden: `env_response(messages, state)` gives the messages that answer the model's last; `setup_state(state)`
+    prepares a rollout; methods marked by `@stop` end it, and so does `state["final_env_response"]`, messages that the
+    model does not answer. All may be plain functions or async.
+
+    `state` has prompt, completion (messages so far), answer, info, task, example_id, turn (how often the model spoke),
+    trajectory (prompt and completion of each turn), and what the environment puts there.
+    """
+
+    times_its_calls = False  # whether env_response holds `call_timeout` itself, for each of what it calls
+
+    def __init__(self, max_turns: int = -1, **others: Any) -> None:
+        super().__init__(**others)
+        self.max_turns = max_turns
+        self._stops = {name: method for name, method in self._marked("stop")}
+
+    # ------------------------------------------------------------------------------------------ overridden
+
+    async def setup_state(self, state: State) -> State:
+        return state
+
+    async def env_response(self, messages: list[Message], state: State) -> Any:
+        """What the environment says to `messages`, the whole conversation; the model spoke last."""
+        raise NotImplementedError(f"{type(self).__name__} has no env_response(messages, state)")
+
+    async def is_completed(self, *given: Any) -> bool:
+        """Whether the conversation is over; `state["stop_condition"]` then says why. An override takes (state) or
+        (messages, state)."""
+        state: State = given[-1]
+        for name, condition in (*BUILT_IN.items(), *self._stops.items()):
+            if await ask(condition, {"state": state, "environment": self}):
+                state["stop_condition"] = name
+                return True
+        return False
+
+    def tools_of(self, state: State) -> list[Tool] | None:
+        """The tools that the model is told of."""
+        return None
+
+    # ------------------------------------------------------------------------------------------ the loop
+
+    async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
+        start = time.perf_counter()
+        state: State = {
+            "prompt": list(example.prompt), "completion": [], "answer": example.answer, "info": dict(example.info),
+            "task": example.task, "example_id": example.id, "turn": 0, "trajectory": [], "metrics": {},
+            "is_completed": False, "stop_condition": None,
+        }  # fmt: skip
+        turns: list[Turn] = []
+        asked = 0.0  # seconds of the model
+        try:
+            state = await self._call("setup_state", state) or state
+            while not await self._is_over(state):
+                messages = [*state["prompt"], *state["completion"]]
+                if turns:
+                    answers = _messages(await self._call("env_response", state, messages), state)
+                    state["completion"] += answers
+                    if state.get("final_env_response") is not None:
+                        state["completion"] += _messages(state["final_env_response"], state)
+                        continue
+                    messages += answers
+                now = time.perf_counter()
+                try:
+                    turn = await client.chat(messages, sampling, self.tools_of(state))
+                except ContextFull:
+                    if not turns:
+                        raise
+                    state["prompt_too_long"] = True
+                    continue
+                finally:
+                    asked += time.perf_counter() - now
+                turns.append(turn)
+                state["turn"] += 1
+                state["completion"].append(turn.message)
+                state["trajectory"].append({"prompt": messages, "completion": [turn.message]})
+            state["is_completed"] = True
+        finally:
+            for _, clean in self._marked("cleanup"):
+                await ask(clean, {"state": state})
+        ended = time.perf_counter()
+        rollout = Rollout(example, turns, state["completion"], stop=state["stop_condition"] or "")
+        await self.score(rollout, state)
+        now = time.perf_counter()
+        rollout.seconds = now - start
+        rollout.timings = {"model": asked, "environment": ended - start - asked, "scoring": now - ended}
+        return rollout
+
+    async def close(self) -> None:
+        for _, end in self._marked("teardown"):
+            await ask(end, {})
+
+    async def _is_over(self, state: State) -> bool:
+        over = bool(await self._call("is_completed", state, [*state["prompt"], *state["completion"]]))
+        if over and not state["stop_condition"]:
+            state["stop_condition"] = "is_completed"
+        return over
+
+    async def _call(self, name: str, state: State, messages: list[Message] | None = None) -> Any:
+        """A method that may be the user's: with (messages, state) or (state), as it was written."""
+        method = getattr(self, name)
+        takes_messages = messages is not None and positional_names(method)[:1] not in (("state",), ())
+        positional = (messages, state) if takes_messages else (state,)
+        timeout = self.call_timeout if name == "env_response" and not self.times_its_calls else None
+        return await ask(method, {}, timeout, positional)
+
+    def _marked(self, kind: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+        found = []
+        for name in dir(type(self)):
+            method = getattr(type(self), name, None)
+            if hasattr(method, f"hone_{kind}"):
+                found.append((-getattr(method, f"hone_{kind}"), name))
+        for _, name in sorted(found):
+            yield name, getattr(self, name)
+
+
+BUILT_IN: dict[str, Callable[..., bool]] = {
+    "prompt_too_long": lambda state: bool(state.get("prompt_too_long")),
+    "max_turns_reached": lambda state, environment: state["turn"] >= environment.max_turns > 0,
+    "has_final_env_response": lambda state: state.get("final_env_response") is not None,
+}
+
+
+def _messages(given: Any, state: State) -> list[Message]:
+    """The messages that an environment answered with: a list, one, its text; or any of them and the state."""
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict):
+        given, changed = given
+        state.update(changed)
+    if isinstance(given, str):
+        given = {"role": "user", "content": given}
+    if isinstance(given, dict):
+        given = [given]
+    if not isinstance(given, list) or not all(isinstance(one, dict) and "role" in one for one in given):
+        raise TypeError(f"env_response gave {given!r:.100}, not messages (dicts with role and content)")
+    return given
+
+
+class SingleTurnEnv(MultiTurnEnv):
+    """One question, one answer."""
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__(max_turns=1, **others)
