@@ -17,13 +17,13 @@ from hone.environments.registry import load_environment, load_environments
 from hone.environments.rubric import RewardError, Rubric, RubricGroup
 from hone.environments.tools import StatefulToolEnv, ToolEnv, ToolRubric
 from hone.environments.turns import MultiTurnEnv, SingleTurnEnv, cleanup, stop, teardown
-from hone.records import Message
+from hone.records import Example, Message
 
 Messages = list[Message]
 Info = dict[str, Any]
 
 __all__ = [
-    "EnvGroup", "Environment", "Info", "JudgeRubric", "MathRubric", "MaybeThinkParser", "Message", "Messages",
+    "EnvGroup", "Environment", "Example", "Info", "JudgeRubric", "MathRubric", "MaybeThinkParser", "Message", "Messages",
     "ModelClient", "MultiTurnEnv", "Parser", "RewardError", "Rubric", "RubricGroup", "SingleTurnEnv", "State",
     "StatefulToolEnv", "ThinkParser", "ToolEnv", "ToolRubric", "XMLParser", "cleanup", "extract_boxed_answer",
     "load_environment", "load_environments", "stop", "teardown",

@@ -79,6 +79,14 @@ class Environment(ABC):
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         """One scored attempt at an example."""
 
+    def demonstrate(self, messages: list[Message], example: Example, rng: random.Random) -> Message | str | None:
+        """What a good answer to `messages` is: its text, or a message with tool calls. None where that is not known.
+
+        From it come data for SFT (`hone env data`) and the check of rewards (`hone env check`). Unless overridden it is
+        the example's answer as the parser reads it.
+        """
+        return self.parser.write(example.answer) if example.answer else None
+
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
         """Adds to the rewards of an example's rollouts what functions give that compare them. Raises RewardError."""
         scored = [rollout for rollout in rollouts if not rollout.error]

@@ -30,6 +30,10 @@ class Parser:
         texts = assistant_texts(completion)
         return self.parse(texts[-1]) if texts else None
 
+    def write(self, answer: str) -> str:
+        """A text whose answer is this."""
+        return answer
+
     def get_format_reward_func(self) -> Callable[[Completion], float]:
         """A reward for the form of the answer: here any form will do."""
 
@@ -57,6 +61,9 @@ class ThinkParser(Parser):
     def parse(self, text: str) -> str:
         _, found, after = text.rpartition("</think>")
         return self.extract_fn(after.strip()) if found else ""
+
+    def write(self, answer: str) -> str:
+        return f"<think>\n</think>\n{answer}"
 
     def get_format_reward_func(self) -> Callable[[Completion], float]:
         """The share of answers of the form `<think>…</think>…`, with each tag once and something after."""
@@ -127,6 +134,9 @@ class XMLParser(Parser):
             if answer is not None:
                 return self.extract_fn(answer)
         return None
+
+    def write(self, answer: str) -> str:
+        return f"<{self.answer_field}>{answer}</{self.answer_field}>"
 
     def get_format_str(self) -> str:
         """The format as a prompt can state it."""

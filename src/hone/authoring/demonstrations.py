@@ -1,0 +1,64 @@
+"""Data for SFT from an environment: conversations in which the model's part is what the environment demonstrates.
+
+example ─► environment.rollout(Demonstrator) ─► {"messages": […]}, one line each
+                        └─ environment.demonstrate(messages, example, rng)
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hone.environments import Environment
+from hone.records import Completion, Example, Message, Rollout, Sampling, Tool, Turn
+from hone.run_directory import UserError
+
+
+class Demonstrator:
+    """A model that says what the environment would have it say."""
+
+    def __init__(self, environment: Environment, example: Example, seed: int) -> None:
+        self.environment, self.example, self.rng = environment, example, random.Random(f"{seed} {example.id}")
+        self.tools: list[Tool] | None = None
+
+    async def chat(self, messages: list[Message], sampling: Sampling, tools: list[Tool] | None = None) -> Turn:
+        self.tools = tools
+        said = self.environment.demonstrate(messages, self.example, self.rng)
+        if said is None:
+            raise UserError(
+                f"{type(self.environment).__name__} does not know what to say to {messages[-1]['content']!r}: give its "
+                "rows an answer, or write demonstrate(messages, example, rng)"
+            )
+        message: Message = {"role": "assistant", "content": said} if isinstance(said, str) else said
+        for i, call in enumerate(message.get("tool_calls") or []):
+            call.setdefault("id", f"call_{len(messages)}_{i}")
+            call.setdefault("type", "function")
+        completion = Completion([0], [0.0], [0], "stop")
+        return Turn([0], completion, message.get("content") or "", message.get("tool_calls") or [])
+
+
+async def demonstrated(environment: Environment, example: Example, seed: int) -> tuple[Rollout, list[Tool] | None]:
+    model = Demonstrator(environment, example, seed)
+    return await environment.rollout(model, example, Sampling()), model.tools
+
+
+async def conversations(environment: Environment, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Rows of SFT data, of the examples to train on in turn."""
+    examples, found = environment.get_dataset(), []
+    for i in range(count):
+        rollout, tools = await demonstrated(environment, examples[i % len(examples)], seed + i // len(examples))
+        last = max((n for n, m in enumerate(rollout.messages) if m["role"] == "assistant"), default=-1)
+        messages = [*rollout.example.prompt, *rollout.messages[: last + 1]]
+        found.append({"messages": messages, **({"tools": tools} if tools else {})})
+    return iter(found)
+
+
+def write_rows(rows: Iterator[dict[str, Any]], file: Path) -> int:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    count = 0
+    with file.open("w") as out:
+        for row in rows:
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+    return count

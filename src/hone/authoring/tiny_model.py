@@ -1,0 +1,97 @@
+"""A tiny model to try an environment with on a CPU: a config and a tokenizer of bytes, without weights.
+
+What all conversations of the environment have in common (instructions, tags) becomes single tokens, so that prompts are
+short and all that differs between them is seen letter by letter.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
+CHAT_TEMPLATE = """\
+{%- if tools %}{{ '<|system|>' + tools | map(attribute='function') | map(attribute='name') | join(', ') }}{% endif %}
+{%- for message in messages %}
+{{- '<|' + message.role + '|>' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) + '</tool_call>' }}
+{%- endfor %}
+{%- if message.role == 'assistant' %}<|end|>{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+ROLE = re.compile(r"<\|\w+\|>")
+SHORT_FIRST, SHORT_LAST = re.compile(r"^\W*\b\w{1,2}\b"), re.compile(r"\b\w{1,2}\W*$")
+SHORTEST = 4  # characters of a phrase
+PAIRS = 60  # of conversations that are compared
+
+
+def phrases(texts: Sequence[str]) -> list[str]:
+    """What many of the texts have in common, longest first."""
+    found: Counter[str] = Counter()
+    pairs = list(pairwise(texts))[:PAIRS]
+    for one, other in pairs:
+        blocks = SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks()
+        found.update({part for block in blocks for part in _parts(one, block.a, block.a + block.size)})
+    often = [text for text, count in found.items() if count >= max(2, len(pairs) // 6)]
+    return sorted(often, key=lambda text: (-len(text), text))[:64]
+
+
+def _parts(text: str, start: int, end: int) -> set[str]:
+    """What text[start:end] has between the marks of roles, without pieces of words at its ends and without what is
+    short there: that belongs to what differs."""
+    whole = text[start:end]
+    if text[:start][-1:].isalnum():
+        whole = re.sub(r"^\w+", "", whole)
+    if text[end:][:1].isalnum():
+        whole = re.sub(r"\w+$", "", whole)
+    found = set()
+    for part in ROLE.split(whole):
+        while SHORT_FIRST.match(part):
+            part = SHORT_FIRST.sub("", part)
+        while SHORT_LAST.search(part):
+            part = SHORT_LAST.sub("", part)
+        if len(part) >= SHORTEST and re.search(r"\w{3}", part):
+            found.add(part)
+    return found
+
+
+def write_model(directory: Path, texts: Sequence[str], hidden: int = 128, layers: int = 3) -> int:
+    """Writes the directory; `texts` are conversations of the environment. Returns how many phrases are tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(role, special=True) for role in ROLES])
+    known = phrases(texts)
+    calls = ["<tool_call>", "</tool_call>"] if any("<tool_call>" in text for text in texts) else []
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in dict.fromkeys([*calls, *known])])
+    end = tokenizer.token_to_id("<|end|>")
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    described: dict[str, dict[str, Any]] = {
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>",
+            "model_max_length": 2048,
+        },
+        "generation_config.json": {"eos_token_id": [end], "pad_token_id": end},
+        "config.json": {
+            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+            "vocab_size": -(-tokenizer.get_vocab_size() // 8) * 8, "hidden_size": hidden,
+            "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 32,
+            "num_key_value_heads": hidden // 32, "head_dim": 32, "hidden_act": "silu", "max_position_embeddings": 2048,
+            "initializer_range": 0.06, "rms_norm_eps": 1e-06,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "attention_bias": False,
+            "tie_word_embeddings": True, "eos_token_id": end, "pad_token_id": end, "dtype": "float32",
+        },
+    }  # fmt: skip
+    for name, content in described.items():
+        (directory / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    return len(known)

@@ -1,0 +1,146 @@
+"""A Python session for what a model writes: it computes, and reaches nothing.
+
+    run(code) ─► unshare ─► sandbox_keeper.py ─► session        (a process namespace, no network, files of its own)
+
+Linux's namespaces and limits contain it; `Sandbox.start` refuses where they are not to be had, and says what is missing.
+What was killed or cut is said in the answer, and the next call works.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KEEPER = Path(__file__).with_name("sandbox_keeper.py")
+START = 30.0  # seconds until it must be ready
+USERS = 61_000  # as root the sessions have users from here on, so that limits count theirs alone
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one session: `seconds` of a call; bytes of `memory` of a process, of a `file`, of all files (`disk`), of the
+    `output` that is shown; `cpu` seconds of a process; how many `processes` and threads."""
+
+    seconds: float = 10.0
+    memory: int = 1 << 30
+    file: int = 16 << 20
+    disk: int = 64 << 20
+    output: int = 8192
+    cpu: int = 600
+    processes: int = 16
+
+
+class Sandbox:
+    """Made by `await Sandbox.start(limits)`."""
+
+    count = 0
+
+    def __init__(self, process: asyncio.subprocess.Process, limits: Limits, root: str) -> None:
+        self.process, self.limits, self.root = process, limits, root
+
+    @classmethod
+    async def start(cls, limits: Limits | None = None) -> "Sandbox":
+        """Raises RuntimeError, in words, where this machine cannot contain it."""
+        limits, tool = limits or Limits(), shutil.which("unshare")
+        if not sys.platform.startswith("linux") or tool is None:
+            missing = "Linux" if not sys.platform.startswith("linux") else "the program unshare (of util-linux)"
+            raise RuntimeError(f"code of a model is not run here: containing it needs {missing}")
+        is_root = os.geteuid() == 0
+        cls.count += 1
+        root = tempfile.mkdtemp(prefix="hone-sandbox-")
+        readable = [sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")]
+        inside: dict[str, Any] = vars(limits) | {
+            "root": root, "readable": readable, "packages": sysconfig.get_path("purelib"), "user": USERS + cls.count % 4000 if is_root else 0,
+        }  # fmt: skip
+        words = [tool, *([] if is_root else ["--user", "--map-root-user"])]
+        words += ["--net", "--pid", "--fork", "--mount", "--ipc", "--uts", "--kill-child"]
+        words += [sys.executable, "-I", "-S", str(KEEPER), json.dumps(inside)]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=pipe, limit=1 << 24)
+        made = cls(process, limits, root)
+        try:
+            async with asyncio.timeout(START):
+                assert process.stdout is not None and process.stderr is not None
+                if not await process.stdout.readline():
+                    said = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+                    raise RuntimeError(
+                        "code of a model is not run here: containing it needs namespaces of Linux (user, network, "
+                        f"process, mount), which this machine refuses: {said[-1] if said else 'no reason given'}"
+                    )
+        except BaseException:
+            await made.close()
+            raise
+        return made
+
+    async def run(self, code: str) -> str:
+        """What the code printed, the value of its last line included, and what became of it."""
+        answer = await self._ask({"code": code, "seconds": self.limits.seconds})
+        said = [answer["text"].rstrip("\n")] if answer["text"] else []
+        if answer["dropped"]:
+            said.append(f"[output cut: {answer['dropped']} more bytes]")
+        if answer["what"]:
+            said.append(f"[the code {answer['what']}; its names are gone, a new session begins]")
+        if answer["left"]:
+            said.append(f"[processes left behind were ended: {answer['left']}]")
+        return "\n".join(said)
+
+    async def reset(self) -> None:
+        """Another's turn: no name, file or process is left."""
+        await self._ask({"reset": True})
+
+    async def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+        with contextlib.suppress(OSError):
+            os.rmdir(self.root)
+
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(message).encode() + b"\n")
+        async with asyncio.timeout(self.limits.seconds + START):
+            line = await self.process.stdout.readline()
+        if not line:
+            raise ConnectionError("the sandbox is gone")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+class Sandboxes:
+    """As many as rollouts need at once, at most `most`; each is used again by others, cleared."""
+
+    def __init__(self, limits: Limits | None = None, most: int = 32) -> None:
+        self.limits, self.most = limits or Limits(), most
+        self._free: list[Sandbox] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def take(self) -> Sandbox:
+        if self._loop is not asyncio.get_running_loop():  # those of an earlier `asyncio.run` have ended with it
+            self._loop, self._free, self._room = asyncio.get_running_loop(), [], asyncio.Semaphore(self.most)
+        await self._room.acquire()
+        try:
+            return self._free.pop() if self._free else await Sandbox.start(self.limits)
+        except BaseException:
+            self._room.release()
+            raise
+
+    async def give_back(self, sandbox: Sandbox) -> None:
+        try:
+            await sandbox.reset()
+            self._free.append(sandbox)
+        except (ConnectionError, TimeoutError):
+            await sandbox.close()
+        finally:
+            self._room.release()
+
+    async def close(self) -> None:
+        free, self._free = self._free, []
+        for sandbox in free:
+            await sandbox.close()
