@@ -8,6 +8,7 @@ Names are made of shipped first and last names (default), of syllables, or come 
 import random
 import re
 from difflib import SequenceMatcher
+from itertools import pairwise
 from typing import Any
 
 import hone.environments as vf
@@ -33,7 +34,8 @@ Use exactly this format:
 </alphabetical_sorted>"""
 ASK_MORE = """Now sort ALL of these names alphabetically by {by} name: {names}
 
-These are in addition to the prior list. Mark any NEW names (that weren't in the prior list) with `// new name!` at the end.
+These are in addition to the prior list. Mark any NEW names (that weren't in the prior list) with \
+`// new name!` at the end.
 
 Use exactly this format:
 <combined_alphabetical_sorted>
@@ -51,6 +53,7 @@ def load_environment(
     similarity_power: int = 4,
     power_per_turn: bool = True,
     names: str = "shipped",
+    syllables: int = 90,
     hf_dataset_path: str = HUB_DATASET,
     num_examples: int = 2000,
     num_eval_examples: int = 256,
@@ -59,6 +62,7 @@ def load_environment(
     """The environment.
 
     names: "shipped" (first and last names), "syllables" (short made-up ones, as in BaKo), or "hub" (`hf_dataset_path`).
+    syllables: of how many, at most 90, the made-up names are.
     power_per_turn: raise the similarity of each turn to `similarity_power`; else their mean.
     """
     if not 1 <= min_turns <= max_turns or not 1 <= min_names_per_turn <= max_names_per_turn:
@@ -72,7 +76,7 @@ def load_environment(
         train = [row(random.Random(f"{seed} {i}"), each, turns, per_turn) for i, each in enumerate(lists)]
     else:
         draws = [random.Random(f"{seed} {i}") for i in range(-num_eval_examples, num_examples)]
-        rows = [row(rng, drawn_names(rng, names, turns[1] * per_turn[1]), turns, per_turn) for rng in draws]
+        rows = [row(rng, drawn_names(rng, names, turns[1] * per_turn[1], syllables), turns, per_turn) for rng in draws]
         held_out, train = rows[:num_eval_examples], rows[num_eval_examples:]
 
     def similarity(completion: Any, state: dict[str, Any]) -> float:
@@ -118,7 +122,7 @@ def parts(name: str) -> tuple[str, str]:
 
 
 def turn_score(text: str, truth: list[str], turn: int) -> float:
-    """Similarity of a list to the right one. Of several lists each must be better than the one before; the last counts."""
+    """Similarity of a list to the right one. Of several each must be better than the one before; the last counts."""
     tag = "combined_alphabetical_sorted" if turn else "alphabetical_sorted"
     lists = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     scores = []
@@ -126,7 +130,7 @@ def turn_score(text: str, truth: list[str], turn: int) -> float:
         lines = "\n".join(line.strip().lower() for line in written.splitlines() if line.strip())
         right = "\n".join(line.strip().lower() for line in truth)
         scores.append(SequenceMatcher(None, lines, right).ratio() if lines else 0.0)
-    improves = all(later > earlier for earlier, later in zip(scores, scores[1:], strict=False))
+    improves = all(later > earlier for earlier, later in pairwise(scores))
     return scores[-1] if scores and improves else 0.0
 
 
@@ -158,13 +162,15 @@ def row(
     return {"prompt": [{"role": "user", "content": asked}], "answer": "\n".join(truths[-1]), "info": info}
 
 
-def drawn_names(rng: random.Random, kind: str, count: int) -> list[str]:
+def drawn_names(rng: random.Random, kind: str, count: int, of: int) -> list[str]:
     """Names of which no two have the first or the last part in common."""
     if kind == "shipped":
         if count > min(len(FIRST), len(LAST)):
             raise ValueError(f"alphabet-sort: there are {min(len(FIRST), len(LAST))} names, {count} are asked for")
         return ["".join(pair) for pair in zip(rng.sample(FIRST, count), rng.sample(LAST, count), strict=True)]
-    syllables = [c.upper() + v for c in CONSONANTS for v in VOWELS]
+    syllables = [c.upper() + v for c in CONSONANTS for v in VOWELS][:of]
+    if count > len(syllables):
+        raise ValueError(f"alphabet-sort: names of {len(syllables)} syllables are asked for {count} times")
     return ["".join(pair) for pair in zip(rng.sample(syllables, count), rng.sample(syllables, count), strict=True)]
 
 

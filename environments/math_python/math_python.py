@@ -96,7 +96,11 @@ class MathPython(vf.StatefulToolEnv):
             return f"\\boxed{{{example.answer}}}"
         expression = messages[-1]["content"].rpartition("Calculate ")[2].rstrip(".")
         arguments = json.dumps({"code": expression})
-        return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "python", "arguments": arguments}}]}
+        return {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "python", "arguments": arguments}}],
+        }
 
 
 def problem(rng: random.Random, operations: int, largest: int) -> dict[str, str]:

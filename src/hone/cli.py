@@ -32,18 +32,24 @@ def vf_eval() -> None:
 
 
 def hone() -> None:
-    names = [*COMMANDS, "vf-eval"]
+    names = [*COMMANDS, "vf-eval", "env"]
     command, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
     if command in COMMANDS:
         _exit(_run(command, arguments))
     elif command == "vf-eval":
         sys.argv = ["vf-eval", *arguments]
         vf_eval()
+    elif command == "env":
+        from hone.authoring.commands import main
+
+        machine.prepare()
+        _exit(_guard("hone env", lambda: main(arguments or ["--help"])))
     elif command in ("--help", "-h"):
         print("usage: hone COMMAND …\n")
         for name in COMMANDS:
             print(f"  {name:<12} {COMMANDS[name][2]}")
-        print("  vf-eval      Evaluate a served model on an environment.\n\n`hone COMMAND --help` lists its keys.")
+        print("  vf-eval      Evaluate a served model on an environment.")
+        print("  env          Make, install, list and check environments.\n\n`hone COMMAND --help` lists its keys.")
     else:
         import difflib
 

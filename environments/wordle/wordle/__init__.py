@@ -1,6 +1,6 @@
 """Wordle: find a hidden word in six guesses; each is answered by G (right letter and place), Y (elsewhere), X (absent).
 
-    reward = 1 if found, else 0.2 for each G and 0.1 for each Y of the last guess; + 1 / guesses if found; + 0.2 x format
+    reward = 1 + 1 / guesses if found, else 0.2 for each G and 0.1 for each Y of the last guess; + 0.2 x format
 
 Words are Hone's own list, or any given as `words`: fewer or shorter ones make an easier game.
 """

@@ -12,7 +12,10 @@ from typing import Any
 
 from hone.environments import Environment
 from hone.records import Completion, Example, Message, Rollout, Sampling, Tool, Turn
-from hone.run_directory import UserError
+
+
+class NotKnown(ValueError):
+    """The environment does not say what a good answer would be."""
 
 
 class Demonstrator:
@@ -26,7 +29,7 @@ class Demonstrator:
         self.tools = tools
         said = self.environment.demonstrate(messages, self.example, self.rng)
         if said is None:
-            raise UserError(
+            raise NotKnown(
                 f"{type(self.environment).__name__} does not know what to say to {messages[-1]['content']!r}: give its "
                 "rows an answer, or write demonstrate(messages, example, rng)"
             )

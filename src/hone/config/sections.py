@@ -145,6 +145,9 @@ class EnvConfig(Config):
     on_reward_error: Literal["fail", "zero"] | None = None
     """What a reward function that raises, or gives no finite number, does. fail: its rollout counts as failed and is
     tried again; zero: it counts 0, which is the default for environments of the verifiers library."""
+    venv: Free[str | None] = None
+    """Virtual environment whose Python runs the environment, one of the verifiers library; `hone env install ID
+    --isolated` makes one that is found without this key."""
     workers: Free[Annotated[int, Field(ge=0)]] = 0
     """Separate processes to run the environment in, for one that blocks, crashes or hangs; 0 runs it in Hone's own
     process."""

@@ -5,7 +5,7 @@ turn 1: messages ─► prompt ids, completion ids      turn 2: messages, of whi
 """
 
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from hone.records import Message, Prompt, Sampling, Tool, Turn, other_seed
 
@@ -44,5 +44,9 @@ class Conversation:
 
 def _says(message: Message, turn: Turn) -> bool:
     """Whether a message is what the model said in a turn."""
-    said = (message.get("role"), message.get("content") or "", message.get("tool_calls") or [])
-    return said == ("assistant", turn.text or "", turn.tool_calls)
+    said = (message.get("role"), message.get("content") or "", _calls(message.get("tool_calls") or []))
+    return said == ("assistant", turn.text or "", _calls(turn.tool_calls))
+
+
+def _calls(calls: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]

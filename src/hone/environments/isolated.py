@@ -70,8 +70,9 @@ class Isolated(Environment):
         self, environment: Environment, name: str, arguments: dict[str, Any], workers: int,
         on_reward_error: str | None = None,
     ) -> None:  # fmt: skip
-        self.environment, self.name, self.arguments = environment, name, arguments
-        self.workers = [Worker(name, arguments, on_reward_error or "fail") for _ in range(workers)]
+        self.environment = environment
+        words = [sys.executable, "-m", "hone.environments.worker", name, json.dumps(arguments)]
+        self.workers = [Worker(name, [*words, on_reward_error or "fail"]) for _ in range(workers)]
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
         return self.environment.get_dataset(n, seed)
@@ -110,8 +111,10 @@ class _Waiting:
 
 
 class Worker:
-    def __init__(self, name: str, arguments: dict[str, Any], on_reward_error: str) -> None:
-        self.name, self.arguments, self.on_reward_error = name, arguments, on_reward_error
+    """A process that `words` start, replaced when it dies."""
+
+    def __init__(self, name: str, words: list[str]) -> None:
+        self.name, self.words = name, words
         self.process: asyncio.subprocess.Process | None = None
         self.waiting: dict[int, _Waiting] = {}
         self.numbers = itertools.count()
@@ -126,14 +129,15 @@ class Worker:
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         """Raises ConnectionError where the worker died, RuntimeError with what the environment raised."""
-        done = await self._ask({"begin": 0, "example": asdict(example), "sampling": asdict(sampling)}, client)
+        done = await self.ask({"begin": 0, "example": asdict(example), "sampling": asdict(sampling)}, client)
         return rollout_of(done, example)
 
     async def score(self, rollouts: list[Rollout]) -> list[tuple[float, dict[str, float]]]:
         """Rewards and metrics of a group, with those of functions that compare them. Raises like `rollout`."""
-        return (await self._ask({"score": 0, "rollouts": [written(rollout) for rollout in rollouts]}, None))["scores"]
+        return (await self.ask({"score": 0, "rollouts": [written(rollout) for rollout in rollouts]}, None))["scores"]
 
-    async def _ask(self, message: dict[str, Any], client: ModelClient | None) -> dict[str, Any]:
+    async def ask(self, message: dict[str, Any], client: ModelClient | None = None) -> dict[str, Any]:
+        """The result of what its first key names, whose value is to be a number. Raises like `rollout`."""
         number = next(self.numbers)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         one = self.waiting[number] = _Waiting(future, client)
@@ -166,10 +170,8 @@ class Worker:
         async with self._starting:
             if self.process is not None and self.process.returncode is None:
                 return self.process
-            words = [sys.executable, "-m", "hone.environments.worker", self.name, json.dumps(self.arguments)]
-            words.append(self.on_reward_error)
             pipe = asyncio.subprocess.PIPE
-            self.process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, limit=LINE)
+            self.process = await asyncio.create_subprocess_exec(*self.words, stdin=pipe, stdout=pipe, limit=LINE)
             self._reader = asyncio.create_task(self._read(self.process))
             self._run(self._watch(self.process))
             return self.process

@@ -3,22 +3,36 @@
 import difflib
 import importlib.metadata
 import importlib.util
+import os
+import re
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from hone.config.sections import EnvConfig
 from hone.environments.environment import Environment
 from hone.environments.isolated import Isolated
-from hone.environments.protocols import native
+from hone.environments.protocols import native, verifiers_v0
+from hone.environments.protocols.verifiers_v0 import isolated_place
 
 
 def load_environment(env_id: str, **env_args: Any) -> Environment:
-    """The environment that a package's `load_environment(**env_args)` makes.
+    """The environment that a package's `load_environment(**env_args)` makes. One of the verifiers library is run in a
+    process of its own.
 
     Raises ValueError for an unknown id (with the nearest installed one) or arguments it does not take.
     """
+    return _load(EnvConfig(id=env_id, args=env_args))
+
+
+def _load(env: EnvConfig) -> Environment:
+    env_id = env.id
     name = env_id.rpartition("/")[2]
     module_name = name.replace("-", "_")
+    python = verifiers_v0.python_of(name, module_name, env.venv) if module_name.isidentifier() else None
+    if python is not None:
+        return verifiers_v0.Foreign(env_id, env.args, python, env.workers)
     if not module_name.isidentifier() or importlib.util.find_spec(module_name) is None:
         installed = installed_environments()
         near = difflib.get_close_matches(name, installed, n=1, cutoff=0.5)
@@ -27,26 +41,51 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
             f"environment {env_id!r} is not installed (no module {module_name}); {hint}; one of your own: "
             f"PYTHONPATH=DIRECTORY_OF_{module_name}.py, or install its package"
         )
-    return native.load(env_id, module_name, env_args)
+    return native.load(env_id, module_name, env.args)
+
+
+def add_folder(place: str, env_id: str) -> None:
+    """Makes an environment importable that is not installed: `place`/my_env/my_env.py, or a package there."""
+    folder = Path(place) / env_id.rpartition("/")[2].replace("-", "_")
+    if folder.is_dir():
+        sys.path.insert(0, str(folder))
+        paths = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder.resolve()), paths]))  # of its workers
+
+
+def described_environments() -> list[tuple[str, str, str, str]]:
+    """Of each that is installed: name, version, protocol, what it is."""
+    rows = []
+    for distribution in importlib.metadata.distributions():
+        protocol = _protocol(distribution)
+        if protocol:
+            about = distribution.metadata
+            rows.append((about["Name"].replace("_", "-"), about["Version"], protocol, about["Summary"] or ""))
+    own = isolated_place("").glob("*/bin/python")
+    rows += [(path.parent.parent.name, "", "verifiers", "in a virtual environment of its own") for path in own]
+    return sorted(set(rows))
 
 
 def installed_environments() -> list[str]:
     """Names of installed distributions that build on the environment protocol."""
-    found = set()
-    for distribution in importlib.metadata.distributions():
-        needs = {requirement.split(";")[0].split(" ")[0] for requirement in distribution.requires or []}
-        if any(need.startswith(("hone-rl", "verifiers")) for need in needs):
-            found.add(distribution.metadata["Name"].replace("_", "-"))
-    return sorted(found)
+    return sorted({name for name, *_ in described_environments()})
+
+
+def _protocol(distribution: importlib.metadata.Distribution) -> str:
+    needs = [requirement for requirement in distribution.requires or [] if "extra ==" not in requirement]
+    found = {name for need in needs for name in ("hone-rl", "verifiers") if re.match(rf"{name}\b", need)}
+    return "hone" if "hone-rl" in found else "verifiers" if found else ""
 
 
 def load_environments(wanted: Iterable[EnvConfig]) -> dict[str, Environment]:
     """The environments of a run by the names that they are known by."""
     environments: dict[str, Environment] = {}
     for env in wanted:
-        environment = load_environment(env.id, **env.args)
-        environment.on_reward_error(env.on_reward_error or "fail")
-        environments[env.known_as] = (
-            Isolated(environment, env.id, env.args, env.workers, env.on_reward_error) if env.workers else environment
-        )
+        environment = _load(env)
+        if env.on_reward_error is not None:
+            environment.on_reward_error(env.on_reward_error)
+        is_whole = isinstance(environment, verifiers_v0.Foreign)  # in processes of its own
+        if env.workers and not is_whole:
+            environment = Isolated(environment, env.id, env.args, env.workers, env.on_reward_error)
+        environments[env.known_as] = environment
     return environments

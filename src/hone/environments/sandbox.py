@@ -2,7 +2,7 @@
 
     run(code) ─► unshare ─► sandbox_keeper.py ─► session        (a process namespace, no network, files of its own)
 
-Linux's namespaces and limits contain it; `Sandbox.start` refuses where they are not to be had, and says what is missing.
+Linux's namespaces and limits contain it; where they are not to be had `Sandbox.start` refuses and says what is missing.
 What was killed or cut is said in the answer, and the next call works.
 """
 
@@ -57,7 +57,8 @@ class Sandbox:
         root = tempfile.mkdtemp(prefix="hone-sandbox-")
         readable = [sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")]
         inside: dict[str, Any] = vars(limits) | {
-            "root": root, "readable": readable, "packages": sysconfig.get_path("purelib"), "user": USERS + cls.count % 4000 if is_root else 0,
+            "root": root, "readable": readable, "packages": sysconfig.get_path("purelib"),
+            "user": USERS + cls.count % 4000 if is_root else 0,
         }  # fmt: skip
         words = [tool, *([] if is_root else ["--user", "--map-root-user"])]
         words += ["--net", "--pid", "--fork", "--mount", "--ipc", "--uts", "--kill-child"]

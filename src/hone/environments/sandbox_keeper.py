@@ -3,7 +3,7 @@
     stdin {"code", "seconds"} ─► this, process 1 of its namespace ─ pipe ─► the session, a fork without privileges
     stdout {"text"}          ◄─                                   ◄─ what it prints, and a byte when it has ended
 
-The session sees a root directory of its own: the system's programs and Python, read-only, and a folder that is kept in memory.
+The session sees a root directory of its own: the system's programs and Python, read-only, and a folder in memory.
 What it leaves running after a call is killed. A session that dies, or takes too long, is replaced by a new one.
 """
 
@@ -271,7 +271,12 @@ def main():
             session = Session(limits, user)
         else:
             session.drain()
-        answer = {"text": text.decode(errors="replace"), "dropped": dropped, "what": what, "left": left if not what else 0}
+        answer = {
+            "text": text.decode(errors="replace"),
+            "dropped": dropped,
+            "what": what,
+            "left": left if not what else 0,
+        }
         print(json.dumps(answer), flush=True)
 
 

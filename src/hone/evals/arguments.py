@@ -22,13 +22,19 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "-e", "--endpoints-path", default="configs/endpoints.py", help="endpoint registry (.py or .toml) with ENDPOINTS"
     )
     add("-p", "--env-dir-path", default="environments", help="folder with environments that are not installed")
-    add("-n", "--num-examples", type=_positive, default=5, help="examples to evaluate (default 5)")
-    add("-r", "--rollouts-per-example", type=_positive, default=3, help="rollouts of each (default 3)")
-    add("-c", "--max-concurrent", type=_positive, default=32, help="requests in flight (default 32)")
-    add("-t", "--max-tokens", type=_positive, default=1024, help="longest completion (default 1024)")
+    add("-n", "--num-examples", type=positive, default=5, help="examples to evaluate (default 5)")
+    add("-r", "--rollouts-per-example", type=positive, default=3, help="rollouts of each (default 3)")
+    add("-c", "--max-concurrent", type=positive, default=32, help="requests in flight (default 32)")
+    add("-t", "--max-tokens", type=positive, default=1024, help="longest completion (default 1024)")
     add("-T", "--temperature", type=float, default=1.0, help="softmax temperature; 0 is greedy (default 1.0)")
-    add("-S", "--sampling-args", type=_json, default={}, help="further request fields as JSON; they win over -t and -T")
-    add("-a", "--env-args", type=_json, default={}, help="arguments of load_environment as JSON")
+    add(
+        "-S",
+        "--sampling-args",
+        type=json_object,
+        default={},
+        help="further request fields as JSON; they win over -t and -T",
+    )
+    add("-a", "--env-args", type=json_object, default={}, help="arguments of load_environment as JSON")
     add("-s", "--save-results", action="store_true", help="write results.jsonl and metadata.json under outputs/evals")
     add("-v", "--verbose", action="store_true", help="print every rollout")
     add("--seed", type=int, default=0, help="of the draws (default 0)")
@@ -36,14 +42,14 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, found {text}")
     return value
 
 
-def _json(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
     import json
 
     try:

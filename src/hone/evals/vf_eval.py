@@ -7,7 +7,6 @@ Exits with 1 when every rollout failed.
 
 import asyncio
 import json
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hone.environments import Environment, load_environment
+from hone.environments.registry import add_folder
 from hone.evals.arguments import parse_arguments
 from hone.evals.endpoints import Endpoint, find_endpoint
 from hone.evals.held_out import attempts, metric_means
@@ -28,9 +28,7 @@ from hone.records import Example, Rollout, Sampling
 def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
     endpoint = find_endpoint(args.model, args.api_base_url, args.api_key_var, args.endpoints_path)
-    folder = Path(args.env_dir_path) / args.env.rpartition("/")[2].replace("-", "_")
-    if folder.is_dir():
-        sys.path.insert(0, str(folder))
+    add_folder(args.env_dir_path, args.env)
     environment = load_environment(args.env, **args.env_args)
     examples = environment.get_eval_dataset()[: args.num_examples]
     settings: dict[str, Any] = {

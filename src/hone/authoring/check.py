@@ -1,0 +1,181 @@
+"""What `hone env check` tries: rewards of the environment's own answers and of others, their speed and spread."""
+
+import argparse
+import asyncio
+import math
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from hone.authoring.demonstrations import NotKnown, demonstrated
+from hone.environments import Environment
+from hone.environments.attempt import attempt
+from hone.evals.held_out import attempts
+from hone.inference.client import HttpClient
+from hone.records import Completion, Example, Prompt, Rollout, Sampling, Turn
+from hone.text.tokenizer import Tokenizer
+
+SLOW = 0.05  # seconds of scoring, during which everything else waits
+
+
+class Says:
+    """A model that always says the same."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    async def chat(self, prompt: Prompt, sampling: Sampling) -> Turn:
+        return Turn([0], Completion([0], [0.0], [0], "stop"), self.text)
+
+
+@dataclass
+class Report:
+    problems: int = 0
+    warnings: int = 0
+    lines: list[str] = field(default_factory=list)
+
+    def good(self, text: str) -> None:
+        print(f"  ok       {text}", flush=True)
+
+    def warn(self, text: str) -> None:
+        self.warnings += 1
+        print(f"  careful  {text}", flush=True)
+
+    def bad(self, text: str) -> None:
+        self.problems += 1
+        print(f"  wrong    {text}", flush=True)
+
+
+def check(environment: Environment, args: argparse.Namespace) -> int:
+    """1 where something is wrong, else 0."""
+    report = Report()
+    print(f"{args.env}:")
+    examples(environment, report)
+    asyncio.run(_tried(environment, args, report))
+    if args.tokenizer is not None:
+        lengths(environment, args, report)
+    print(f"{report.problems} wrong, {report.warnings} to be careful with")
+    return int(report.problems > 0)
+
+
+def examples(environment: Environment, report: Report) -> None:
+    train, held_out = environment.get_dataset(), environment.get_eval_dataset()
+    text = f"{len(train)} examples to train on, {len(held_out)} for evaluation"
+    report.good(text) if train else report.bad(text)
+    asked = {_asked(example) for example in train}
+    if len(asked) < len(train):
+        same = len(train) - len(asked)
+        report.warn(f"{same} examples to train on repeat the prompt and answer of others")
+    both = sum(_asked(example) in asked for example in held_out)
+    if environment.get_eval_dataset() is not train and both:
+        report.warn(f"{both} of {len(held_out)} held-out examples are trained on too: an evaluation will look too good")
+
+
+def _asked(example: Example) -> str:
+    return f"{example.prompt} {example.answer} {example.info}"
+
+
+async def _tried(environment: Environment, args: argparse.Namespace, report: Report) -> None:
+    chosen = environment.get_dataset()[: args.num_examples]
+    try:
+        own = await own_answers(environment, chosen, args.seed, report)
+        await others(environment, chosen, own, report)
+        await repeated(environment, chosen, args.seed, own, report)
+        if args.model is not None:
+            await signal(environment, chosen, args, report)
+    finally:
+        await environment.close()
+
+
+async def own_answers(environment: Environment, chosen: list[Example], seed: int, report: Report) -> list[Rollout]:
+    found: list[Rollout] = []
+    start = time.perf_counter()
+    for example in chosen:
+        try:
+            found.append((await demonstrated(environment, example, seed))[0])
+        except NotKnown as error:
+            report.warn(f"its rewards were not tried on right answers: {error}")
+            return []
+        except Exception as error:  # the environment is the user's code
+            report.bad(f"its own answer to example {example.id} fails: {type(error).__name__}: {error}")
+            return found
+    rewards = [rollout.reward for rollout in found]
+    mean = statistics.fmean(rewards)
+    text = f"its own answers have reward {mean:.3f} ({min(rewards):.3f} to {max(rewards):.3f})"
+    report.good(text) if min(rewards) > 0 else report.bad(text + ": what it demonstrates is worth nothing")
+    scoring = max(rollout.timings.get("scoring", 0.0) for rollout in found)
+    each = (time.perf_counter() - start) / len(found)
+    text = f"a rollout takes {1000 * each:.1f} ms beside the model, scoring at most {1000 * scoring:.1f} ms"
+    if scoring > SLOW:
+        report.warn(f"{text}: all else waits meanwhile; give it processes of its own (orchestrator.env.workers)")
+    else:
+        report.good(text)
+    if max(map(abs, rewards)) > 10:
+        report.warn(f"rewards up to {max(map(abs, rewards)):g}: advantages, and so steps, grow with them")
+    return found
+
+
+async def others(environment: Environment, chosen: list[Example], own: list[Rollout], report: Report) -> None:
+    """What is said instead: nothing, and the answer to another example."""
+    texts = {"an empty answer": ""}
+    if own and own[-1].messages and isinstance(own[-1].messages[-1].get("content"), str):
+        texts["the answer to another example"] = own[-1].messages[-1]["content"]
+    best = statistics.fmean(rollout.reward for rollout in own) if own else math.inf
+    for name, text in texts.items():
+        tried = [await attempt(environment, Says(text), example, Sampling()) for example in chosen[:-1] or chosen]
+        failed = next((rollout.error for rollout in tried if rollout.error), None)
+        if failed:
+            report.bad(f"{name} fails: {failed}")
+            continue
+        mean = statistics.fmean(rollout.reward for rollout in tried)
+        line = f"{name} has reward {mean:.3f}"
+        report.good(line) if mean < best else report.bad(f"{line}, no less than its own answers")
+
+
+async def repeated(
+    environment: Environment, chosen: list[Example], seed: int, own: list[Rollout], report: Report
+) -> None:
+    again = [(await demonstrated(environment, example, seed))[0] for example in chosen] if own else []
+    differ = sum(one.reward != other.reward for one, other in zip(own, again, strict=False))
+    if differ:
+        report.warn(f"{differ} of {len(own)} rewards differ the second time: runs will not repeat")
+    elif own:
+        report.good("the same answers have the same rewards the second time")
+
+
+async def signal(environment: Environment, chosen: list[Example], args: argparse.Namespace, report: Report) -> None:
+    n = args.rollouts_per_example
+    if args.api_base_url is None:
+        raise ValueError("hone env check: -m MODEL needs its server, -b http://HOST:PORT/v1")
+    async with HttpClient(args.api_base_url, args.model, max_concurrent=64) as client:
+        await client.check()
+        sampling = Sampling(1.0, args.max_tokens, args.seed)
+        rollouts = await attempts(environment, client, chosen, n, sampling, at_once=64)
+    groups = [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
+    spread = sum(len({r.reward for r in group if not r.error}) > 1 for group in groups)
+    rewards = [r.reward for r in rollouts if not r.error]
+    failed = [r.error for r in rollouts if r.error]
+    cut = sum(r.is_truncated for r in rollouts)
+    mean = statistics.fmean(rewards) if rewards else float("nan")
+    line = f"{args.model}: reward {mean:.3f}, rewards differ in {spread} of {len(groups)} groups of {n}"
+    if spread < len(groups) / 4:
+        report.warn(f"{line}: the others teach nothing; warm up by SFT, make the task easier, or reward parts of it")
+    else:
+        report.good(line)
+    if cut > len(rollouts) / 10:
+        report.warn(f"{cut} of {len(rollouts)} completions were cut at {args.max_tokens} tokens (-t)")
+    if failed:
+        report.bad(f"{len(failed)} of {len(rollouts)} rollouts failed; the first said: {failed[0]}")
+
+
+def lengths(environment: Environment, args: argparse.Namespace, report: Report) -> None:
+    tokenizer = Tokenizer(args.tokenizer)
+    tools: Any = getattr(environment, "oai_tools", None)
+    counts = [len(tokenizer.prompt_ids(Prompt(example.prompt, tools))) for example in environment.get_dataset()]
+    line = f"prompts have {min(counts)} to {max(counts)} tokens, half of them at most {int(statistics.median(counts))}"
+    over = sum(count >= args.seq_len for count in counts) if args.seq_len else 0
+    if over:
+        report.warn(f"{line}; {over} leave no room for an answer in {args.seq_len} tokens")
+    else:
+        report.good(line)

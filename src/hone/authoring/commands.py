@@ -1,0 +1,136 @@
+"""`hone env …`: make, install, list and check environments; data for SFT and a tiny model to try one with."""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hone.evals.arguments import json_object, positive
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    command: Callable[[argparse.Namespace], int] = args.work
+    return command(args)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="hone env", description="Make, install, list and check environments.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, work: Callable[[argparse.Namespace], int], words: str, takes: str = "") -> Any:
+        one = commands.add_parser(name, help=words, description=words)
+        one.set_defaults(work=work)
+        if takes:
+            one.add_argument("env", help=takes)
+        return one.add_argument
+
+    loaded = "environment id, as in reverse-text"
+
+    def add_loading(more: Any) -> None:
+        more("-a", "--env-args", type=json_object, default={}, help="arguments of load_environment as JSON")
+        more("-p", "--env-dir-path", default="environments", help="folder with environments that are not installed")
+        more("--seed", type=int, default=0, help="of the draws (default 0)")
+
+    more = add("init", _init, "Make a new environment: a package with a task that works, a test, a README.", "its name")
+    more("-p", "--env-dir-path", default="environments", help="folder to make it in (default environments)")
+    more = add("install", _install, "Install an environment, from a folder or the package index.", "folder or id")
+    more("-p", "--env-dir-path", default="environments", help="folder to look for it first")
+    more("--isolated", action="store_true", help="in a virtual environment of its own, for packages of verifiers")
+    more("--with", dest="extra", action="append", default=[], help="a further requirement, as in verifiers==0.1.14")
+    add("list", _list, "List the environments that are installed here.")
+    more = add("check", _check, "Try an environment's rewards and say what would go wrong in training.", loaded)
+    add_loading(more)
+    more("-n", "--num-examples", type=positive, default=16, help="examples to try (default 16)")
+    more("-r", "--rollouts-per-example", type=positive, default=8, help="rollouts of each with -m (default 8)")
+    more("-m", "--model", help="a served model, to see in how many groups rewards differ")
+    more("-b", "--api-base-url", help="its server, as in http://localhost:8000/v1")
+    more("-t", "--max-tokens", type=positive, default=128, help="longest completion (default 128)")
+    more("--tokenizer", type=Path, help="model directory whose tokenizer counts the tokens of prompts")
+    more("--seq-len", type=positive, help="most tokens that a prompt may have")
+    more = add("data", _data, "Write conversations for SFT from what the environment demonstrates.", loaded)
+    add_loading(more)
+    more("-o", "--out", type=Path, required=True, help="JSONL file with a `messages` column")
+    more("-n", "--num-examples", type=positive, default=1000, help="conversations (default 1000)")
+    more = add("model", _model, "Write a tiny model without weights to try the environment with on a CPU.", loaded)
+    add_loading(more)
+    more("-o", "--out", type=Path, required=True, help="its directory")
+    more("--hidden", type=positive, default=128, help="width, a multiple of 32 (default 128)")
+    more("--layers", type=positive, default=3, help="layers (default 3)")
+    return parser.parse_args(argv)
+
+
+def load(args: argparse.Namespace) -> Any:
+    from hone.environments import load_environment
+    from hone.environments.registry import add_folder
+
+    add_folder(args.env_dir_path, args.env)
+    return load_environment(args.env, **args.env_args)
+
+
+def _init(args: argparse.Namespace) -> int:
+    from hone.authoring.template import write_environment
+
+    folder = write_environment(args.env, Path(args.env_dir_path))
+    name = folder.name.replace("_", "-")
+    print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    print(f"next: hone env install {folder}, then hone env check {name}; {folder}/README.md has the rest")
+    return 0
+
+
+def _install(args: argparse.Namespace) -> int:
+    from hone.authoring.install import install
+
+    return install(args.env, Path(args.env_dir_path), args.isolated, args.extra)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from hone.environments.registry import described_environments
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("environment", "version", "protocol", "what it is"):
+        table.add_column(heading)
+    for row in described_environments():
+        table.add_row(*row)
+    Console(highlight=False).print(table if table.row_count else "no environment is installed here")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from hone.authoring.check import check
+
+    return check(load(args), args)
+
+
+def _data(args: argparse.Namespace) -> int:
+    from hone.authoring.demonstrations import conversations, write_rows
+
+    rows = asyncio.run(conversations(load(args), args.num_examples, args.seed))
+    print(f"{write_rows(rows, args.out)} conversations in {args.out}")
+    return 0
+
+
+def _model(args: argparse.Namespace) -> int:
+    from hone.authoring.demonstrations import conversations
+    from hone.authoring.tiny_model import CHAT_TEMPLATE, write_model
+    from hone.text.chat import ChatTemplate
+
+    if args.hidden % 32:
+        raise ValueError(f"--hidden must be a multiple of 32, found {args.hidden}")
+    template = ChatTemplate(CHAT_TEMPLATE, {})
+    rows = asyncio.run(conversations(load(args), 200, args.seed))
+    texts = [template.render(row["messages"], tools=row.get("tools")) for row in rows]
+    count = write_model(args.out, texts, args.hidden, args.layers)
+    print(f"{args.out}: {args.layers} layers of width {args.hidden}, a token a byte, and {count} phrases of one token")
+    print(f"it has no weights yet: sft --model.name {args.out} --model.random-init …", file=sys.stdout)
+    return 0
+
+
+def shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,46 @@
+"""Installing environments beside Hone, or, those of verifiers, in a virtual environment of their own."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from hone.environments.protocols.verifiers_v0 import RANGE, isolated_place
+
+
+def install(env: str, place: Path, isolated: bool, extra: list[str]) -> int:
+    """Returns the installer's exit code. Raises ValueError where there is no such folder and the name is none."""
+    name = env.rstrip("/").rpartition("/")[2].replace("_", "-")
+    module = name.replace("-", "_")
+    folder = next((path for path in (Path(env), place / module) if (path / "pyproject.toml").is_file()), None)
+    if folder is None and ((os.sep in env.lstrip("/") and Path(env).exists()) or not module.isidentifier()):
+        raise ValueError(f"hone env install: {env} is no folder with a pyproject.toml, and no name of a package")
+    what = ["-e", str(folder)] if folder is not None else [name]
+    if not isolated:
+        return subprocess.run([*_installer(sys.executable), *what, *extra], check=False).returncode
+    home = isolated_place(name)
+    python = home / "bin" / "python"
+    if not python.exists():
+        uv = _uv()
+        words = [uv, "venv", "--quiet", "--python", sys.executable, str(home)] if uv else [
+            sys.executable, "-m", "venv", str(home)
+        ]  # fmt: skip
+        if subprocess.run(words, check=False).returncode:
+            return 1
+    bounded = [] if any(word.startswith("verifiers") for word in extra) else [f"verifiers{RANGE}"]
+    code = subprocess.run([*_installer(str(python)), *what, *bounded, *extra], check=False).returncode
+    if code == 0:
+        print(f"{name} has a virtual environment of its own: {home}")
+    return code
+
+
+def _uv() -> str | None:
+    own = Path(sysconfig.get_path("scripts")).parent.parent / ".uv" / "bin" / "uv"
+    return shutil.which("uv") or (str(own) if own.is_file() else None)
+
+
+def _installer(python: str) -> list[str]:
+    uv = _uv()
+    return [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]

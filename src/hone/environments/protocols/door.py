@@ -1,0 +1,152 @@
+"""An OpenAI endpoint on this machine alone, for environments in other processes: every rollout has its own address.
+
+POST /SECRET/NUMBER/v1/chat/completions ─► the rollout's client.chat ─► the answer; the turn is kept
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from hone.environments.environment import ModelClient
+from hone.records import ContextFull, Sampling, Turn
+
+
+@dataclass
+class Visit:
+    """One rollout's way in, and what was said there. `full`: a conversation left no room for an answer."""
+
+    url: str
+    client: ModelClient
+    sampling: Sampling
+    turns: list[Turn] = field(default_factory=list)
+    full: bool = False
+    seconds: float = 0.0
+    model_seconds: float = 0.0
+
+
+class _Server(uvicorn.Server):
+    def capture_signals(self) -> Any:
+        return contextlib.nullcontext()  # signals are the program's
+
+
+class Door:
+    """Listens on 127.0.0.1 from the first visit on."""
+
+    def __init__(self) -> None:
+        self.secret, self.numbers = secrets.token_urlsafe(16), itertools.count()
+        self.visits: dict[int, Visit] = {}
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def open(self, client: ModelClient, sampling: Sampling) -> AsyncIterator[Visit]:
+        number = next(self.numbers)
+        visit = Visit(f"http://127.0.0.1:{await self._port()}/{self.secret}/{number}/v1", client, sampling)
+        self.visits[number] = visit
+        start = time.perf_counter()
+        try:
+            yield visit
+        finally:
+            visit.seconds = time.perf_counter() - start
+            del self.visits[number]
+
+    async def close(self) -> None:
+        server, serving, self._server, self._serving = self._server, self._serving, None, None
+        if server is not None and serving is not None and serving.get_loop() is asyncio.get_running_loop():
+            server.should_exit = True
+            await serving
+
+    async def _port(self) -> int:
+        if self._serving is None or self._serving.get_loop() is not asyncio.get_running_loop():
+            self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+            self._socket.bind(("127.0.0.1", 0))
+            self._socket.listen(2048)
+            routes = [
+                Route("/{secret}/{number:int}/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/{secret}/{number:int}/v1/models", self._models),
+            ]
+            settings = uvicorn.Config(
+                Starlette(routes=routes), log_level="warning", access_log=False, lifespan="off",
+                timeout_graceful_shutdown=3,
+            )  # fmt: skip
+            self._server = _Server(settings)
+            self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    def _visit(self, request: Request) -> Visit | None:
+        if not secrets.compare_digest(request.path_params["secret"], self.secret):
+            return None
+        return self.visits.get(request.path_params["number"])
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+
+    async def _chat(self, request: Request) -> Response:
+        visit = self._visit(request)
+        if visit is None:
+            return _refusal(404, "there is no such rollout any more")
+        body = json.loads(await request.body())
+        wanted = body.get("max_completion_tokens") or body.get("max_tokens")
+        sampling = visit.sampling
+        if wanted is not None:
+            sampling = replace(sampling, max_tokens=min(int(wanted), sampling.max_tokens))
+        start = time.perf_counter()
+        try:
+            turn = await visit.client.chat(body["messages"], sampling, body.get("tools") or None)
+        except ContextFull as error:
+            visit.full = True
+            return _refusal(400, str(error))
+        except (ValueError, RuntimeError) as error:
+            return _refusal(400, str(error))
+        except ConnectionError as error:
+            return _refusal(503, str(error))
+        finally:
+            visit.model_seconds += time.perf_counter() - start
+        visit.turns.append(turn)
+        answer = _completion(turn)
+        return _streamed(answer) if body.get("stream") else JSONResponse(answer)
+
+
+def _completion(turn: Turn) -> dict[str, Any]:
+    done = turn.completion
+    reason = "tool_calls" if turn.tool_calls and done.finish_reason == "stop" else done.finish_reason
+    used = {"prompt_tokens": len(turn.prompt_ids), "completion_tokens": len(done.ids)}
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(8)}", "object": "chat.completion", "created": 0, "model": "policy",
+        "choices": [{"index": 0, "message": turn.message, "finish_reason": reason, "logprobs": None}],
+        "usage": used | {"total_tokens": sum(used.values())},
+    }  # fmt: skip
+
+
+def _streamed(answer: dict[str, Any]) -> Response:
+    """The whole answer in one piece, for clients that ask for a stream."""
+    choice = answer["choices"][0]
+    calls = [{"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls") or [])]
+    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
+    head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    chunks = [
+        {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
+        {**head, "choices": [], "usage": answer["usage"]},
+    ]
+    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
+    return StreamingResponse(iter(lines), media_type="text/event-stream")
+
+
+def _refusal(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)

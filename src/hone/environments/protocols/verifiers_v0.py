@@ -1,0 +1,143 @@
+"""Environments of the verifiers library, as they are: each whole in a process of its own, with the library's Python.
+
+    rollout ── {"begin", row, url} ──► verifiers_worker.py ── POST url/chat/completions ──► Door ─► client.chat
+            ◄─ {"done", messages, reward, metrics} ──┘                                       └ keeps the turns
+
+What was sampled never goes through the library: the door keeps the turns of a rollout, with their tokens.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hone.environments.environment import Environment, ModelClient
+from hone.environments.isolated import Worker
+from hone.environments.protocols.door import Door
+from hone.records import Example, Rollout, Sampling
+
+RANGE = ">=0.1.9,<0.4"
+SCRIPT = Path(__file__).with_name("verifiers_worker.py")
+START = 300.0  # seconds that importing the library and loading the data may take
+
+
+def isolated_place(name: str) -> Path:
+    """Where an environment's own virtual environment is, if it has one."""
+    data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    return data / "hone" / "environments" / name
+
+
+def python_of(name: str, module_name: str, venv: str | None) -> Path | None:
+    """The Python that runs an environment as one of verifiers; None where it is none of these."""
+    if venv is not None:
+        python = Path(venv) / "bin" / "python"
+        if not python.exists():
+            raise ValueError(
+                f"env.venv {venv}: there is no {python}; make it with `hone env install {name} --isolated`"
+            )
+        return python
+    python = isolated_place(name) / "bin" / "python"
+    if python.exists():
+        return python
+    return Path(sys.executable) if _imports_verifiers(module_name) else None
+
+
+def _imports_verifiers(module_name: str) -> bool:
+    """Whether the module, which is not imported for it, is written for the library."""
+    spec = importlib.util.find_spec(module_name)
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return False
+    files = [Path(spec.origin)]
+    if spec.submodule_search_locations:
+        files += Path(spec.origin).parent.glob("*.py")
+    return any("import verifiers" in text or "from verifiers" in text for text in (f.read_text() for f in files))
+
+
+@dataclass
+class _Rows:
+    """The library's rows beside ours, since an environment may read what we do not know."""
+
+    examples: list[Example] = field(default_factory=list)
+    rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+class Foreign(Environment):
+    """`workers` processes; `env_id` and `arguments` are those of the library's load_environment."""
+
+    def __init__(self, env_id: str, arguments: dict[str, Any], python: Path, workers: int = 1) -> None:
+        self.name = env_id
+        self.words = [str(python), str(SCRIPT), env_id.rpartition("/")[2], json.dumps(arguments)]
+        found = self._load()
+        kept = [_rows(found.get(key)) for key in ("train", "eval")]
+        self._train, self._eval = (None if one is None else one.examples for one in kept)
+        self._rows = [one.rows if one else {} for one in kept]
+        if not self.get_dataset():
+            raise ValueError(f"environment {env_id!r} has no examples")
+        self.workers = [Worker(env_id, self.words) for _ in range(max(1, workers))]
+        self.door = Door()
+
+    def _load(self) -> dict[str, Any]:
+        try:
+            done = subprocess.run([*self.words, "examples"], capture_output=True, text=True, timeout=START, check=False)
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"environment {self.name!r} was not loaded within {START:.0f} s") from None
+        if done.returncode:
+            said = done.stderr.strip().splitlines()
+            raise ValueError(f"environment {self.name!r}: {said[-1] if said else 'it cannot be loaded'}")
+        result: dict[str, Any] = json.loads(done.stdout)
+        return result
+
+    @property
+    def has_group_rewards(self) -> bool:
+        return False
+
+    def check(self) -> None:
+        return None
+
+    def on_reward_error(self, what: str) -> None:
+        """The library counts 0 for a function that raises; it does not say so, so "fail" is not to be had."""
+        if what == "fail":
+            raise ValueError(
+                f'{self.name}: env.on_reward_error = "fail" is for environments of Hone; verifiers counts 0'
+            )
+
+    async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
+        worker = min(self.workers, key=lambda one: one.load)
+        row = next(rows[example.id] for rows in self._rows if rows.get(example.id, {}).get("prompt") == example.prompt)
+        async with self.door.open(client, sampling) as visit:
+            asked = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens, "n": 1}
+            message = {"begin": 0, "row": row, "url": visit.url, "model": "policy", "sampling": asked}
+            done = await worker.ask(message)
+        if visit.full and not visit.turns:
+            raise RuntimeError("the prompt leaves no room in the model's context")
+        rollout = Rollout(example, visit.turns, done["messages"], stop=done["stop"])
+        rollout.reward = float("nan") if done["reward"] is None else float(done["reward"])
+        rollout.metrics = {name: float(value) for name, value in done["metrics"].items() if value is not None}
+        rollout.seconds = visit.seconds
+        rollout.timings = {"model": visit.model_seconds, "environment": visit.seconds - visit.model_seconds}
+        return rollout
+
+    async def close(self) -> None:
+        for worker in self.workers:
+            await worker.close()
+        await self.door.close()
+
+
+def _rows(found: list[dict[str, Any]] | None) -> _Rows | None:
+    if found is None:
+        return None
+    kept = _Rows()
+    for i, row in enumerate(found):
+        prompt, number = row.get("prompt") or [], int(row.get("example_id", i))
+        row = {**row, "example_id": number}
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        info = row.get("info") or {}
+        info = json.loads(info) if isinstance(info, str) else info
+        task = row.get("task") if isinstance(row.get("task"), str) else ""
+        kept.examples.append(Example(number, messages, str(row.get("answer") or ""), info, task or ""))
+        kept.rows[number] = row
+    return kept

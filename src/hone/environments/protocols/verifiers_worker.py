@@ -1,0 +1,170 @@
+"""The worker of environments for verifiers' v0 API: run by the Python that has them, which need not have Hone.
+
+    verifiers_worker.py NAME ARGUMENTS examples      writes the examples and ends
+    verifiers_worker.py NAME ARGUMENTS               lines of JSON, as `hone/environments/isolated.py` speaks them
+
+A rollout's model is an OpenAI endpoint of its own, whose address comes with it.
+"""
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import signal
+import sys
+import threading
+
+LOWEST, BELOW = (0, 1, 9), (0, 4)
+
+
+def version():
+    try:
+        found = importlib.metadata.version("verifiers")
+    except importlib.metadata.PackageNotFoundError:
+        raise SystemExit("verifiers is not installed here: install hone-rl[verifiers]") from None
+    parts = tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in found.split(".")[:3])
+    if not LOWEST <= parts < BELOW:
+        why = "its v0 environments were removed in 0.4" if parts >= BELOW else "its environments were run differently"
+        raise SystemExit(f"verifiers {found} is not supported ({why}); accepted: >=0.1.9,<0.4")
+    return parts
+
+
+def load(name, arguments):
+    import verifiers
+
+    found = version()
+    environment = verifiers.load_environment(name, **arguments)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # loading one sets a handler of its own
+    if found >= (0, 1, 10) and getattr(environment, "requires_group_rollouts", False) is True:
+        raise SystemExit(f"{name}: reward functions that compare rollouts of a group work only in Hone's own protocol")
+    return environment, found
+
+
+def plain(value):
+    """For JSON: messages may be objects of pydantic, data sets have numbers of numpy."""
+    if hasattr(value, "model_dump"):
+        return plain(value.model_dump(exclude_none=True))
+    if isinstance(value, dict):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def rows(data):
+    if data is None:
+        return None
+    return [plain(dict(row)) for row in data]
+
+
+def examples(environment):
+    train = getattr(environment, "dataset", None) is not None or hasattr(environment, "get_dataset")
+    found = {}
+    for key, get in (("train", "get_dataset"), ("eval", "get_eval_dataset")):
+        try:
+            found[key] = rows(getattr(environment, get)()) if train else None
+        except (ValueError, AssertionError):  # it has none of this kind
+            found[key] = None
+    return found
+
+
+def client_of(found, url):
+    if found < (0, 1, 10):
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=None)
+    from verifiers.types import ClientConfig
+
+    os.environ["HONE_DOOR_KEY"] = "none"
+    return ClientConfig(api_key_var="HONE_DOOR_KEY", api_base_url=url, timeout=36000.0, max_retries=0)
+
+
+class Worker:
+    def __init__(self, environment, found, send):
+        self.environment, self.found, self.send = environment, found, send
+        self.running = {}
+
+    def take(self, line):
+        message = json.loads(line)
+        kind, number = next(iter(message.items()))
+        if kind == "begin":
+            self.running[number] = asyncio.get_running_loop().create_task(self.one(number, message))
+        elif kind == "ping":
+            self.send({"pong": number})
+        elif kind == "cancel" and number in self.running:
+            self.running[number].cancel()
+
+    async def one(self, number, message):
+        try:
+            self.send({"done": number, "result": await self.rollout(message)})
+        except Exception as error:
+            self.send({"error": number, "words": f"{type(error).__name__}: {error}"})
+        finally:
+            self.running.pop(number, None)
+
+    async def rollout(self, message):
+        given, client = message["row"], client_of(self.found, message["url"])
+        sampling = message["sampling"]
+        if self.found >= (0, 1, 10):
+            done = await self.environment.run_rollout(given, client, message["model"], sampling)
+        else:
+            every = await self.environment.generate(
+                [given], client=client, model=message["model"], sampling_args=sampling
+            )
+            every = plain(every)
+            done = {
+                "completion": every["completion"][0], "reward": every["reward"][0],
+                "metrics": {key: values[0] for key, values in (every.get("metrics") or {}).items()},
+            }  # fmt: skip
+        done = plain(dict(done))
+        error = done.get("error")
+        if error:
+            raise RuntimeError(error if isinstance(error, str) else error.get("error_chain_repr") or json.dumps(error))
+        completion = done.get("completion") or []
+        if isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        return {
+            "messages": completion, "reward": done.get("reward"), "metrics": done.get("metrics") or {},
+            "stop": done.get("stop_condition") or "",
+        }  # fmt: skip
+
+
+def main():
+    name, arguments = sys.argv[1], json.loads(sys.argv[2])
+    out = os.fdopen(os.dup(1), "w")  # what the environment prints goes to stderr, not between the messages
+    os.dup2(2, 1)
+    environment, found = load(name, arguments)
+    if sys.argv[3:] == ["examples"]:
+        out.write(json.dumps(examples(environment)))
+        out.flush()
+        os._exit(0)
+    sending = threading.Lock()
+
+    def send(message):
+        with sending:
+            out.write(json.dumps(message) + "\n")
+            out.flush()
+
+    async def work():
+        loop, lines = asyncio.get_running_loop(), asyncio.Queue()
+
+        def read():
+            for line in sys.stdin:
+                if line.startswith('{"alive"'):  # whatever the environment is at
+                    send({"alive": -1})
+                else:
+                    loop.call_soon_threadsafe(lines.put_nowait, line)
+            os._exit(0)  # nobody is there any more
+
+        threading.Thread(target=read, daemon=True).start()
+        worker = Worker(environment, found, send)
+        while True:
+            worker.take(await lines.get())
+
+    asyncio.run(work())
+
+
+if __name__ == "__main__":
+    main()
