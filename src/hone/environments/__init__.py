@@ -23,8 +23,8 @@ Messages = list[Message]
 Info = dict[str, Any]
 
 __all__ = [
-    "EnvGroup", "Environment", "Example", "Info", "JudgeRubric", "MathRubric", "MaybeThinkParser",
-    "Message", "Messages", "ModelClient", "MultiTurnEnv", "Parser", "RewardError", "Rubric", "RubricGroup",
-    "SingleTurnEnv", "State", "StatefulToolEnv", "ThinkParser", "ToolEnv", "ToolRubric", "XMLParser", "cleanup", "extract_boxed_answer",
-    "load_environment", "load_environments", "stop", "teardown",
+    "EnvGroup", "Environment", "Example", "Info", "JudgeRubric", "MathRubric", "MaybeThinkParser", "Message",
+    "Messages", "ModelClient", "MultiTurnEnv", "Parser", "RewardError", "Rubric", "RubricGroup", "SingleTurnEnv",
+    "State", "StatefulToolEnv", "ThinkParser", "ToolEnv", "ToolRubric", "XMLParser", "cleanup",
+    "extract_boxed_answer", "load_environment", "load_environments", "stop", "teardown",
 ]  # fmt: skip
