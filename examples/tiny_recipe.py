@@ -102,8 +102,8 @@ def main() -> None:
     }  # fmt: skip
     (ROOT / out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print(
-        f"\n{args.recipe}, seed {seed}: reward {report['before']:.3f} after SFT, {report['after']:.3f} after RL; paired "
-        f"gain {report['gain']:.3f} ± {report['gain_error']:.3f}; {report['seconds']:.0f} s; {out}/curves.png"
+        f"\n{args.recipe}, seed {seed}: reward {report['before']:.3f} after SFT, {report['after']:.3f} after RL; "
+        f"paired gain {report['gain']:.3f} ± {report['gain_error']:.3f}; {report['seconds']:.0f} s; {out}/curves.png"
     )
 
 

@@ -15,6 +15,10 @@ Message = dict[str, Any]  # an OpenAI chat message: role, content, …
 Tool = dict[str, Any]  # an OpenAI tool: {"type": "function", "function": {"name", "description", "parameters"}}
 
 
+class Refused(RuntimeError):
+    """A server will not do what it is asked, now or later."""
+
+
 class ContextFull(ValueError):
     """The conversation has no room left in the model's context."""
 

@@ -11,7 +11,7 @@ from collections import Counter
 from hone.environments.conversation import Conversation, TokenClient
 from hone.environments.environment import Environment, checked
 from hone.environments.rubric import RewardError
-from hone.records import Example, Rollout, Sampling
+from hone.records import Example, Refused, Rollout, Sampling
 
 
 async def attempt(
@@ -41,6 +41,8 @@ async def attempt(
             cause, error = "raised", f"{type(failure).__name__}: {failure}"
             if isinstance(failure, RewardError):
                 cause, error = "reward", str(failure)
+            if isinstance(failure, Refused):
+                cause = "refused"
             if deadline.expired():
                 cause, error = "timeout", f"no end within {timeout:g} s"
         else:

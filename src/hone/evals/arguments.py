@@ -1,15 +1,25 @@
 """The flags of `vf-eval`. Imports nothing heavy."""
 
 import argparse
+import tomllib
+from pathlib import Path
 from typing import Any
+
+# Keys of an [[eval]] entry of a TOML file by the flag's name; `env_id` and `id` name the environment.
+FROM_FILE = (
+    "env", "model", "api_base_url", "api_key_var", "num_examples", "rollouts_per_example", "max_concurrent",
+    "max_tokens", "temperature", "sampling_args", "env_args", "seed", "timeout", "max_retries",
+)  # fmt: skip
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="vf-eval", description="Evaluate a model behind an OpenAI-compatible server on an environment."
+        prog="vf-eval",
+        description="Evaluate a model behind an OpenAI-compatible server on an environment.",
+        epilog="Exit code 1 when more rollouts failed than --fail-above allows.",
     )
     add = parser.add_argument
-    add("env", help="environment id, as in reverse-text")
+    add("env", nargs="?", help="environment id, as in reverse-text; or a TOML file with [[eval]] entries")
     add("-m", "--model", default="default", help="model name, or an alias of the endpoint registry")
     add("-b", "--api-base-url", help="server, as in http://localhost:8000/v1")
     add(
@@ -22,24 +32,63 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "-e", "--endpoints-path", default="configs/endpoints.py", help="endpoint registry (.py or .toml) with ENDPOINTS"
     )
     add("-p", "--env-dir-path", default="environments", help="folder with environments that are not installed")
-    add("-n", "--num-examples", type=positive, default=5, help="examples to evaluate (default 5)")
+    add("-n", "--num-examples", type=examples, default=5, help="examples to evaluate, -1 for all (default 5)")
     add("-r", "--rollouts-per-example", type=positive, default=3, help="rollouts of each (default 3)")
     add("-c", "--max-concurrent", type=positive, default=32, help="requests in flight (default 32)")
     add("-t", "--max-tokens", type=positive, default=1024, help="longest completion (default 1024)")
     add("-T", "--temperature", type=float, default=1.0, help="softmax temperature; 0 is greedy (default 1.0)")
-    add(
-        "-S",
-        "--sampling-args",
-        type=json_object,
-        default={},
-        help="further request fields as JSON; they win over -t and -T",
-    )
+    add("-S", "--sampling-args", type=json_object, default={}, help="further request fields as JSON; they win")
     add("-a", "--env-args", type=json_object, default={}, help="arguments of load_environment as JSON")
     add("-s", "--save-results", action="store_true", help="write results.jsonl and metadata.json under outputs/evals")
     add("-v", "--verbose", action="store_true", help="print every rollout")
+    add("-H", "--html", nargs="?", const="", help="write the rollouts as an HTML page (default rollouts.html)")
+    add("--token-ids", action="store_true", help="save the ids and logprobs of tokens too, where the server gives them")
+    add("--resume", nargs="?", const="", help="go on with saved results: a folder, or the latest that was not finished")
+    add("--compare", nargs=2, metavar=("A", "B"), help="compare two folders of results, paired by example")
+    add("--max-retries", type=int, default=0, help="further attempts at a rollout that failed (default 0)")
+    add("--fail-above", type=float, default=0.1, help="share of failed rollouts that is an error (default 0.1)")
+    add("--pass-at", type=float, default=1.0, help="reward from which a rollout counts as passed (default 1.0)")
+    add("--price", type=float, nargs=2, metavar=("IN", "OUT"), help="dollars of a million tokens of prompt, completion")
     add("--seed", type=int, default=0, help="of the draws (default 0)")
     add("--timeout", type=float, default=600.0, help="seconds until a request is given up (default 600)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.env is None and args.compare is None:
+        parser.error("which environment? As in: vf-eval reverse-text -m MODEL -b http://localhost:8000/v1")
+    return args
+
+
+def entries(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """The evaluations that are asked for: one, or those of a TOML file, whose own keys win over the flags.
+
+    Raises ValueError for keys that it does not know.
+    """
+    if not args.env.endswith(".toml"):
+        return [args]
+    path = Path(args.env)
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    try:
+        content = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
+    common = {key: value for key, value in content.items() if key != "eval"}
+    found = []
+    for entry in content.get("eval") or []:
+        keys = common | entry
+        keys["env"] = keys.pop("env_id", None) or keys.pop("id", None) or keys.get("env")
+        for key in keys:
+            if key not in FROM_FILE:
+                import difflib
+
+                near = difflib.get_close_matches(key, FROM_FILE, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"there are: env_id, {', '.join(FROM_FILE)}"
+                raise ValueError(f"{path}: no key {key!r}; {hint}")
+        if not keys["env"]:
+            raise ValueError(f"{path}: an [[eval]] entry has no env_id")
+        found.append(argparse.Namespace(**vars(args) | keys))
+    if not found:
+        raise ValueError(f"{path} has no [[eval]] entry")
+    return found
 
 
 def positive(text: str) -> int:
@@ -47,6 +96,10 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, found {text}")
     return value
+
+
+def examples(text: str) -> int:
+    return -1 if text == "-1" else positive(text)
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ held-out examples x rollouts ─► env.rollout(client) ─► eval/ENV/reward, 
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -31,23 +32,35 @@ async def evaluate(
 
 async def attempts(
     environment: Environment, client: TokenClient, examples: list[Example], n: int, sampling: Sampling,
-    timeout: float | None = None, at_once: int | None = None,
+    timeout: float | None = None, at_once: int | None = None, retries: int = 0,
+    known: dict[int, Rollout] | None = None, done: Callable[[int, Rollout], None] | None = None,
+    give_up: Callable[[], bool] = lambda: False,
 ) -> list[Rollout]:  # fmt: skip
     """n rollouts of each example, those of an example side by side, each with a seed of its own after `sampling`'s.
 
-    `timeout`: seconds of one; `at_once`: how many may be under way. One that fails carries its error.
+    `timeout`: seconds of one; `at_once`: how many may be under way; `known`: those that are there already, by number;
+    `done` is told of each that has ended; `give_up` is asked before each whether it is still worth it. One that fails
+    carries its error.
     """
     count = len(examples) * n
     slots = asyncio.Semaphore(at_once or max(1, count))
 
     async def one(i: int) -> Rollout:
         async with slots:
+            if give_up():
+                return Rollout(examples[i // n], [], [], error="not tried, since all before it failed")
             own = replace(sampling, seed=(sampling.seed << 40) + i)
-            return await attempt(environment, client, examples[i // n], own, timeout)
+            return await attempt(environment, client, examples[i // n], own, timeout, retries)
 
     async def group(start: int) -> list[Rollout]:
-        rollouts = await asyncio.gather(*map(one, range(start, start + n)))
+        numbers = range(start, start + n)
+        if known and all(i in known for i in numbers):
+            return [known[i] for i in numbers]
+        rollouts = await asyncio.gather(*map(one, numbers))
         await compare(environment, rollouts, timeout)
+        for i, rollout in zip(numbers, rollouts, strict=True):
+            if done is not None:
+                done(i, rollout)
         return rollouts
 
     return [rollout for of_one in await asyncio.gather(*map(group, range(0, count, n))) for rollout in of_one]

@@ -1,36 +1,55 @@
-"""`vf-eval`: an environment, a served model, an average reward.
+"""`vf-eval`: an environment, a served model, an average reward and how sure it is.
 
-    examples x rollouts ─► env.rollout(HttpClient) ─► rewards, metrics ─► printed; saved with -s
+    examples x rollouts ─► env.rollout(HttpClient) ─► rewards, metrics ─► printed; saved as they come with -s
 
-Exits with 1 when every rollout failed.
+Exits with 1 when too many rollouts failed (--fail-above).
 """
 
+import argparse
 import asyncio
-import json
 import time
-import uuid
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
-from hone.environments import Environment, load_environment
-from hone.environments.registry import add_folder
-from hone.evals.arguments import parse_arguments
+from hone.environments import Environment
+from hone.environments.registry import add_folder, load_environment
+from hone.environments.rows import row_of
+from hone.evals.arguments import entries, parse_arguments
 from hone.evals.endpoints import Endpoint, find_endpoint
-from hone.evals.held_out import attempts, metric_means
+from hone.evals.held_out import attempts
+from hone.evals.progress import Progress
+from hone.evals.results import Folder, latest
+from hone.evals.statistics import SIGMAS, clustered_error, pass_at_k
 from hone.inference.client import HttpClient
 from hone.records import Example, Rollout, Sampling
+
+FAILURES = 16  # that come before any rollout that does not fail: then the others are not tried
 
 
 def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
+    if args.compare is not None:
+        from hone.evals.compare import compare
+
+        return compare(*map(Path, args.compare))
+    found = [one(entry) for entry in entries(args)]
+    if len(found) > 1:
+        overview(found)
+    return int(any(settings["failed"] > settings["fail_above"] * settings["rollouts"] for settings in found))
+
+
+def one(args: argparse.Namespace) -> dict[str, Any]:
+    """Evaluates, prints and saves; what is in the metadata."""
     endpoint = find_endpoint(args.model, args.api_base_url, args.api_key_var, args.endpoints_path)
     add_folder(args.env_dir_path, args.env)
     environment = load_environment(args.env, **args.env_args)
-    examples = environment.get_eval_dataset()[: args.num_examples]
+    examples = environment.get_eval_dataset(args.num_examples)
     settings: dict[str, Any] = {
         "env": args.env,
         "env_args": args.env_args,
@@ -43,35 +62,106 @@ def main(argv: list[str]) -> int:
         "sampling_args": args.sampling_args,
         "seed": args.seed,
     }
+    folder, known = where(args, settings)
+    progress = Progress(args.env, len(examples) * args.rollouts_per_example, folder)
     start = time.perf_counter()
-    rollouts = asyncio.run(evaluate(environment, examples, endpoint, args))
+    with progress:
+        rollouts, used = asyncio.run(evaluate(environment, examples, endpoint, args, known, progress))
     settings["seconds"] = round(time.perf_counter() - start, 2)
-    scored = [r for r in rollouts if not r.error]
-    settings |= summarise(scored, failed=len(rollouts) - len(scored))
-    saved = save(settings, rollouts) if args.save_results else None
+    settings |= summarise(rollouts, args.rollouts_per_example, args.pass_at) | used
+    if args.price and used["prompt_tokens"]:
+        dollars = (used["prompt_tokens"] * args.price[0] + used["completion_tokens"] * args.price[1]) / 1e6
+        settings["dollars"] = round(dollars, 6)
+    if folder is not None:
+        folder.rewrite(rollouts)
+        folder.write_about(settings)
     print_results(settings, rollouts, args.verbose)
-    if saved:
-        print(f"saved in {saved}")
-    if not scored:
-        raise ValueError(f"every rollout failed; the first said: {rollouts[0].error}")
-    return 0
+    if folder is not None:
+        print(f"saved in {folder.path}")
+    if args.html is not None:
+        from hone.evals.page import write_page
+
+        file = Path(args.html) if args.html else (folder.path if folder else Path(".")) / "rollouts.html"
+        write_page(file, settings, [row_of(rollout, args.env, token_ids=False) for rollout in rollouts])
+        print(f"rollouts in {file}")
+    if settings["failed"] == len(rollouts):
+        first = next(r.error for r in rollouts if r.error)
+        raise ValueError(f"every rollout failed; the first said: {first}")
+    return settings | {"fail_above": args.fail_above}
 
 
-async def evaluate(environment: Environment, examples: list[Example], endpoint: Endpoint, args: Any) -> list[Rollout]:
+def where(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[Folder | None, dict[int, Rollout]]:
+    """The folder for results, if any, and what is known from it."""
+    if args.resume is None:
+        return (Folder.new(settings, args.token_ids) if args.save_results else None), {}
+    folder = Folder.of(Path(args.resume)) if args.resume else latest(settings)
+    if folder is None:
+        raise ValueError("--resume: no evaluation with these settings was left unfinished under outputs/evals")
+    known = folder.known(settings)
+    folder.token_ids = args.token_ids
+    print(f"going on with {folder.path}: {len(known)} rollouts are there")
+    return folder, known
+
+
+async def evaluate(
+    environment: Environment,
+    examples: list[Example],
+    endpoint: Endpoint,
+    args: argparse.Namespace,
+    known: dict[int, Rollout],
+    progress: Progress,
+) -> tuple[list[Rollout], dict[str, Any]]:
+    """All rollouts, and how many tokens the server says that it read and wrote for them."""
     server, most = (endpoint.base_url, endpoint.model, endpoint.api_key), args.max_concurrent
+    failed, succeeds = 0, False
+
+    def done(number: int, rollout: Rollout) -> None:
+        nonlocal failed, succeeds
+        failed, succeeds = failed + bool(rollout.error), succeeds or not rollout.error
+        progress.add(number, rollout)
+
     async with HttpClient(*server, args.sampling_args, args.timeout, most) as client:
         await client.check()
         sampling = Sampling(args.temperature, args.max_tokens, args.seed)
-        return await attempts(environment, client, examples, args.rollouts_per_example, sampling, at_once=most)
+        try:
+            rollouts = await attempts(
+                environment, client, examples, args.rollouts_per_example, sampling, at_once=most,
+                retries=args.max_retries, known=known, done=done, give_up=lambda: failed >= FAILURES and not succeeds,
+            )  # fmt: skip
+        finally:
+            await environment.close()
+        return rollouts, {"prompt_tokens": client.prompt_tokens, "completion_tokens": client.completion_tokens}
 
 
-def summarise(scored: list[Rollout], failed: int) -> dict[str, Any]:
+def summarise(rollouts: list[Rollout], n: int, passed: float) -> dict[str, Any]:
+    """Means of those that did not fail, with standard errors clustered by example, pass@k, what ended them."""
+    scored = [r for r in rollouts if not r.error]
+    ids = [r.example.id for r in scored]
+
+    def mean(values: list[float], of: list[int]) -> dict[str, float]:
+        return {"mean": float(np.mean(values)), "std": float(np.std(values)), "error": clustered_error(values, of)}
+
     rewards = [r.reward for r in scored]
+    names = sorted({name for r in scored for name in r.metrics})
+    having = {name: [r for r in scored if name in r.metrics] for name in names}
+    whole = mean(rewards, ids) if scored else {"mean": None, "std": None, "error": None}
+    groups = [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
+    successes = [[r.reward >= passed for r in group if not r.error] for group in groups]
+    ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= n]
     return {
-        "failed": failed,
-        "reward": float(np.mean(rewards)) if rewards else None,
-        "reward_std": float(np.std(rewards)) if rewards else None,
-        "metrics": metric_means(scored),
+        "rollouts": len(rollouts),
+        "failed": len(rollouts) - len(scored),
+        "reward": whole["mean"],
+        "reward_std": whole["std"],
+        "reward_error": whole["error"],
+        "metrics": {name: float(np.mean([r.metrics[name] for r in of])) for name, of in having.items()},
+        "metrics_error": {
+            name: clustered_error([r.metrics[name] for r in of], [r.example.id for r in of])
+            for name, of in having.items()
+        },
+        "pass_at": {str(k): pass_at_k(successes, k) for k in ks} if scored else {},
+        "stops": dict(Counter(r.stop or "none" for r in scored).most_common()),
+        "truncated": sum(r.is_truncated for r in scored),
     }
 
 
@@ -84,7 +174,8 @@ def print_results(settings: dict[str, Any], rollouts: list[Rollout], verbose: bo
     for rollout in shown:
         console.print("--- Example ---")
         for message in [*rollout.example.prompt, *rollout.messages]:
-            console.print(f"{message['role']}: {escape(str(message.get('content') or ''))}", soft_wrap=True)
+            calls = "".join(f" {call['function']}" for call in message.get("tool_calls") or [])
+            console.print(f"{message['role']}: {escape(str(message.get('content') or '') + calls)}", soft_wrap=True)
         console.print(f"error: {escape(rollout.error)}" if rollout.error else f"reward: {rollout.reward:.3f}")
     console.print("--- All ---")
     if settings["reward"] is not None:
@@ -94,28 +185,33 @@ def print_results(settings: dict[str, Any], rollouts: list[Rollout], verbose: bo
             row = ["failed" if r.error else f"{r.reward:.3f}" for r in rollouts[k::n]]
             console.print(f"r{k + 1}: [{', '.join(row[:10])}{', …' if len(row) > 10 else ''}]", markup=False)
         for name, value in settings["metrics"].items():
-            console.print(f"{name}: avg - {value:.3f}")
+            console.print(f"{name}: avg - {value:.3f}, 95 % ± {SIGMAS * settings['metrics_error'][name]:.3f}")
+        console.print(f"95 % of the mean reward: {interval(settings)} (clustered by example)")
+        console.print("pass@k: " + ", ".join(f"{k}: {value:.3f}" for k, value in settings["pass_at"].items()))
+        stops = ", ".join(f"{name} {count}" for name, count in settings["stops"].items())
+        console.print(f"ended by: {stops}; cut at max_tokens: {settings['truncated']}")
     if settings["failed"]:
         console.print(f"failed: {settings['failed']} of {len(rollouts)}")
+    spent = f" ({settings['dollars']:.4f} dollars)" if "dollars" in settings else ""
+    read, written = settings["prompt_tokens"], settings["completion_tokens"]
+    if read:
+        console.print(f"tokens: {read} read, {written} written{spent}")
     console.print(f"time: {settings['seconds']:.1f} s")
 
 
-def save(settings: dict[str, Any], rollouts: list[Rollout]) -> Path:
-    name = f"{settings['env']}--{settings['model']}".replace("/", "--")
-    directory = Path("outputs") / "evals" / name / uuid.uuid4().hex[:8]
-    directory.mkdir(parents=True)
-    (directory / "metadata.json").write_text(json.dumps(settings, indent=2) + "\n")
-    with (directory / "results.jsonl").open("w") as file:
-        for r in rollouts:
-            row = r.metrics | {
-                "example_id": r.example.id,
-                "prompt": r.example.prompt,
-                "completion": r.messages,
-                "answer": r.example.answer,
-                "info": r.example.info,
-                "reward": r.reward,
-                "is_truncated": r.is_truncated,
-                "error": r.error,
-            }
-            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-    return directory
+def interval(settings: dict[str, Any]) -> str:
+    half = SIGMAS * settings["reward_error"]
+    return (
+        f"{settings['reward'] - half:.3f} to {settings['reward'] + half:.3f}" if half == half else "one example alone"
+    )
+
+
+def overview(found: list[dict[str, Any]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("env", "model", "reward", "95 %", "failed"):
+        table.add_column(heading)
+    for settings in found:
+        failed = f"{settings['failed']} of {settings['rollouts']}"
+        reward = f"{settings['reward']:.3f}"
+        table.add_row(settings["env"], settings["model"], reward, interval(settings), failed)
+    Console(highlight=False).print(table)

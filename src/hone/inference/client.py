@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from hone.config.sections import LOOPBACK, ClientConfig
-from hone.records import Completion, ContextFull, Prompt, Sampling, Turn
+from hone.records import Completion, ContextFull, Prompt, Refused, Sampling, Turn
 
 FULL = "maximum context length"  # in the refusal of every OpenAI-compatible server
 
@@ -38,6 +38,7 @@ class HttpClient:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.base_url, self.model, self.extra_body = base_url.rstrip("/"), model, extra_body or {}
         self.timeout, self.retries, self.is_hone = timeout, retries, is_hone
+        self.prompt_tokens = self.completion_tokens = 0  # of all answers
         limits = httpx.Limits(max_connections=None)
         # Several small pools: the cost of a request in httpx grows with the connections of its pool.
         pools = -(-max_concurrent // 32)
@@ -115,6 +116,9 @@ class HttpClient:
             **self.extra_body,
         }
         answer = await self._post(f"{self.base_url}/chat/completions", body, retries=0 if name else self.retries)
+        usage = answer.get("usage") or {}
+        self.prompt_tokens += usage.get("prompt_tokens") or 0
+        self.completion_tokens += usage.get("completion_tokens") or 0
         prompt_ids = answer.get("prompt_token_ids") or []
         return [_turn(prompt_ids, choice) for choice in answer["choices"]]
 
@@ -160,7 +164,8 @@ class HttpClient:
                     raise ContextFull(answer.text[:500])
                 is_final = answer.status_code < 500 and answer.status_code != 429
                 if is_final or attempt == retries:
-                    raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:500]}")
+                    kind = Refused if is_final else RuntimeError
+                    raise kind(f"{url} answered {answer.status_code}: {answer.text[:500]}")
             await asyncio.sleep(0.5 * 2**attempt)
         raise AssertionError("unreachable")
 

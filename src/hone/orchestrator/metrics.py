@@ -7,7 +7,7 @@ import numpy as np
 from hone.monitors.statistics import summary
 from hone.orchestrator.group import DROPPED, Group, tokens_of
 
-FAILURES = ("reward", "raised", "timeout", "not_finite", "empty")
+FAILURES = ("reward", "raised", "refused", "timeout", "not_finite", "empty")
 
 
 def metrics_of(

@@ -4,11 +4,10 @@ tokens behind it."""
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from hone.environments.rows import rollout_of, row_of
 from hone.orchestrator.group import Group, samples_of
 from hone.orchestrator.schedule import Task
-from hone.records import Completion, Example, Rollout, Turn
 from hone.run_directory import appearing
 
 FILE = "rollouts.jsonl"
@@ -26,33 +25,8 @@ def write_rollouts(groups: list[Group], directory: Path, write_more: Callable[[P
 
 
 def _row(group: Group, i: int) -> dict[str, object]:
-    rollout = group.rollouts[i]
-    return {
-        "env": group.task.env,
-        "example_id": rollout.example.id,
-        "group": group.task.number,
-        "prompt": rollout.example.prompt,
-        "completion": rollout.messages,
-        "answer": rollout.example.answer,
-        "reward": rollout.reward,
-        "metrics": rollout.metrics,
-        "advantage": group.advantages[i],
-        "is_used": group.learnt[i],
-        "unused": group.unused,
-        "error": rollout.error,
-        "seconds": round(rollout.seconds, 4),
-        "turns": [
-            {
-                "prompt_ids": turn.prompt_ids,
-                "ids": turn.completion.ids,
-                "logprobs": [float(f"{x:.9g}") for x in turn.completion.logprobs],  # to the bit, of fp32
-                "version": turn.completion.versions[0] if turn.completion.versions else None,
-                "last_version": turn.completion.versions[-1] if turn.completion.versions else None,
-                "finish_reason": turn.completion.finish_reason,
-            }
-            for turn in rollout.turns
-        ],
-    }
+    judged = {"group": group.task.number, "advantage": group.advantages[i], "is_used": group.learnt[i]}
+    return row_of(group.rollouts[i], group.task.env) | judged | {"unused": group.unused}
 
 
 def read_group(directory: Path, number: int, temperatures: dict[str, float]) -> Group | None:
@@ -61,16 +35,8 @@ def read_group(directory: Path, number: int, temperatures: dict[str, float]) -> 
     rows = [row for row in map(json.loads, lines) if row["group"] == number and row["is_used"]]
     if not rows:
         return None
-    group = Group(Task(number, rows[0]["env"], -1), [_rollout(row) for row in rows])
+    group = Group(Task(number, rows[0]["env"], -1), [rollout_of(row) for row in rows])
     for row, rollout in zip(rows, group.rollouts, strict=True):
         group.samples += samples_of(rollout, row["advantage"], temperatures[row["env"]], row["env"])
     group.version = min(group.versions)
     return group
-
-
-def _rollout(row: dict[str, Any]) -> Rollout:
-    turns = [
-        Turn(t["prompt_ids"], Completion(t["ids"], t["logprobs"], [t["version"]], t["finish_reason"]), "")
-        for t in row["turns"]
-    ]
-    return Rollout(Example(row["example_id"], row["prompt"], row["answer"]), turns, row["completion"], row["reward"])

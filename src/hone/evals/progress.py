@@ -1,0 +1,52 @@
+"""How far an evaluation is, with the mean so far: a bar on a terminal, a line now and then elsewhere."""
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from hone.evals.results import Folder
+from hone.records import Rollout
+
+EVERY = 30.0  # seconds between lines
+
+
+class Progress:
+    """Use as `with`; rollouts go into the folder, if there is one, as they come."""
+
+    def __init__(self, name: str, count: int, folder: Folder | None) -> None:
+        self.count, self.folder, self.name = count, folder, name
+        self.done = self.failed = 0
+        self.total, self._said = 0.0, time.monotonic()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Bar(*columns, TextColumn("{task.fields[mean]}"), console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task(name, total=count, mean="")
+
+    def __enter__(self) -> "Progress":
+        if sys.stderr.isatty():
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def add(self, number: int, rollout: Rollout, is_new: bool = True) -> None:
+        self.done += 1
+        self.failed += bool(rollout.error)
+        self.total += 0.0 if rollout.error else rollout.reward
+        if self.folder is not None and is_new:
+            self.folder.add(number, rollout)
+        if sys.stderr.isatty():
+            self._bar.update(self._task, completed=self.done, mean=self.mean)
+        elif time.monotonic() - self._said > EVERY:
+            self._said = time.monotonic()
+            print(f"{self.name}: {self.done} of {self.count}, {self.mean}", file=sys.stderr, flush=True)
+
+    @property
+    def mean(self) -> str:
+        scored = self.done - self.failed
+        failed = f", {self.failed} failed" if self.failed else ""
+        return f"reward {self.total / scored:.3f}{failed}" if scored else f"{self.failed} failed"

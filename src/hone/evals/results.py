@@ -1,0 +1,81 @@
+"""Folders of results: outputs/evals/ENV--MODEL/ID/{results.jsonl, metadata.json}; read again to go on or to compare."""
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+from hone.environments.rows import rollout_of, row_of
+from hone.records import Rollout
+
+FILE, ABOUT = "results.jsonl", "metadata.json"
+SAME = ("env", "env_args", "model", "num_examples", "rollouts_per_example", "temperature", "max_tokens",
+        "sampling_args", "seed")  # fmt: skip
+
+
+class Folder:
+    """Written as rollouts end, so that an evaluation that was ended can go on."""
+
+    def __init__(self, path: Path, settings: dict[str, Any], token_ids: bool = False) -> None:
+        self.path, self.settings, self.token_ids = path, settings, token_ids
+
+    @classmethod
+    def new(cls, settings: dict[str, Any], token_ids: bool) -> "Folder":
+        name = f"{settings['env']}--{settings['model']}".replace("/", "--")
+        folder = cls(Path("outputs") / "evals" / name / uuid.uuid4().hex[:8], settings, token_ids)
+        folder.path.mkdir(parents=True)
+        folder.write_about(settings)
+        return folder
+
+    @classmethod
+    def of(cls, path: Path) -> "Folder":
+        """Raises ValueError for a folder that has no results."""
+        if not (path / ABOUT).is_file():
+            raise ValueError(f"{path} has no {ABOUT}: it is no folder of results (outputs/evals/ENV--MODEL/ID)")
+        return cls(path, json.loads((path / ABOUT).read_text()))
+
+    def write_about(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        (self.path / ABOUT).write_text(json.dumps(settings, indent=2) + "\n")
+
+    def add(self, number: int, rollout: Rollout) -> None:
+        with (self.path / FILE).open("a") as file:
+            file.write(self._line(number, rollout))
+
+    def _line(self, number: int, rollout: Rollout) -> str:
+        row = rollout.metrics | row_of(rollout, self.settings["env"], self.token_ids) | {"rollout": number}
+        return json.dumps(row, ensure_ascii=False, default=str) + "\n"
+
+    def rewrite(self, rollouts: list[Rollout]) -> None:
+        """All of them, in their order."""
+        whole = "".join(self._line(number, rollout) for number, rollout in enumerate(rollouts))
+        partial = self.path / f"{FILE}.partial"
+        partial.write_text(whole)
+        partial.rename(self.path / FILE)
+
+    def rows(self) -> list[dict[str, Any]]:
+        file, found = self.path / FILE, []
+        for line in file.read_text().splitlines() if file.is_file() else []:
+            try:
+                found.append(json.loads(line))
+            except ValueError:  # the last, when it was ended
+                continue
+        return found
+
+    def known(self, settings: dict[str, Any]) -> dict[int, Rollout]:
+        """The rollouts that need not be made again. Raises ValueError where other settings are asked for."""
+        for key in SAME:
+            if self.settings.get(key) != settings[key]:
+                raise ValueError(f"--resume: {key} is {settings[key]!r}, the results have {self.settings.get(key)!r}")
+        return {row["rollout"]: rollout_of(row) for row in self.rows() if not row["error"]}
+
+
+def latest(settings: dict[str, Any]) -> Folder | None:
+    """The newest folder of an evaluation that was not finished, with these settings."""
+    name = f"{settings['env']}--{settings['model']}".replace("/", "--")
+    paths = sorted((Path("outputs") / "evals" / name).glob(f"*/{ABOUT}"), key=lambda path: path.stat().st_mtime)
+    for path in reversed(paths):
+        folder = Folder.of(path.parent)
+        if "seconds" not in folder.settings and all(folder.settings.get(key) == settings[key] for key in SAME):
+            return folder
+    return None

@@ -1,0 +1,56 @@
+"""What an evaluation can say: a mean and how sure it is, pass@k, and whether two evaluations differ. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+SIGMAS = 1.96  # of a 95 % interval
+
+
+def clustered_error(values: ArrayLike, clusters: ArrayLike) -> float:
+    """Standard error of the mean of `values` of which those of a cluster (an example) depend on each other.
+
+    sqrt(G / (G - 1) * sum over the G clusters of (sum of residuals)²) / N; NaN for one cluster (Miller 2024, eq. 4).
+    """
+    value, cluster = np.asarray(values, dtype=np.float64), np.asarray(clusters)
+    _, number = np.unique(cluster, return_inverse=True)
+    sums = np.bincount(number, weights=value - value.mean())
+    G = len(sums)
+    return float(np.sqrt(G / (G - 1) * np.square(sums).sum()) / len(value)) if G > 1 else float("nan")
+
+
+def pass_at_k(successes: Sequence[Sequence[bool]], k: int) -> float:
+    """Mean over examples of 1 - C(n - c, k) / C(n, k): that one of k of its n rollouts succeeds (Chen et al. 2021)."""
+    found = []
+    for rollouts in successes:
+        n, c = len(rollouts), sum(rollouts)
+        if n >= k:
+            found.append(1.0 - math.comb(n - c, k) / math.comb(n, k))
+    return float(np.mean(found)) if found else float("nan")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of B from A, paired by example: mean, its standard error, two-sided p, how many examples are better or worse."""
+
+    mean: float
+    error: float
+    p: float
+    better: int
+    worse: int
+    count: int
+
+
+def paired(a: dict[str, float], b: dict[str, float]) -> Difference:
+    """Of what both have. Raises ValueError where that is nothing."""
+    both = sorted(a.keys() & b.keys())
+    if not both:
+        raise ValueError("the two evaluations have no example in common")
+    differences = np.array([b[key] - a[key] for key in both])
+    mean, n = float(differences.mean()), len(both)
+    error = float(differences.std(ddof=1) / math.sqrt(n)) if n > 1 else float("nan")
+    p = math.erfc(abs(mean) / error / math.sqrt(2)) if error > 0 else float(mean == 0)
+    return Difference(mean, error, p, int((differences > 0).sum()), int((differences < 0).sum()), n)
