@@ -13,14 +13,16 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from hone.engine.engine import Engine
 from hone.inference.control import Served
+from hone.inference.protocol import ChatRequest, chat_response
 from hone.inference.service import EngineService
 from hone.models.families import parse_model_config
 from hone.models.hf import read_model_config, write_description, write_model
 from hone.models.proof import checksum
 from hone.models.transformer import Transformer
-from hone.records import Prompt
+from hone.records import Completion, Prompt
 from hone.text.chat import ChatTemplate
 from hone.text.tokenizer import Tokenizer
+from hone.text.tool_calls import parse_tool_calls
 
 MODEL = Path(__file__).parents[2] / "examples" / "reverse_text_tiny" / "model"
 
@@ -221,3 +223,54 @@ def test_a_model_of_another_shape_replaces_the_one_before_in_memory(tmp_path):
     gc.freeze()  # as the service does
     served.update(directory, 1, None, {"type": "filesystem"})
     assert before() is None and served.engine.model.spec.num_hidden_layers == 1
+
+
+ADD = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
+CALLING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "rest", "calls"),
+    [
+        ("hermes", 'so <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "so", [("add", {"a": 1})]),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>', "",
+         [("f", {}), ("g", {})]),
+        ("hermes", '<tool_call>{"name": "add"</tool_call>', '<tool_call>{"name": "add"</tool_call>', []),
+        ("hermes", '<tool_call>{"name": "add", "arguments": 3}</tool_call>', None, []),
+        ("hermes", '{"name": "add", "arguments": {}}', None, []),
+        ("json", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', "", [("add", {"a": 1})]),
+        ("json", "4", None, []),
+        ("json", '{"sum": 4}', None, []),
+    ],
+)  # fmt: skip
+def test_tool_calls_are_read_from_text(style, text, rest, calls):
+    content, found = parse_tool_calls(text, style, turn=3)
+    assert content == (text if rest is None else rest)
+    assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in found] == calls
+    assert [c["id"] for c in found] == [f"call_3_{i}" for i in range(len(calls))]
+
+
+def test_a_conversation_with_calls_goes_on_in_the_tokens_that_were_sampled(save):
+    tokenizer = Tokenizer(save(CALLING))
+    asked = [{"role": "user", "content": "1 + 2?"}]
+    prompt = tokenizer.prompt_ids(Prompt(asked, ADD))
+    written = '<tool_call>{"arguments":{"a":1,  "b":2},"name":"add"}</tool_call>'  # not as the template writes it
+    sampled = tokenizer.encode(written + "<|im_end|>")
+    turn = tokenizer.turn(Prompt(asked, ADD), prompt, Completion(sampled, [0.0] * len(sampled), [0], "stop"), written)
+    assert turn.text == "" and turn.tool_calls[0]["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+    answer = {"role": "tool", "content": "3", "tool_call_id": turn.tool_calls[0]["id"]}
+    messages = [*asked, turn.message, answer]
+    ids = tokenizer.prompt_ids(Prompt(messages, ADD, prompt + sampled, 2))
+    assert ids == prompt + sampled + tokenizer.encode("\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n")
+    body = {"model": "m", "messages": messages, "tools": ADD}
+    fresh = tokenizer.prompt_ids(ChatRequest(**body).prompt())
+    assert fresh != ids and "add" in tokenizer.decode(fresh)  # as the template writes it
+    answered = chat_response(ChatRequest(**body), Prompt(messages, ADD), ids, [turn.completion], tokenizer)
+    choice = answered["choices"][0]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["tool_calls"][0]["function"]["name"] == "add"
+    plain = chat_response(ChatRequest(**body, tool_choice="none"), Prompt(messages), ids, [turn.completion], tokenizer)
+    assert plain["choices"][0]["finish_reason"] == "stop" and "tool_calls" not in plain["choices"][0]["message"]

@@ -6,7 +6,7 @@ from hone.records import Completion, Example, Rollout, Turn
 
 
 def row_of(rollout: Rollout, env: str, token_ids: bool = True) -> dict[str, Any]:
-    """What was asked and written, what it was worth and why, how long it took; `token_ids`: and the tokens behind it."""
+    """What was asked, written, what it was worth and why, how long it took; `token_ids`: the tokens behind it too."""
     example = rollout.example
     return {
         "env": env, "task": example.task, "example_id": example.id, "prompt": example.prompt,

@@ -1,0 +1,125 @@
+"""Environments over real processes: tools in a run, rewards of groups, evaluations, those of the verifiers library."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hone.evals.results import Folder
+
+from .conftest import TINY, command
+
+TOOLS = """
+import json
+import hone.environments as vf
+
+def add(a: int, b: int) -> int:
+    \"\"\"Add.\"\"\"
+    return a + b
+
+class Forced(vf.ToolEnv):
+    \"\"\"Its model cannot write calls: what it says counts as one, the first time.\"\"\"
+
+    async def env_response(self, messages, state):
+        if len(messages) < 4:
+            return [await self.call_tool("add", {"a": 1, "b": len(messages)}, "x")]
+        return []
+
+    @vf.stop(priority=1)
+    async def twice(self, state):
+        return state["turn"] >= 2
+
+    async def is_completed(self, state):
+        return await self.twice(state)
+
+def longest(completions):
+    lengths = [len(one[0]["content"]) for one in completions]
+    return [float(length == max(lengths)) for length in lengths]
+
+def load_environment():
+    rows = [{"question": f"{i}"} for i in range(40)]
+    return Forced(dataset=rows, tools=[add], rubric=vf.Rubric(funcs=[longest]))
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_with_tools_and_rewards_of_groups(workers, trained, tmp_path):
+    (tmp_path / "tools_env.py").write_text(TOOLS)
+    out = tmp_path / "run"
+    command(
+        "rl", "@", f"{TINY}/rl.toml", "--model.name", trained, "--output-dir", out, "--max-steps", 2, "--seq-len", 128,
+        "--orchestrator.env", json.dumps({"id": "tools-env", "workers": workers}), "--orchestrator.batch-size", 16,
+        "--orchestrator.rollouts-per-example", 4, "--orchestrator.sampling.max-tokens", 8,
+        "--trainer.optim.type", "adamw", "--trainer.optim.lr", 0, env={"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    rollouts = [json.loads(line) for line in (out / "rollouts" / "step_2" / "rollouts.jsonl").open()]
+    assert len(rollouts) == 16 and {r["stop"] for r in rollouts} == {"is_completed"}
+    for r in rollouts:
+        assert len(r["turns"]) == 2 and r["completion"][1] == {"role": "tool", "content": "3", "tool_call_id": "x"}
+        one, two = r["turns"]
+        assert two["prompt_ids"][: len(one["prompt_ids"])] == one["prompt_ids"] and set(r["timings"]) >= {"model"}
+    for i in range(0, 16, 4):
+        best = max(len(r["completion"][0]["content"]) for r in rollouts[i : i + 4])
+        for r in rollouts[i : i + 4]:
+            assert r["reward"] == r["metrics"]["longest"] == float(len(r["completion"][0]["content"]) == best)
+
+
+def test_an_evaluation_is_saved_gone_on_with_compared_and_shown(server, trained, tmp_path):
+    file = tmp_path / "evals.toml"
+    entry = '[[eval]]\nenv_id = "reverse-text"\nenv_args = { texts = "generated", min_chars = 3, max_chars = 6 }\n'
+    file.write_text(f"model = {str(trained)!r}\nmax_tokens = 16\n{entry}num_examples = 4\n{entry}num_examples = 3\n")
+    options = ["-b", server.url, "-r", 2, "-s"]
+    done = command("vf-eval", file, *options, "--html", "--token-ids", cwd=tmp_path)
+    assert "95 % of the mean reward" in done.stdout and "pass@k: 1: " in done.stdout and "ended by: " in done.stdout
+    assert "tokens: " in done.stdout and done.stdout.count("saved in ") == 2
+    first, second = (Path(tmp_path / line.split()[-1]) for line in done.stdout.splitlines() if "saved in" in line)
+    rows = Folder.of(first).rows()
+    assert len(rows) == 8 and len(rows[0]["turns"][0]["ids"]) == len(rows[0]["turns"][0]["logprobs"]) > 0
+    assert (second / "rollouts.html").read_text().count("<details") == 6
+    (first / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    alone = ["reverse-text", "-m", trained, "-t", 16, "-n", 4, *options, "-a",
+             '{"texts": "generated", "min_chars": 3, "max_chars": 6}']  # fmt: skip
+    again = command("vf-eval", *alone, "--resume", first, cwd=tmp_path)
+    assert "3 rollouts are there" in again.stdout
+    assert [row["reward"] for row in Folder.of(first).rows()] == [row["reward"] for row in rows]
+    assert "2 examples" not in command("vf-eval", "--compare", first, second, cwd=tmp_path).stdout
+    failing = command("vf-eval", *alone, "-S", '{"stream": true}', ok=False, cwd=tmp_path)
+    assert "every rollout failed" in failing.stderr
+    none = command("vf-eval", "--compare", first, tmp_path, ok=False, cwd=tmp_path)
+    assert "no folder of results" in none.stderr
+
+
+@pytest.mark.verifiers
+@pytest.mark.parametrize("version", ["0.1.14", "0.3.1"])
+@pytest.mark.parametrize("kind", ["single", "multi", "tool"])
+def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, tmp_path):
+    """With the library's own Python, as `hone env install --isolated` makes it: VERIFIERS_0_1_14, VERIFIERS_0_3_1."""
+    home = os.environ.get(f"VERIFIERS_{version.replace('.', '_')}")
+    if home is None:
+        pytest.skip(f"no virtual environment with verifiers {version} is named")
+    (tmp_path / "library_env.py").write_text((Path(__file__).parent / f"verifiers_{kind}.py").read_text())
+    out = tmp_path / "run"
+    command(
+        "rl", "@", f"{TINY}/rl.toml", "--model.name", trained, "--output-dir", out, "--max-steps", 2, "--seq-len", 160,
+        "--orchestrator.env", json.dumps({"id": "library-env", "venv": home}), "--orchestrator.batch-size", 8,
+        "--orchestrator.rollouts-per-example", 4, "--orchestrator.sampling.max-tokens", 8,
+        "--trainer.optim.type", "adamw", "--trainer.optim.lr", 0, env={"PYTHONPATH": str(tmp_path)}, timeout=400,
+    )  # fmt: skip
+    rollouts = [json.loads(line) for line in (out / "rollouts" / "step_2" / "rollouts.jsonl").open()]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    drawn = sum(len(turn["ids"]) for r in rollouts if r["is_used"] for turn in r["turns"])
+    assert len(rollouts) == 8 and not any(r["error"] for r in rollouts)
+    assert rows[1]["tokens/trained"] == drawn and rows[1]["mismatch_kl/max"] < 1e-6
+    for r in rollouts:
+        said = [m["content"] for m in r["completion"] if m["role"] == "assistant"]
+        assert len(said) == len(r["turns"]) == {"single": 1, "multi": 3, "tool": 1}[kind]
+
+
+def test_the_worker_of_the_library_needs_nothing_of_hone():
+    """It is run by Pythons that have no Hone."""
+    script = Path(__file__).parents[2] / "src" / "hone" / "environments" / "protocols" / "verifiers_worker.py"
+    assert "import hone" not in script.read_text() and "from hone" not in script.read_text()
+    done = subprocess.run(["python3", "-I", "-S", script, "x", "{}"], capture_output=True, text=True)
+    assert done.returncode != 0 and "verifiers" in done.stderr

@@ -1,0 +1,121 @@
+"""Code that a model wrote computes, and reaches nothing: what it tries is contained and said; the next call works."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hone.environments import sandbox
+from hone.environments.sandbox import Limits, Sandbox, Sandboxes
+
+
+def can_contain():
+    words = [*([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--net", "--pid", "--fork", "--mount"]
+    return shutil.which("unshare") and not subprocess.run(["unshare", *words, "true"], capture_output=True).returncode
+
+
+contained = pytest.mark.skipif(not can_contain(), reason="this machine has no namespaces for it")
+LIMITS = Limits(seconds=1.0, memory=512 << 20, file=1 << 20)
+
+
+def run(*codes, limits=LIMITS):
+    async def all_of_them():
+        made = await Sandbox.start(limits)
+        try:
+            return [await made.run(code) for code in codes]
+        finally:
+            await made.close()
+
+    return asyncio.run(all_of_them())
+
+
+@contained
+def test_a_session_keeps_its_names_and_shows_its_last_value():
+    said = run("x = 20\nprint('so')\nx + 1", "x * 2", "x = None", "x", "1 / 0", "def f(:", "import math; math.pi")
+    assert said[:4] == ["so\n21", "40", "", ""]
+    assert said[4] == 'Traceback (most recent call last):\n  File "<python>", line 1, in <module>\n' + (
+        "ZeroDivisionError: division by zero"
+    )
+    assert "SyntaxError" in said[5] and said[6].startswith("3.14")
+
+
+@contained
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import os\nwhile True: os.fork()", "Resource temporarily unavailable"),
+        ("b = bytearray(10 * 2**30)", "MemoryError"),
+        ("while True: pass", "did not end within 1 s"),
+        ("import sys\nfor i in range(1000): sys.stdout.write('a' * 10**6)", "more bytes]"),
+        ("open('/etc/passwd').read()", "No such file or directory"),
+        ("import os; os.listdir('/root/.ssh')", "Error"),
+        ("open('/usr/bin/mine', 'w')", "Read-only file system"),
+        ("import socket; socket.create_connection(('127.0.0.1', 80), 1)", "Error"),
+        ("import socket; socket.create_connection(('1.1.1.1', 80), 1)", "Network is unreachable"),
+        ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nprint('none')", ""),
+        ("import subprocess\np = subprocess.Popen(['sleep', '99'], start_new_session=True)",
+         "left behind were ended: 1"),
+        ("import os, time\nif os.fork() == 0:\n os.setsid()\n if os.fork(): os._exit(0)\n time.sleep(99)",
+         "left behind were ended: 1"),
+        ("with open('f', 'wb') as f:\n for i in range(64): f.write(b'a' * 2**16)", "File too large"),
+        ("import os; os._exit(3)", "ended the session (exit code 3)"),
+        ("import ctypes; ctypes.string_at(0)", "ended the session (SIGSEGV)"),
+    ],
+)  # fmt: skip
+def test_what_it_tries_is_contained_and_said(code, words):
+    said, after = run(
+        code, "6 * 7", limits=Limits(seconds=4.0 if "10**6" in code else 1.0, memory=512 << 20, file=1 << 20)
+    )
+    assert words in said and after == "42"
+    assert len(said) < LIMITS.output + 500
+
+
+@contained
+def test_a_sandbox_is_cleared_before_another_has_it_and_ends_with_its_owner():
+    async def program():
+        many = Sandboxes(LIMITS, most=1)
+        one = await many.take()
+        await one.run("open('mine', 'w').write('x'); y = 1")
+        await many.give_back(one)
+        again = await many.take()
+        assert again is one
+        said = await again.run("import os; print(os.listdir('.')); y")
+        await many.give_back(again)
+        await many.close()
+        return said, one.process.pid
+
+    said, pid = asyncio.run(program())
+    assert said.startswith("[]") and "NameError" in said
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@contained
+def test_a_sandbox_ends_when_its_owner_is_killed():
+    source = (
+        "import asyncio, os\nfrom hone.environments.sandbox import Sandbox\n"
+        "async def go():\n s = await Sandbox.start()\n print(s.process.pid, flush=True)\n os.kill(os.getpid(), 9)\n"
+        "asyncio.run(go())"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    pid = int(done.stdout)
+
+    async def gone():
+        async with asyncio.timeout(30):
+            while os.path.exists(f"/proc/{pid}") and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+                await asyncio.sleep(0.02)
+
+    asyncio.run(gone())
+
+
+def test_a_machine_that_cannot_contain_it_refuses(monkeypatch):
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    with pytest.raises(RuntimeError, match="not run here: containing it needs the program unshare"):
+        run("1")
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: "/bin/false")
+    with pytest.raises(RuntimeError, match="namespaces of Linux .* refuses: no reason given"):
+        run("1")
