@@ -7,9 +7,20 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from hone.authoring.tiny_model import write_model
 from hone.config.sft import DataConfig, SFTConfig
+from hone.records import Prompt
 from hone.text.tokenizer import Tokenizer
-from hone.trainer.sft.data import Conversations, Source, StreamedConversations, epoch, load_rows, steps, to_messages
+from hone.trainer.sft.data import (
+    Conversations,
+    Renderer,
+    Source,
+    StreamedConversations,
+    epoch,
+    load_rows,
+    steps,
+    to_messages,
+)
 
 MODEL = Path(__file__).parents[2] / "examples" / "reverse_text_tiny" / "model"
 
@@ -176,3 +187,24 @@ def test_missing_files_and_unreachable_hubs_are_named(monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("offline")))
     with pytest.raises(ValueError, match="cannot be loaded from the hub"):
         load_rows("owner/data", "train")
+
+
+def test_tools_of_a_conversation_are_told_as_in_training(tmp_path):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "1", "tool_call_id": "x"},
+        {"role": "assistant", "content": "one"},
+    ]
+    write_model(tmp_path, ["a", "a"])
+    tokenizer = Tokenizer(tmp_path)
+    render = Renderer(tokenizer, 512, ("assistant",))
+    for given in (tools, json.dumps(tools)):
+        ids, mask = render({"messages": messages, "tools": given}, 0)
+        prompt = tokenizer.prompt_ids(Prompt(messages[:1], tools))
+        assert ids[: len(prompt)] == prompt and not any(mask[: len(prompt)])
+        learnt = tokenizer.decode([i for i, is_target in zip(ids, mask, strict=True) if is_target], False)
+        assert learnt == '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|end|>one<|end|>'
+    assert render({"messages": messages}, 0)[0] != ids

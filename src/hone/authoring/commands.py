@@ -125,7 +125,7 @@ def _model(args: argparse.Namespace) -> int:
         raise ValueError(f"--hidden must be a multiple of 32, found {args.hidden}")
     template = ChatTemplate(CHAT_TEMPLATE, {})
     rows = asyncio.run(conversations(load(args), 200, args.seed))
-    texts = [template.render(row["messages"], tools=row.get("tools")) for row in rows]
+    texts = [template.render(row["messages"], tools=json.loads(row.get("tools", "null"))) for row in rows]
     count = write_model(args.out, texts, args.hidden, args.layers)
     print(f"{args.out}: {args.layers} layers of width {args.hidden}, a token a byte, and {count} phrases of one token")
     print(f"it has no weights yet: sft --model.name {args.out} --model.random-init …", file=sys.stdout)

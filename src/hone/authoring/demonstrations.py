@@ -53,7 +53,7 @@ async def conversations(environment: Environment, count: int, seed: int) -> Iter
         rollout, tools = await demonstrated(environment, examples[i % len(examples)], seed + i // len(examples))
         last = max((n for n, m in enumerate(rollout.messages) if m["role"] == "assistant"), default=-1)
         messages = [*rollout.example.prompt, *rollout.messages[: last + 1]]
-        found.append({"messages": messages, **({"tools": tools} if tools else {})})
+        found.append({"messages": messages, **({"tools": json.dumps(tools)} if tools else {})})
     return iter(found)
 
 

@@ -103,6 +103,13 @@ def to_messages(row: dict[str, Any]) -> list[Message]:
     return [{k: v for k, v in message.items() if v is not None} for message in messages]
 
 
+def to_tools(row: dict[str, Any]) -> dict[str, Any]:
+    """The tools that the conversation was told of, as a list or as JSON, if there were any."""
+    tools = row.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    return {"tools": tools} if tools else {}
+
+
 class FakeConversations:
     """Random tokens, for measuring: `count` conversations of a quarter of `seq_len` to all of it."""
 
@@ -200,7 +207,7 @@ class Renderer:
 
     def __call__(self, row: dict[str, Any], number: int) -> Conversation | None:
         try:
-            ids, mask = self.tokenizer.conversation_ids(to_messages(row), self.roles)
+            ids, mask = self.tokenizer.conversation_ids(to_messages(row), self.roles, **to_tools(row))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"row {number} of the data cannot be rendered: {error}") from None
         return (ids, mask) if len(ids) <= self.seq_len and any(mask[1:]) else None
