@@ -52,7 +52,8 @@ class MultiTurnEnv(Environment):
     def __init__(self, max_turns: int = -1, **others: Any) -> None:
         super().__init__(**others)
         self.max_turns = max_turns
-        self._stops = {name: method for name, method in self._marked("stop")}
+        self._stops = dict(self._marked("stop"))
+        self._cleanups = list(self._marked("cleanup"))
 
     # ------------------------------------------------------------------------------------------ overridden
 
@@ -115,7 +116,7 @@ class MultiTurnEnv(Environment):
                 state["trajectory"].append({"prompt": messages, "completion": [turn.message]})
             state["is_completed"] = True
         finally:
-            for _, clean in self._marked("cleanup"):
+            for _, clean in self._cleanups:
                 await ask(clean, {"state": state})
         ended = time.perf_counter()
         rollout = Rollout(example, turns, state["completion"], stop=state["stop_condition"] or "")
