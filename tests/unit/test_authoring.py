@@ -99,3 +99,10 @@ def test_a_tiny_model_is_read_back(tmp_path):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     text = tokenizer.decode(tokenizer.prompt_ids(Prompt(messages, tools)), skip_special_tokens=False)
     assert '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|end|>' in text
+
+
+@pytest.mark.parametrize("what", ["/nowhere/my_env", "./my_env", "my env", "there"])
+def test_a_path_without_a_package_is_not_looked_for_in_the_index(what, place):
+    (place / "there").mkdir()
+    with pytest.raises(ValueError, match="no folder with a pyproject.toml, and no name of a package"):
+        main(["install", what])
