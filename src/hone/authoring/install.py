@@ -15,7 +15,8 @@ def install(env: str, place: Path, isolated: bool, extra: list[str]) -> int:
     name = env.rstrip("/").rpartition("/")[2].replace("_", "-")
     module = name.replace("-", "_")
     folder = next((path for path in (Path(env), place / module) if (path / "pyproject.toml").is_file()), None)
-    if folder is None and ((os.sep in env.lstrip("/") and Path(env).exists()) or not module.isidentifier()):
+    is_path = env.startswith((os.sep, ".", "~")) or Path(env).exists()
+    if folder is None and (is_path or not module.isidentifier()):
         raise ValueError(f"hone env install: {env} is no folder with a pyproject.toml, and no name of a package")
     what = ["-e", str(folder)] if folder is not None else [name]
     if not isolated:
