@@ -4,8 +4,6 @@ import asyncio
 import os
 from typing import Any
 
-import httpx
-
 from hone.environments.calls import ask
 from hone.environments.parsers import Completion, Parser
 from hone.environments.rubric import Rubric
@@ -68,6 +66,8 @@ class JudgeRubric(Rubric):
         return kept[text]
 
     async def _ask(self, messages: list[Message]) -> str:
+        import httpx  # not needed by environments without a judge
+
         body = {"model": self.judge_model, "messages": messages, **self.judge_sampling_args}
         if self.judge_client is not None:
             answer = await ask(self.judge_client.chat.completions.create, body)

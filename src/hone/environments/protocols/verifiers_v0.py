@@ -17,7 +17,6 @@ from typing import Any
 
 from hone.environments.environment import Environment, ModelClient
 from hone.environments.isolated import Worker
-from hone.environments.protocols.door import Door
 from hone.records import Example, Rollout, Sampling
 
 RANGE = ">=0.1.9,<0.4"
@@ -77,6 +76,8 @@ class Foreign(Environment):
         self._rows = [one.rows if one else {} for one in kept]
         if not self.get_dataset():
             raise ValueError(f"environment {env_id!r} has no examples")
+        from hone.environments.protocols.door import Door  # a web server: not needed by Hone's own environments
+
         self.workers = [Worker(env_id, self.words) for _ in range(max(1, workers))]
         self.door = Door()
 
