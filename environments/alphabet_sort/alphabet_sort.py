@@ -57,18 +57,22 @@ def load_environment(
     hf_dataset_path: str = HUB_DATASET,
     num_examples: int = 2000,
     num_eval_examples: int = 256,
+    demonstrations: str = "sorted",
     seed: int = 1337420,
 ) -> vf.Environment:
     """The environment.
 
     names: "shipped" (first and last names), "syllables" (short made-up ones, as in BaKo), or "hub" (`hf_dataset_path`).
     syllables: of how many, at most 90, the made-up names are.
+    demonstrations: what data for SFT shows: "sorted" lists, or "mixed", of which half are in the order given.
     power_per_turn: raise the similarity of each turn to `similarity_power`; else their mean.
     """
     if not 1 <= min_turns <= max_turns or not 1 <= min_names_per_turn <= max_names_per_turn:
         raise ValueError("alphabet-sort: 1 <= min <= max must hold of turns and of names_per_turn")
     if names not in ("shipped", "syllables", "hub"):
         raise ValueError(f'alphabet-sort: names must be "shipped", "syllables" or "hub", found {names!r}')
+    if demonstrations not in ("sorted", "mixed"):
+        raise ValueError(f'alphabet-sort: demonstrations must be "sorted" or "mixed", found {demonstrations!r}')
     turns, per_turn = (min_turns, max_turns), (min_names_per_turn, max_names_per_turn)
     held_out = None
     if names == "hub":
@@ -97,11 +101,15 @@ def load_environment(
     rubric = vf.Rubric(funcs=[similarity, exact], weights=[1.0, 0.0])
     return Sorting(
         dataset=[one for one in train if one], eval_dataset=held_out and [one for one in held_out if one],
-        rubric=rubric, max_turns=max_turns,
+        rubric=rubric, max_turns=max_turns, demonstrations=demonstrations,
     )  # fmt: skip
 
 
 class Sorting(vf.MultiTurnEnv):
+    def __init__(self, demonstrations: str, **others: Any) -> None:
+        super().__init__(**others)
+        self.demonstrations = demonstrations
+
     @vf.stop
     async def all_asked(self, state: vf.State) -> bool:
         return state["turn"] >= state["info"]["num_turns"]
@@ -112,7 +120,11 @@ class Sorting(vf.MultiTurnEnv):
     def demonstrate(self, messages: vf.Messages, example: vf.Example, rng: random.Random) -> str:
         turn = sum(message["role"] == "assistant" for message in messages)
         tag = "combined_alphabetical_sorted" if turn else "alphabetical_sorted"
-        return f"<{tag}>\n" + "\n".join(example.info["ground_truths"][turn]) + f"\n</{tag}>"
+        lines = example.info["ground_truths"][turn]
+        if self.demonstrations == "mixed" and rng.random() < 0.5:
+            given = [name for names in example.info["turn_names"][: turn + 1] for name in names]
+            lines = sorted(lines, key=lambda line: given.index(line.removesuffix(NEW)))
+        return f"<{tag}>\n" + "\n".join(lines) + f"\n</{tag}>"
 
 
 def parts(name: str) -> tuple[str, str]:
@@ -143,7 +155,7 @@ def row(
     if len(names) < sum(sizes):
         return None
     by = rng.choice([0, 1])
-    asked, truths, known, follow_ups = "", [], [], []
+    asked, truths, known, follow_ups, given = "", [], [], [], []
     for turn, size in enumerate(sizes):
         new, names = names[:size], names[size:]
         known = known + new
@@ -153,12 +165,16 @@ def row(
         old = rng.randint(0, shown - 1) if turn else shown
         lines = "\n".join(f"Name{i}{NEW if i > old else ''}" for i in range(1, shown + 1))
         mixed = rng.sample(new, len(new))
+        given.append(mixed)
         words = {"by": ("FIRST", "LAST")[by], "names": ", ".join(mixed), "lines": lines}
         text = (ASK, ASK_MORE, ASK_AGAIN)[min(turn, 2)].format(**words)
         asked = asked or text
         if turn:
             follow_ups.append(text)
-    info = {"follow_ups": follow_ups, "ground_truths": truths, "num_turns": count, "sort_by_first": not by}
+    info = {
+        "follow_ups": follow_ups, "ground_truths": truths, "turn_names": given, "num_turns": count,
+        "sort_by_first": not by,
+    }  # fmt: skip
     return {"prompt": [{"role": "user", "content": asked}], "answer": "\n".join(truths[-1]), "info": info}
 
 
