@@ -2,13 +2,14 @@
 
     reward = mean over turns of (difflib ratio of the list to the right one) ** 4    metric exact = all lists are right
 
-Names are made of shipped first and last names (default), of syllables, or come from the hub; `names` says which.
+Names are made of shipped first and last names (default), of two letters, or come from the hub; `names` says which.
 """
 
 import random
 import re
 from difflib import SequenceMatcher
 from itertools import pairwise
+from string import ascii_uppercase
 from typing import Any
 
 import hone.environments as vf
@@ -25,7 +26,6 @@ LAST = (
     "Nakano Novak Okafor Olsen Ortiz Park Patel Petrov Quist Rahman Ricci Rossi Sato Silva Singh Tanaka Toth Turner "
     "Ueda Vargas Vogel Wagner Weber Xu Yamada Young Zhang Zimmer"
 ).split()
-CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiou"
 ASK = """Sort these names in alphabetical order by {by} name: {names}
 
 Use exactly this format:
@@ -53,7 +53,6 @@ def load_environment(
     similarity_power: int = 4,
     power_per_turn: bool = True,
     names: str = "shipped",
-    syllables: int = 90,
     hf_dataset_path: str = HUB_DATASET,
     num_examples: int = 2000,
     num_eval_examples: int = 256,
@@ -62,15 +61,14 @@ def load_environment(
 ) -> vf.Environment:
     """The environment.
 
-    names: "shipped" (first and last names), "syllables" (short made-up ones, as in BaKo), or "hub" (`hf_dataset_path`).
-    syllables: of how many, at most 90, the made-up names are.
+    names: "shipped" (first and last names), "letters" (of two capitals, as in QB), or "hub" (`hf_dataset_path`).
     demonstrations: what data for SFT shows: "sorted" lists, or "mixed", of which half are in the order given.
     power_per_turn: raise the similarity of each turn to `similarity_power`; else their mean.
     """
     if not 1 <= min_turns <= max_turns or not 1 <= min_names_per_turn <= max_names_per_turn:
         raise ValueError("alphabet-sort: 1 <= min <= max must hold of turns and of names_per_turn")
-    if names not in ("shipped", "syllables", "hub"):
-        raise ValueError(f'alphabet-sort: names must be "shipped", "syllables" or "hub", found {names!r}')
+    if names not in ("shipped", "letters", "hub"):
+        raise ValueError(f'alphabet-sort: names must be "shipped", "letters" or "hub", found {names!r}')
     if demonstrations not in ("sorted", "mixed"):
         raise ValueError(f'alphabet-sort: demonstrations must be "sorted" or "mixed", found {demonstrations!r}')
     turns, per_turn = (min_turns, max_turns), (min_names_per_turn, max_names_per_turn)
@@ -80,7 +78,7 @@ def load_environment(
         train = [row(random.Random(f"{seed} {i}"), each, turns, per_turn) for i, each in enumerate(lists)]
     else:
         draws = [random.Random(f"{seed} {i}") for i in range(-num_eval_examples, num_examples)]
-        rows = [row(rng, drawn_names(rng, names, turns[1] * per_turn[1], syllables), turns, per_turn) for rng in draws]
+        rows = [row(rng, drawn_names(rng, names, turns[1] * per_turn[1]), turns, per_turn) for rng in draws]
         held_out, train = rows[:num_eval_examples], rows[num_eval_examples:]
 
     def similarity(completion: Any, state: dict[str, Any]) -> float:
@@ -178,16 +176,12 @@ def row(
     return {"prompt": [{"role": "user", "content": asked}], "answer": "\n".join(truths[-1]), "info": info}
 
 
-def drawn_names(rng: random.Random, kind: str, count: int, of: int) -> list[str]:
+def drawn_names(rng: random.Random, kind: str, count: int) -> list[str]:
     """Names of which no two have the first or the last part in common."""
-    if kind == "shipped":
-        if count > min(len(FIRST), len(LAST)):
-            raise ValueError(f"alphabet-sort: there are {min(len(FIRST), len(LAST))} names, {count} are asked for")
-        return ["".join(pair) for pair in zip(rng.sample(FIRST, count), rng.sample(LAST, count), strict=True)]
-    syllables = [c.upper() + v for c in CONSONANTS for v in VOWELS][:of]
-    if count > len(syllables):
-        raise ValueError(f"alphabet-sort: names of {len(syllables)} syllables are asked for {count} times")
-    return ["".join(pair) for pair in zip(rng.sample(syllables, count), rng.sample(syllables, count), strict=True)]
+    first, last = (FIRST, LAST) if kind == "shipped" else (ascii_uppercase, ascii_uppercase)
+    if count > min(len(first), len(last)):
+        raise ValueError(f"alphabet-sort: there are {min(len(first), len(last))} names, {count} are asked for")
+    return ["".join(pair) for pair in zip(rng.sample(first, count), rng.sample(last, count), strict=True)]
 
 
 def hub_names(name: str) -> list[list[str]]:
