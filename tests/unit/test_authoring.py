@@ -86,13 +86,14 @@ def test_data_and_a_tiny_model_of_an_environment(place, capsys):
 
 
 def test_phrases_are_what_conversations_have_in_common():
-    texts = [f"<|user|>Please reverse the word: {word}<|assistant|><answer>{word[::-1]}</answer><|end|>"
-             for word in ("kitten", "apples", "mother", "father", "brother", "winter", "summer")]  # fmt: skip
-    assert phrases(texts) == ["Please reverse the word: ", "</answer>", "<answer>"]
+    words = ("kitten", "apples", "mother", "father", "brother", "winter", "summer")
+    texts = [[f"Please reverse the word: {word}", f"<answer>{word[::-1]}</answer>"] for word in words]
+    texts[3:6] = [[*talk, f"Now say it aloud: {i}"] for i, talk in enumerate(texts[3:6])]
+    assert phrases(texts) == ["Please reverse the word: ", "Now say it aloud: ", "</answer>", "<answer>"]
 
 
 def test_a_tiny_model_is_read_back(tmp_path):
-    write_model(tmp_path, ["a <tool_call>{}</tool_call>"] * 3)
+    write_model(tmp_path, [["a"]] * 3, has_tools=True)
     tokenizer = Tokenizer(tmp_path)
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]

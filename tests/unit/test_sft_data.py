@@ -198,7 +198,7 @@ def test_tools_of_a_conversation_are_told_as_in_training(tmp_path):
         {"role": "tool", "content": "1", "tool_call_id": "x"},
         {"role": "assistant", "content": "one"},
     ]
-    write_model(tmp_path, ["a", "a"])
+    write_model(tmp_path, [["a"], ["a"]], has_tools=True)
     tokenizer = Tokenizer(tmp_path)
     render = Renderer(tokenizer, 512, ("assistant",))
     for given in (tools, json.dumps(tools)):

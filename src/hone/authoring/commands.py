@@ -118,15 +118,13 @@ def _data(args: argparse.Namespace) -> int:
 
 def _model(args: argparse.Namespace) -> int:
     from hone.authoring.demonstrations import conversations
-    from hone.authoring.tiny_model import CHAT_TEMPLATE, write_model
-    from hone.text.chat import ChatTemplate
+    from hone.authoring.tiny_model import said, write_model
 
     if args.hidden % 32:
         raise ValueError(f"--hidden must be a multiple of 32, found {args.hidden}")
-    template = ChatTemplate(CHAT_TEMPLATE, {})
-    rows = asyncio.run(conversations(load(args), 200, args.seed))
-    texts = [template.render(row["messages"], tools=json.loads(row.get("tools", "null"))) for row in rows]
-    count = write_model(args.out, texts, args.hidden, args.layers)
+    rows = list(asyncio.run(conversations(load(args), 200, args.seed)))
+    texts = [[said(message) for message in row["messages"]] for row in rows]
+    count = write_model(args.out, texts, "tools" in rows[0], args.hidden, args.layers)
     print(f"{args.out}: {args.layers} layers of width {args.hidden}, a token a byte, and {count} phrases of one token")
     print(f"it has no weights yet: sft --model.name {args.out} --model.random-init …", file=sys.stdout)
     return 0

@@ -15,6 +15,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from hone.records import Message
+
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
 CHAT_TEMPLATE = """\
 {%- if tools %}{{ '<|system|>' + tools | map(attribute='function') | map(attribute='name') | join(', ') }}{% endif %}
@@ -26,51 +28,58 @@ CHAT_TEMPLATE = """\
 {%- if message.role == 'assistant' %}<|end|>{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-ROLE = re.compile(r"<\|\w+\|>")
 SHORT_FIRST, SHORT_LAST = re.compile(r"^\W*\b\w{1,2}\b"), re.compile(r"\b\w{1,2}\W*$")
 SHORTEST = 4  # characters of a phrase
 PAIRS = 60  # of conversations that are compared
 
 
-def phrases(texts: Sequence[str]) -> list[str]:
-    """What many of the texts have in common, longest first."""
-    found: Counter[str] = Counter()
-    pairs = list(pairwise(texts))[:PAIRS]
-    for one, other in pairs:
-        blocks = SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks()
-        found.update({part for block in blocks for part in _parts(one, block.a, block.a + block.size)})
-    often = [text for text, count in found.items() if count >= max(2, len(pairs) // 6)]
+def said(message: Message) -> str:
+    """A message's text, with its calls as the template writes them, less their tags."""
+    calls = [call["function"] for call in message.get("tool_calls") or []]
+    written = [json.dumps({"name": c["name"], "arguments": json.loads(c["arguments"])}) for c in calls]
+    return (message.get("content") or "") + "".join(written)
+
+
+def phrases(conversations: Sequence[Sequence[str]]) -> list[str]:
+    """What many of the conversations, lists of texts, have in common in texts of the same place, longest first."""
+    often: set[str] = set()
+    for place in range(max(map(len, conversations))):
+        found: Counter[str] = Counter()
+        pairs = list(pairwise(texts[place] for texts in conversations if len(texts) > place))[:PAIRS]
+        for one, other in pairs:
+            blocks = SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks()
+            found.update({part for block in blocks for part in _parts(one, block.a, block.a + block.size)})
+        often |= {text for text, count in found.items() if count >= max(2, len(pairs) // 6)}
     return sorted(often, key=lambda text: (-len(text), text))[:64]
 
 
 def _parts(text: str, start: int, end: int) -> set[str]:
-    """What text[start:end] has between the marks of roles, without pieces of words at its ends and without what is
-    short there: that belongs to what differs."""
+    """text[start:end] without pieces of words at its ends and without what is short there: that belongs to what
+    differs."""
     whole = text[start:end]
     if text[:start][-1:].isalnum():
         whole = re.sub(r"^\w+", "", whole)
     if text[end:][:1].isalnum():
         whole = re.sub(r"\w+$", "", whole)
-    found = set()
-    for part in ROLE.split(whole):
-        while SHORT_FIRST.match(part):
-            part = SHORT_FIRST.sub("", part)
-        while SHORT_LAST.search(part):
-            part = SHORT_LAST.sub("", part)
-        if len(part) >= SHORTEST and re.search(r"\w{3}", part):
-            found.add(part)
-    return found
+    while SHORT_FIRST.match(whole):
+        whole = SHORT_FIRST.sub("", whole)
+    while SHORT_LAST.search(whole):
+        whole = SHORT_LAST.sub("", whole)
+    return {whole} if len(whole) >= SHORTEST and re.search(r"\w{3}", whole) else set()
 
 
-def write_model(directory: Path, texts: Sequence[str], hidden: int = 128, layers: int = 3) -> int:
-    """Writes the directory; `texts` are conversations of the environment. Returns how many phrases are tokens."""
+def write_model(
+    directory: Path, conversations: Sequence[Sequence[str]], has_tools: bool = False, hidden: int = 128, layers: int = 3
+) -> int:
+    """Writes the directory; `conversations` of the environment: the texts of their messages. Returns how many phrases are
+    tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(role, special=True) for role in ROLES])
-    known = phrases(texts)
-    calls = ["<tool_call>", "</tool_call>"] if any("<tool_call>" in text for text in texts) else []
+    known = phrases(conversations)
+    calls = ["<tool_call>", "</tool_call>"] if has_tools else []
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in dict.fromkeys([*calls, *known])])
     end = tokenizer.token_to_id("<|end|>")
     directory.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ setup_state ─► [ is_completed? ─► env_response ─► client.chat ] … 
                       └ max_turns_reached, prompt_too_long, has_final_env_response, what `@stop` marks
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from hone.environments.calls import ask, positional_names
 from hone.environments.environment import Environment, ModelClient, State
 from hone.records import ContextFull, Example, Message, Rollout, Sampling, Tool, Turn
 
+log = logging.getLogger("hone.environments")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -51,7 +53,7 @@ class MultiTurnEnv(Environment):
 
     def __init__(self, max_turns: int = -1, **others: Any) -> None:
         super().__init__(**others)
-        self.max_turns = max_turns
+        self.max_turns, self._told = max_turns, False
         self._stops = dict(self._marked("stop"))
         self._cleanups = list(self._marked("cleanup"))
 
@@ -107,6 +109,7 @@ class MultiTurnEnv(Environment):
                     if not turns:
                         raise
                     state["prompt_too_long"] = True
+                    self._tell_of_room(len(turns))
                     continue
                 finally:
                     asked += time.perf_counter() - now
@@ -125,6 +128,15 @@ class MultiTurnEnv(Environment):
         rollout.seconds = now - start
         rollout.timings = {"model": asked, "environment": ended - start - asked, "scoring": now - ended}
         return rollout
+
+    def _tell_of_room(self, turns: int) -> None:
+        if not self._told:
+            log.warning(
+                "a conversation of %s ended after %d turns since it leaves no room in the model's context, and so will "
+                "others (stop: prompt_too_long); a longer seq_len (max_model_len of a server) lets them go on",
+                type(self).__name__, turns,
+            )  # fmt: skip
+        self._told = True
 
     async def close(self) -> None:
         for _, end in self._marked("teardown"):
