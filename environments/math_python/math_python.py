@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hone.environments as vf
-from hone.environments.sandbox import Limits, Sandboxes
+from hone.environments.sandbox import Limits, SandboxError, Sandboxes
 
 INSTRUCTION = (
     "Solve the following math problem. Explain your reasoning and put the final answer in \\boxed{}. "
@@ -62,7 +62,7 @@ def load_environment(
 
 class MathPython(vf.StatefulToolEnv):
     def __init__(self, sandboxes: Sandboxes, **others: Any) -> None:
-        super().__init__(**others)
+        super().__init__(stop_errors=[SandboxError], **others)
         self.sandboxes = sandboxes
         self.add_tool(self.python, args_to_skip=["state"])
 

@@ -119,3 +119,37 @@ def test_a_machine_that_cannot_contain_it_refuses(monkeypatch):
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: "/bin/false")
     with pytest.raises(RuntimeError, match="namespaces of Linux .* refuses: no reason given"):
         run("1")
+
+
+@contained
+def test_it_sees_no_key_of_ours_and_leaves_nothing_outside_its_folder(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-ours")
+    search = (
+        "import ctypes\nlibc = ctypes.CDLL(None)\nlibc.getauxval.restype = ctypes.c_ulong\n"
+        "end = libc.getauxval(31)\nprint(b'sk-of-ours' in ctypes.string_at(end - 4096, 4096))"
+    )
+    said = run(
+        search, "import os; dict(os.environ)", "open('/left', 'w')", "import os; os.rename('/lib', '/other')",
+        "import ctypes; ctypes.CDLL(None, use_errno=True).unshare(0x10020000)", "import ctypes\n"
+        "ctypes.CDLL(None).shmget(0, 4096, 0o1600)", "x = '\\ud800'", "import os; os.kill(os.getpid(), 40)", "1",
+    )  # fmt: skip
+    assert said[0] == "False" and "sk-of" not in said[1]
+    assert "Error" in said[2] and "Error" in said[3]
+    assert said[4] == said[5] == "-1" and "ended the session" in said[7] and said[8] == "1"
+
+
+@contained
+def test_an_answer_that_nobody_waited_for_is_never_anothers():
+    async def program():
+        many = Sandboxes(LIMITS, most=1)
+        one = await many.take()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(one.run("import time; time.sleep(0.5); 'late'"), 0.1)
+        await many.give_back(one)
+        again = await many.take()
+        said = await again.run("'mine'")
+        await many.give_back(again)
+        await many.close()
+        return again is one, said
+
+    assert asyncio.run(program()) == (False, "'mine'")

@@ -402,3 +402,30 @@ def test_attempts_keep_what_was_sampled():
     env = vf.ToolEnv(dataset=[{"question": "?"}], tools=[divide])
     done = asyncio.run(attempt(env, Client(), env.get_dataset()[0], Sampling()))
     assert not done.error and done.stop == "no_tools_called"
+
+
+def test_groups_of_groups_and_what_they_demonstrate():
+    inner = vf.EnvGroup([single_turn(), single_turn()], env_names=["a", "b"])
+    env = vf.EnvGroup([multi_turn(), inner], env_names=["guess", "sums"])
+    example = env.get_dataset()[3]
+    assert (example.id, example.task, example.answer) == (3, "sums", "5")
+    done, _ = play(env, "<think>\n</think><answer>5</answer>", index=3)
+    assert done.reward == pytest.approx(1.2) and done.example is example
+    assert env.demonstrate(example.prompt, example, random.Random(0)) == "<answer>5</answer>"
+
+
+def test_the_rubrics_own_parser_is_the_one_that_its_functions_get():
+    def right(parser, completion, answer):
+        return float(parser.parse_answer(completion) == answer)
+
+    rows = [{"question": "?", "answer": "2"}]
+    own = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([right], parser=vf.XMLParser(["answer"])))
+    assert play(own, "<answer>1</answer> no, <answer>2</answer>")[0].reward == 1.0
+    of_the_environment = vf.SingleTurnEnv(dataset=rows, parser=vf.XMLParser(["answer"]), rubric=vf.Rubric([right]))
+    assert play(of_the_environment, "<answer>2</answer>")[0].reward == 1.0
+
+
+def test_rows_as_other_libraries_write_them():
+    rows = [{"prompt": [{"role": "user", "content": "?"}], "info": '{"a": 1}'}]
+    (example,) = vf.SingleTurnEnv(dataset=rows, system_prompt="Be good.").get_dataset()
+    assert example.info == {"a": 1} and [m["role"] for m in example.prompt] == ["system", "user"]

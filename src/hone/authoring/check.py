@@ -119,8 +119,9 @@ async def own_answers(environment: Environment, chosen: list[Example], seed: int
 async def others(environment: Environment, chosen: list[Example], own: list[Rollout], report: Report) -> None:
     """What is said instead: nothing, and the answer to another example."""
     texts = {"an empty answer": ""}
-    if own and own[-1].messages and isinstance(own[-1].messages[-1].get("content"), str):
-        texts["the answer to another example"] = own[-1].messages[-1]["content"]
+    said = [m for m in own[-1].messages if m["role"] == "assistant" and m.get("content")] if own else []
+    if said and len(chosen) > 1:
+        texts["the answer to another example"] = said[-1]["content"]
     best = statistics.fmean(rollout.reward for rollout in own) if own else math.inf
     for name, text in texts.items():
         tried = [await attempt(environment, Says(text), example, Sampling()) for example in chosen[:-1] or chosen]

@@ -71,8 +71,8 @@ def _parts(text: str, start: int, end: int) -> set[str]:
 def write_model(
     directory: Path, conversations: Sequence[Sequence[str]], has_tools: bool = False, hidden: int = 128, layers: int = 3
 ) -> int:
-    """Writes the directory; `conversations` of the environment: the texts of their messages. Returns how many phrases are
-    tokens."""
+    """Writes the directory; `conversations` of the environment: the texts of their messages. Returns how many phrases
+    became tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

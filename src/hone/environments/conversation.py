@@ -22,10 +22,12 @@ class Conversation:
     def __init__(self, client: TokenClient) -> None:
         self.client = client
         self.turns: list[tuple[list[Message], Turn]] = []
+        self._begun = 0
 
     async def chat(self, messages: list[Message], sampling: Sampling, tools: list[Tool] | None = None) -> Turn:
-        if self.turns:
-            sampling = replace(sampling, seed=other_seed(sampling.seed, len(self.turns)))
+        if self._begun:
+            sampling = replace(sampling, seed=other_seed(sampling.seed, self._begun))
+        self._begun += 1
         asked = list(messages)  # the environment may go on with its own
         turn = await self.client.chat(self._prompt(asked, tools), sampling)
         self.turns.append((asked, turn))

@@ -1,11 +1,12 @@
 """Several environments as one: their examples in one data set, each rollout by the environment of its task."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from hone.environments.environment import Environment, ModelClient
-from hone.records import Example, Rollout, Sampling
+from hone.records import Example, Message, Rollout, Sampling
 
 
 class EnvGroup(Environment):
@@ -17,11 +18,13 @@ class EnvGroup(Environment):
             raise ValueError(f"EnvGroup has {len(envs)} environments and the names {names}; each needs one of its own")
         self.envs, self.env_names = list(envs), names
         self.of = dict(zip(names, envs, strict=True))
+        self._owned: list[list[Example]] = []  # theirs, by the number that each has here: to train on, to evaluate on
         self._train = self._numbered([env.get_dataset() for env in envs])
         self._eval = self._numbered([env.get_eval_dataset() for env in envs])
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
-        rollout = await self.of[example.task].rollout(client, example, sampling)
+        rollout = await self.of[example.task].rollout(client, self._own_of(example), sampling)
+        rollout.example = example
         rollout.metrics[f"{example.task}/reward"] = rollout.reward
         return rollout
 
@@ -45,8 +48,20 @@ class EnvGroup(Environment):
         for env in self.envs:
             await env.close()
 
+    def demonstrate(self, messages: list[Message], example: Example, rng: random.Random) -> Message | str | None:
+        return self.of[example.task].demonstrate(messages, self._own_of(example), rng)
+
+    def _own_of(self, example: Example) -> Example:
+        """As its environment knows it."""
+        same = (own[example.id] for own in self._owned if example.id < len(own))
+        return next(one for one in same if one.prompt == example.prompt)
+
     def _numbered(self, of_each: list[list[Example]]) -> list[Example]:
         found: list[Example] = []
         for name, examples in zip(self.env_names, of_each, strict=True):
             found += [replace(one, id=len(found) + i, task=name) for i, one in enumerate(examples)]
+        owned = zip(self.env_names, self.envs, of_each, strict=True)
+        self._owned.append(
+            [one if isinstance(env, EnvGroup) else replace(one, task=name) for name, env, ones in owned for one in ones]
+        )
         return found

@@ -5,6 +5,7 @@ row {question | prompt, answer, info, task} ─► Example ─ rollout(client, e
 rollouts of one example ─ score_group ─► rewards of functions that compare them
 """
 
+import json
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -141,6 +142,8 @@ class Environment(ABC):
         prompt = row.get("prompt")
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
+        if prompt is not None and self.system_prompt and not any(one["role"] == "system" for one in prompt):
+            prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
         if prompt is None:
             if "question" not in row:
                 raise ValueError(f"row {index} of the dataset has neither 'prompt' nor 'question': {sorted(row)}")
@@ -148,6 +151,7 @@ class Environment(ABC):
             if self.system_prompt:
                 prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
         answer, info = row.get("answer"), row.get("info")
+        info = json.loads(info) if isinstance(info, str) and info else info
         example_id = row.get("example_id", index)
         return Example(example_id, prompt, "" if answer is None else str(answer), info or {}, row.get("task") or "")
 

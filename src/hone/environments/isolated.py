@@ -209,9 +209,10 @@ class Worker:
             turn = await client.chat(message["messages"], sampling_of(message), message.get("tools"))
         except Exception as error:  # the environment learns of it
             is_full = isinstance(error, ContextFull)
-            self._send({"error": number, "words": f"{type(error).__name__}: {error}", "is_full": is_full})
+            words = f"{type(error).__name__}: {error}"
+            self._send({"error": number, "question": message["question"], "words": words, "is_full": is_full})
         else:
-            self._send({"turn": number, "value": asdict(turn)})
+            self._send({"turn": number, "question": message["question"], "value": asdict(turn)})
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Kills it when it gives no sign of life while it has work."""

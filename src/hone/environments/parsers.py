@@ -102,7 +102,7 @@ class XMLParser(Parser):
     """Fields written as `<field>…</field>`; a field may be a tuple of names of which any one will do.
 
     `parse` gives an attribute for every name, None where the tags are missing. `parse_answer` gives
-    `answer_field` (the last field unless named) of the last assistant message that has it.
+    `answer_field` (the last field unless named) of the last assistant message that has it, the last one there.
     """
 
     def __init__(
@@ -120,23 +120,31 @@ class XMLParser(Parser):
         if self.answer_field not in names:
             raise ValueError(f"answer_field {answer_field!r} is not one of the fields: {', '.join(names)}")
 
-    def parse(self, text: str, strip: bool = True) -> SimpleNamespace:
+    def parse(self, text: str, strip: bool = True, last: bool = False) -> SimpleNamespace:
         space = r"\s*" if strip else ""
         found: dict[str, str | None] = {}
         for name in (name for alternatives in self.fields for name in alternatives):
-            match = re.search(rf"<{name}>{space}(.*?){space}</{name}>", text, re.DOTALL)
-            found[name] = match.group(1) if match else None
+            written = re.findall(rf"<{name}>{space}(.*?){space}</{name}>", text, re.DOTALL)
+            found[name] = written[-1 if last else 0] if written else None
         return SimpleNamespace(**found)
 
     def parse_answer(self, completion: Completion) -> str | None:
         for text in reversed(assistant_texts(completion)):
-            answer: str | None = getattr(self.parse(text), self.answer_field)
+            answer: str | None = getattr(self.parse(text, last=True), self.answer_field)
             if answer is not None:
                 return self.extract_fn(answer)
         return None
 
     def write(self, answer: str) -> str:
         return f"<{self.answer_field}>{answer}</{self.answer_field}>"
+
+    def get_fields(self) -> list[str]:
+        """The fields, the first name of each."""
+        return [names[0] for names in self.fields]
+
+    def format(self, **values: str) -> str:
+        """The fields with these values, as a model would write them."""
+        return "\n".join(f"<{name}>\n{value}\n</{name}>" for name, value in values.items())
 
     def get_format_str(self) -> str:
         """The format as a prompt can state it."""

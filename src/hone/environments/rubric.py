@@ -57,7 +57,7 @@ class Rubric:
         self.weights = list(weights) if weights is not None else [1.0] * len(self.funcs)
         if len(self.weights) != len(self.funcs):
             raise ValueError(f"Rubric has {len(self.funcs)} functions but {len(self.weights)} weights")
-        self.parser = parser or Parser()
+        self.parser, self._has_parser = parser or Parser(), parser is not None
         self.class_objects: dict[str, Any] = {}
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
@@ -96,6 +96,8 @@ class Rubric:
         """The reward and the values of the functions of one rollout. `available` is what they may ask for; `timeout`:
         seconds of one call. Raises RewardError."""
         available = {"parser": self.parser, **available, **self.class_objects}
+        if self._has_parser:  # else the environment's
+            available["parser"] = self.parser
         mine = [i for i, func in enumerate(self.funcs) if not _is_of_group(func)]
         return self._sum({i: await self._one(self.funcs[i], available, timeout) for i in mine})
 

@@ -37,6 +37,10 @@ class Limits:
     processes: int = 16
 
 
+class SandboxError(RuntimeError):
+    """Code of a model cannot be run here."""
+
+
 class Sandbox:
     """Made by `await Sandbox.start(limits)`."""
 
@@ -44,34 +48,37 @@ class Sandbox:
 
     def __init__(self, process: asyncio.subprocess.Process, limits: Limits, root: str) -> None:
         self.process, self.limits, self.root = process, limits, root
+        self.is_broken = False  # an answer may be under way that nobody waits for
 
     @classmethod
     async def start(cls, limits: Limits | None = None) -> "Sandbox":
-        """Raises RuntimeError, in words, where this machine cannot contain it."""
+        """Raises SandboxError, in words, where this machine cannot contain it."""
         limits, tool = limits or Limits(), shutil.which("unshare")
         if not sys.platform.startswith("linux") or tool is None:
             missing = "Linux" if not sys.platform.startswith("linux") else "the program unshare (of util-linux)"
-            raise RuntimeError(f"code of a model is not run here: containing it needs {missing}")
+            raise SandboxError(f"code of a model is not run here: containing it needs {missing}")
         is_root = os.geteuid() == 0
         cls.count += 1
         root = tempfile.mkdtemp(prefix="hone-sandbox-")
         readable = [sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")]
         inside: dict[str, Any] = vars(limits) | {
             "root": root, "readable": readable, "packages": sysconfig.get_path("purelib"),
-            "user": USERS + cls.count % 4000 if is_root else 0,
+            "user": USERS + (os.getpid() * 37 + cls.count) % 4000 if is_root else 0,
         }  # fmt: skip
         words = [tool, *([] if is_root else ["--user", "--map-root-user"])]
         words += ["--net", "--pid", "--fork", "--mount", "--ipc", "--uts", "--kill-child"]
         words += [sys.executable, "-I", "-S", str(KEEPER), json.dumps(inside)]
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=pipe, limit=1 << 24)
+        pipe, plain = asyncio.subprocess.PIPE, {"PATH": "/usr/bin:/bin"}  # nothing of ours: keys may be there
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=pipe, stdout=pipe, stderr=pipe, limit=1 << 24, env=plain
+        )
         made = cls(process, limits, root)
         try:
             async with asyncio.timeout(START):
                 assert process.stdout is not None and process.stderr is not None
                 if not await process.stdout.readline():
                     said = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
-                    raise RuntimeError(
+                    raise SandboxError(
                         "code of a model is not run here: containing it needs namespaces of Linux (user, network, "
                         f"process, mount), which this machine refuses: {said[-1] if said else 'no reason given'}"
                     )
@@ -82,6 +89,8 @@ class Sandbox:
 
     async def run(self, code: str) -> str:
         """What the code printed, the value of its last line included, and what became of it."""
+        if not isinstance(code, str):
+            raise ValueError(f"code must be text, found {type(code).__name__}")
         answer = await self._ask({"code": code, "seconds": self.limits.seconds})
         said = [answer["text"].rstrip("\n")] if answer["text"] else []
         if answer["dropped"]:
@@ -105,11 +114,15 @@ class Sandbox:
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
+        if self.is_broken:
+            raise ConnectionError("the sandbox is gone")
+        self.is_broken = True
         self.process.stdin.write(json.dumps(message).encode() + b"\n")
         async with asyncio.timeout(self.limits.seconds + START):
             line = await self.process.stdout.readline()
         if not line:
             raise ConnectionError("the sandbox is gone")
+        self.is_broken = False
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -136,8 +149,10 @@ class Sandboxes:
         try:
             await sandbox.reset()
             self._free.append(sandbox)
-        except (ConnectionError, TimeoutError):
+        except BaseException as error:
             await sandbox.close()
+            if not isinstance(error, ConnectionError | TimeoutError):
+                raise
         finally:
             self._room.release()
 

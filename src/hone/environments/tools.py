@@ -158,6 +158,8 @@ class ToolEnv(MultiTurnEnv):
         try:
             result = await ask(tool, tool_args, self.call_timeout)
         except TimeoutError:
+            if self.call_timeout is None:
+                raise  # the tool's own
             raise ValueError(f"{tool_name} did not end within {self.call_timeout} s") from None
         content = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
         return {"role": "tool", "content": content, "tool_call_id": tool_call_id}

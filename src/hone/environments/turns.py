@@ -97,10 +97,10 @@ class MultiTurnEnv(Environment):
                 messages = [*state["prompt"], *state["completion"]]
                 if turns:
                     answers = _messages(await self._call("env_response", state, messages), state)
-                    state["completion"] += answers
                     if state.get("final_env_response") is not None:
                         state["completion"] += _messages(state["final_env_response"], state)
                         continue
+                    state["completion"] += answers
                     messages += answers
                 now = time.perf_counter()
                 try:

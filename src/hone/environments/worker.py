@@ -16,16 +16,18 @@ from hone.records import ContextFull, Example, Message, Sampling, Tool, Turn
 
 
 class Client:
-    """The model, at the other end of the pipe. One turn at a time of each rollout."""
+    """The model, at the other end of the pipe."""
 
     def __init__(self, number: int, send: Any) -> None:
         self.number, self.send = number, send
-        self.answer: asyncio.Future[dict[str, Any]] | None = None
+        self.answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     async def chat(self, messages: list[Message], sampling: Sampling, tools: list[Tool] | None = None) -> Turn:
-        self.answer = asyncio.get_running_loop().create_future()
-        self.send({"chat": self.number, "messages": messages, "sampling": asdict(sampling), "tools": tools})
-        return turn_of(await self.answer)
+        number = len(self.answers)
+        answer = self.answers[number] = asyncio.get_running_loop().create_future()
+        asked = {"messages": messages, "sampling": asdict(sampling), "tools": tools}
+        self.send({"chat": self.number, "question": number, **asked})
+        return turn_of(await answer)
 
 
 class Worker:
@@ -46,12 +48,12 @@ class Worker:
             task, client = self.running[number]
             if kind == "cancel":
                 task.cancel()
-            elif client.answer is not None and not client.answer.done():
+            elif not (answer := client.answers[message["question"]]).done():
                 if kind == "turn":
-                    client.answer.set_result(message["value"])
+                    answer.set_result(message["value"])
                 else:
                     kind = ContextFull if message["is_full"] else RuntimeError
-                    client.answer.set_exception(kind(message["words"]))
+                    answer.set_exception(kind(message["words"]))
 
     async def _rollout(self, client: Client, message: dict[str, Any]) -> dict[str, Any]:
         done = await self.environment.rollout(client, Example(**message["example"]), sampling_of(message))
@@ -65,7 +67,7 @@ class Worker:
     async def _one(self, number: int, work: Coroutine[Any, Any, dict[str, Any]]) -> None:
         try:
             self.send({"done": number, "result": await work})
-        except Exception as error:  # environments are users' code: theirs may raise anything
+        except (Exception, asyncio.CancelledError) as error:  # environments are users' code: theirs may raise anything
             self.send({"error": number, "words": f"{type(error).__name__}: {error}"})
         finally:
             self.running.pop(number, None)

@@ -73,7 +73,10 @@ def entries(args: argparse.Namespace) -> list[argparse.Namespace]:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
     common = {key: value for key, value in content.items() if key != "eval"}
     found = []
-    for entry in content.get("eval") or []:
+    listed = content.get("eval") or []
+    if not isinstance(listed, list):
+        raise ValueError(f"{path}: evaluations are a list: write [[eval]], not [eval]")
+    for entry in listed:
         keys = common | entry
         keys["env"] = keys.pop("env_id", None) or keys.pop("id", None) or keys.get("env")
         for key in keys:
@@ -83,6 +86,11 @@ def entries(args: argparse.Namespace) -> list[argparse.Namespace]:
                 near = difflib.get_close_matches(key, FROM_FILE, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"there are: env_id, {', '.join(FROM_FILE)}"
                 raise ValueError(f"{path}: no key {key!r}; {hint}")
+        for key in ("num_examples", "rollouts_per_example", "max_concurrent", "max_tokens"):
+            if key in keys and (
+                type(keys[key]) is not int or (keys[key] < 1 and (key, keys[key]) != ("num_examples", -1))
+            ):
+                raise ValueError(f"{path}: {key} must be 1 or more, found {keys[key]!r}")
         if not keys["env"]:
             raise ValueError(f"{path}: an [[eval]] entry has no env_id")
         found.append(argparse.Namespace(**vars(args) | keys))

@@ -42,7 +42,16 @@ class Folder:
         with (self.path / FILE).open("a") as file:
             file.write(self._line(number, rollout))
 
+    def end_line(self) -> None:
+        """What was cut in the middle of a line stands alone."""
+        file = self.path / FILE
+        if file.is_file() and not file.read_text().endswith("\n"):
+            with file.open("a") as out:
+                out.write("\n")
+
     def _line(self, number: int, rollout: Rollout) -> str:
+        if "saved row" in rollout.state:
+            return json.dumps(rollout.state["saved row"], ensure_ascii=False) + "\n"
         row = rollout.metrics | row_of(rollout, self.settings["env"], self.token_ids) | {"rollout": number}
         return json.dumps(row, ensure_ascii=False, default=str) + "\n"
 
@@ -55,9 +64,9 @@ class Folder:
 
     def rows(self) -> list[dict[str, Any]]:
         file, found = self.path / FILE, []
-        for line in file.read_text().splitlines() if file.is_file() else []:
+        for line in file.read_text().split("\n") if file.is_file() else []:
             try:
-                found.append(json.loads(line))
+                found.extend([json.loads(line)] if line else [])
             except ValueError:  # the last, when it was ended
                 continue
         return found
@@ -67,7 +76,12 @@ class Folder:
         for key in SAME:
             if self.settings.get(key) != settings[key]:
                 raise ValueError(f"--resume: {key} is {settings[key]!r}, the results have {self.settings.get(key)!r}")
-        return {row["rollout"]: rollout_of(row) for row in self.rows() if not row["error"]}
+        known = {}
+        for row in self.rows():
+            if not row["error"]:
+                known[row["rollout"]] = rollout_of(row)
+                known[row["rollout"]].state["saved row"] = row
+        return known
 
 
 def latest(settings: dict[str, Any]) -> Folder | None:

@@ -50,6 +50,8 @@ def one(args: argparse.Namespace) -> dict[str, Any]:
     add_folder(args.env_dir_path, args.env)
     environment = load_environment(args.env, **args.env_args)
     examples = environment.get_eval_dataset(args.num_examples)
+    if not examples:
+        raise ValueError(f"{args.env} has no examples to evaluate on")
     settings: dict[str, Any] = {
         "env": args.env,
         "env_args": args.env_args,
@@ -99,6 +101,7 @@ def where(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[Folder | 
         raise ValueError("--resume: no evaluation with these settings was left unfinished under outputs/evals")
     known = folder.known(settings)
     folder.token_ids = args.token_ids
+    folder.end_line()
     print(f"going on with {folder.path}: {len(known)} rollouts are there")
     return folder, known
 

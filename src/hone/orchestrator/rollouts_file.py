@@ -31,8 +31,8 @@ def _row(group: Group, i: int) -> dict[str, object]:
 
 def read_group(directory: Path, number: int, temperatures: dict[str, float]) -> Group | None:
     """What a group that was written there is trained on, at its environment's temperature; None where it is not."""
-    lines = (directory / FILE).read_text().splitlines() if (directory / FILE).exists() else []
-    rows = [row for row in map(json.loads, lines) if row["group"] == number and row["is_used"]]
+    lines = (directory / FILE).read_text().split("\n") if (directory / FILE).exists() else []
+    rows = [row for row in map(json.loads, filter(None, lines)) if row["group"] == number and row["is_used"]]
     if not rows:
         return None
     group = Group(Task(number, rows[0]["env"], -1), [rollout_of(row) for row in rows])

@@ -9,6 +9,7 @@ What was sampled never goes through the library: the door keeps the turns of a r
 import importlib.util
 import json
 import os
+import random
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 
 from hone.environments.environment import Environment, ModelClient
 from hone.environments.isolated import Worker
-from hone.records import Example, Rollout, Sampling
+from hone.records import Example, Message, Rollout, Sampling
 
 RANGE = ">=0.1.9,<0.4"
 SCRIPT = Path(__file__).with_name("verifiers_worker.py")
@@ -62,6 +63,10 @@ class _Rows:
 
     examples: list[Example] = field(default_factory=list)
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+    prompts: dict[int, list[Message]] = field(default_factory=dict)
+
+    def has(self, example: Example) -> bool:
+        return self.prompts.get(example.id) == example.prompt
 
 
 class Foreign(Environment):
@@ -73,7 +78,7 @@ class Foreign(Environment):
         found = self._load()
         kept = [_rows(found.get(key)) for key in ("train", "eval")]
         self._train, self._eval = (None if one is None else one.examples for one in kept)
-        self._rows = [one.rows if one else {} for one in kept]
+        self._kept = [one for one in kept if one is not None]
         if not self.get_dataset():
             raise ValueError(f"environment {env_id!r} has no examples")
         from hone.environments.protocols.door import Door  # a web server: not needed by Hone's own environments
@@ -96,6 +101,10 @@ class Foreign(Environment):
     def has_group_rewards(self) -> bool:
         return False
 
+    def demonstrate(self, messages: list[Message], example: Example, rng: random.Random) -> None:
+        """The library does not say."""
+        return None
+
     def check(self) -> None:
         return None
 
@@ -108,7 +117,7 @@ class Foreign(Environment):
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         worker = min(self.workers, key=lambda one: one.load)
-        row = next(rows[example.id] for rows in self._rows if rows.get(example.id, {}).get("prompt") == example.prompt)
+        row = next(one.rows[example.id] for one in self._kept if one.has(example))
         async with self.door.open(client, sampling) as visit:
             asked = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens, "n": 1}
             message = {"begin": 0, "row": row, "url": visit.url, "model": "policy", "sampling": asked}
@@ -140,5 +149,5 @@ def _rows(found: list[dict[str, Any]] | None) -> _Rows | None:
         info = json.loads(info) if isinstance(info, str) else info
         task = row.get("task") if isinstance(row.get("task"), str) else ""
         kept.examples.append(Example(number, messages, str(row.get("answer") or ""), info, task or ""))
-        kept.rows[number] = row
+        kept.rows[number], kept.prompts[number] = row, messages
     return kept

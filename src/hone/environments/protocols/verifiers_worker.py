@@ -10,6 +10,7 @@ import asyncio
 import importlib.metadata
 import json
 import os
+import queue
 import signal
 import sys
 import threading
@@ -135,11 +136,7 @@ def main():
     name, arguments = sys.argv[1], json.loads(sys.argv[2])
     out = os.fdopen(os.dup(1), "w")  # what the environment prints goes to stderr, not between the messages
     os.dup2(2, 1)
-    environment, found = load(name, arguments)
-    if sys.argv[3:] == ["examples"]:
-        out.write(json.dumps(examples(environment)))
-        out.flush()
-        os._exit(0)
+    lines = queue.SimpleQueue()
     sending = threading.Lock()
 
     def send(message):
@@ -147,21 +144,27 @@ def main():
             out.write(json.dumps(message) + "\n")
             out.flush()
 
-    async def work():
-        loop, lines = asyncio.get_running_loop(), asyncio.Queue()
+    def read():
+        for line in sys.stdin:
+            if line.startswith('{"alive"'):  # whatever the environment is at, its loading too
+                send({"alive": -1})
+            else:
+                lines.put(line)
+        os._exit(0)  # nobody is there any more
 
-        def read():
-            for line in sys.stdin:
-                if line.startswith('{"alive"'):  # whatever the environment is at
-                    send({"alive": -1})
-                else:
-                    loop.call_soon_threadsafe(lines.put_nowait, line)
-            os._exit(0)  # nobody is there any more
-
+    is_asked = sys.argv[3:] != ["examples"]
+    if is_asked:
         threading.Thread(target=read, daemon=True).start()
+    environment, found = load(name, arguments)
+    if not is_asked:
+        out.write(json.dumps(examples(environment)))
+        out.flush()
+        os._exit(0)
+
+    async def work():
         worker = Worker(environment, found, send)
         while True:
-            worker.take(await lines.get())
+            worker.take(await asyncio.to_thread(lines.get))
 
     asyncio.run(work())
 
