@@ -33,7 +33,11 @@ class Evaluation:
 
         async def program() -> None:
             client = LocalClient(service, tokenizer)
-            found.update(await evaluate(self.config, self.environments, client, self.seed))
+            try:
+                found.update(await evaluate(self.config, self.environments, client, self.seed))
+            finally:  # the next evaluation has an event loop of its own
+                for environment in self.environments.values():
+                    await environment.close()
 
         service.run_beside(program())
         return found

@@ -26,7 +26,6 @@ async def evaluate(
         sampling = Sampling(config.temperature, config.max_tokens, seed)
         rollouts = await attempts(environment, client, examples, config.rollouts_per_example, sampling, config.timeout)
         found |= {f"eval/{name}/{key}": value for key, value in means(rollouts).items()}
-        await environment.close()
     return found
 
 

@@ -140,5 +140,7 @@ async def train(
             await service.run(partial(export.save, loaded.directory, partial(run.weights_for, step), config.model.name))
         await service.run(partial(checkpoints.save, step, is_last, config.public(), values, collected.progress))
     await orchestrator.close()
+    for environment in held_out.values():
+        await environment.close()
     last = max(first - 1, config.max_steps)
     trainer_log.info("Weights of step %d in %s", last, run.weights / f"step_{last}")

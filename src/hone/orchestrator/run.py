@@ -108,6 +108,8 @@ async def orchestrate(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await orchestrator.close()
+            for environment in held_out.values():
+                await environment.close()
             await fleet.close()
 
 
