@@ -208,7 +208,6 @@ def test_curl(server, trained):
         ({"repetition_penalty": 0}, 400, "repetition_penalty"),
         ({"stop": [1]}, 400, "stop"),
         ({"stop": "", "top_k": -1, "top_p": 1, "logit_bias": {}, "timeout": 60.0}, 200, ""),
-        ({"stream": True}, 400, "stream = True is not supported"),
         ({"n": 0}, 400, "n:"),
         ({"messages": [{"role": "user", "content": None}]}, 400, "the chat template refuses"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, ""),
@@ -285,8 +284,8 @@ def test_vf_eval_against_the_server(server, trained, tmp_path):
 
 def test_vf_eval_fails_when_every_rollout_did(server, trained, tmp_path):
     options = ["-b", server.url, "-n", 2, "-r", 1, "-a", '{"texts": "generated"}']
-    done = command("vf-eval", "reverse-text", "-m", trained, *options, "-S", '{"stream": true}', ok=False, cwd=tmp_path)
-    assert "every rollout failed" in done.stderr and "stream = True is not supported" in done.stderr
+    done = command("vf-eval", "reverse-text", "-m", trained, *options, "-S", '{"best_of": 2}', ok=False, cwd=tmp_path)
+    assert "every rollout failed" in done.stderr and "best_of = 2 is not supported" in done.stderr
     done = command("vf-eval", "reverse-text", "-m", "other", *options, ok=False, cwd=tmp_path)
     assert "does not serve 'other'" in done.stderr
     with socket.socket() as sock:

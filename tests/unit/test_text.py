@@ -12,8 +12,9 @@ from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers
 
 from hone.engine.engine import Engine
+from hone.inference.answers import ChatAnswer, joined_pieces
 from hone.inference.control import Served
-from hone.inference.protocol import ChatRequest, chat_response
+from hone.inference.protocol import ChatRequest
 from hone.inference.service import EngineService
 from hone.models.families import parse_model_config
 from hone.models.hf import read_model_config, write_description, write_model
@@ -254,6 +255,40 @@ def test_tool_calls_are_read_from_text(style, text, rest, calls):
     assert [c["id"] for c in found] == [f"call_3_{i}" for i in range(len(calls))]
 
 
+@pytest.mark.parametrize(
+    ("said", "stop"),
+    [
+        ("plain words, ü and 漢字 and 🦙!", []),
+        ('I add. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', []),
+        ("a < b, <tool_cal", []),
+        ('<tool_call>{"name": "add"</tool_call>', []),
+        ("up to the STOP and not beyond", ["STOP", "TO"]),
+        ("nearly STO", ["STOP"]),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_pieces_of_an_answer_make_the_whole_one(save, said, stop, size):
+    tokenizer = Tokenizer(save(CALLING))
+    request = ChatRequest(model="m", messages=[{"role": "user", "content": "?"}], tools=ADD, stop=stop)
+    ids = tokenizer.encode(said)
+    whole = Completion(ids, [-1.0] * len(ids), [0] * len(ids), "stop")
+    answer = ChatAnswer(request, request.prompt(), [1], tokenizer)
+    expected = answer.body([whole])["choices"][0]
+    spelling, shown, pieces = answer.spelling(), "", []
+    for start in range(0, len(ids), size):
+        part = slice(start, start + size)
+        piece = Completion(ids[part], whole.logprobs[part], whole.versions[part], "")
+        pieces.append(piece)
+        shown += answer.piece(0, spelling.more(piece.ids), piece, 0)["delta"]["content"]
+        assert "\ufffd" not in shown and "<tool_call>" not in shown and "STOP" not in shown
+    end = Completion([], [], [], "stop")
+    last = answer.last(0, spelling, end, joined_pieces([*pieces, end]))
+    shown += last["delta"].get("content", "")
+    calls = [{key: call[key] for key in call if key != "index"} for call in last["delta"].get("tool_calls", [])]
+    assert shown.strip() == expected["message"]["content"].strip()
+    assert calls == expected["message"].get("tool_calls", []) and last["finish_reason"] == expected["finish_reason"]
+
+
 def test_a_conversation_with_calls_goes_on_in_the_tokens_that_were_sampled(save):
     tokenizer = Tokenizer(save(CALLING))
     asked = [{"role": "user", "content": "1 + 2?"}]
@@ -269,8 +304,9 @@ def test_a_conversation_with_calls_goes_on_in_the_tokens_that_were_sampled(save)
     body = {"model": "m", "messages": messages, "tools": ADD}
     fresh = tokenizer.prompt_ids(ChatRequest(**body).prompt())
     assert fresh != ids and "add" in tokenizer.decode(fresh)  # as the template writes it
-    answered = chat_response(ChatRequest(**body), Prompt(messages, ADD), ids, [turn.completion], tokenizer)
+    answered = ChatAnswer(ChatRequest(**body), Prompt(messages, ADD), ids, tokenizer).body([turn.completion])
     choice = answered["choices"][0]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["tool_calls"][0]["function"]["name"] == "add"
-    plain = chat_response(ChatRequest(**body, tool_choice="none"), Prompt(messages), ids, [turn.completion], tokenizer)
+    plain = ChatAnswer(ChatRequest(**body, tool_choice="none"), Prompt(messages), ids, tokenizer)
+    plain = plain.body([turn.completion])
     assert plain["choices"][0]["finish_reason"] == "stop" and "tool_calls" not in plain["choices"][0]["message"]

@@ -166,7 +166,8 @@ class Engine:
         found = {}
         for s, n, ids, values in zip(wanted, counts, tokens, logprobs, strict=True):
             start, whole = known[s.request.name], s.completion(ids[:n], values[:n], "")
-            found[s.request.name] = Completion(ids[start:n], values[start:n], whole.versions[start:], "")
+            others = None if whole.alternatives is None else whole.alternatives[start:]
+            found[s.request.name] = Completion(ids[start:n], values[start:n], whole.versions[start:], "", others)
         return found
 
     def abort_all(self) -> None:

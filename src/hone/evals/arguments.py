@@ -52,6 +52,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the draws (default 0)")
     add("--timeout", type=float, default=600.0, help="seconds until a request is given up (default 600)")
     args = parser.parse_args(argv)
+    args.sampling_args = fields(args.sampling_args)
     if args.env is None and args.compare is None:
         parser.error("which environment? As in: vf-eval reverse-text -m MODEL -b http://localhost:8000/v1")
     return args
@@ -91,12 +92,19 @@ def entries(args: argparse.Namespace) -> list[argparse.Namespace]:
                 type(keys[key]) is not int or (keys[key] < 1 and (key, keys[key]) != ("num_examples", -1))
             ):
                 raise ValueError(f"{path}: {key} must be 1 or more, found {keys[key]!r}")
+        if "sampling_args" in keys:
+            keys["sampling_args"] = fields(keys["sampling_args"])
         if not keys["env"]:
             raise ValueError(f"{path}: an [[eval]] entry has no env_id")
         found.append(argparse.Namespace(**vars(args) | keys))
     if not found:
         raise ValueError(f"{path} has no [[eval]] entry")
     return found
+
+
+def fields(given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a request; those under extra_body, where OpenAI's client has them, stand beside the others."""
+    return {key: value for key, value in given.items() if key != "extra_body"} | (given.get("extra_body") or {})
 
 
 def positive(text: str) -> int:

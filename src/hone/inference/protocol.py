@@ -1,25 +1,51 @@
-"""The OpenAI chat protocol as far as the engine serves it: what is read, what is answered."""
+"""The OpenAI protocol as far as the engine serves it: what is read. `answers.py` has what is answered.
 
-import time
-import uuid
-from typing import Any, Literal
+Every key of OpenAI or vLLM is one of three: served (the fields here), refused because it would change the answer and is
+not served (NEUTRAL), or without a part in the answer, as `user`, and then ignored like keys that nobody knows.
+"""
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from typing import Annotated, Any, Literal
 
-from hone.records import Completion, Prompt, Sampling
-from hone.text.stops import cut
-from hone.text.tokenizer import Tokenizer
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, field_validator, model_validator
 
+from hone.records import Prompt, Sampling
+
+NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # what the engine cannot do, with the values that ask for nothing
-    "stream": (None, False),
     "response_format": (None, {"type": "text"}),
-}
+    **dict.fromkeys(
+        (
+            "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
+            "structured_outputs", "suffix", "prompt_logprobs", "functions", "function_call", "audio", "prediction",
+            "use_beam_search", "truncate_prompt_tokens", "allowed_token_ids", "bad_words", "logits_processors",
+            "documents", "continue_final_message", "add_special_tokens", "chat_template", "mm_processor_kwargs",
+            "web_search_options", "prompt_embeds",
+        ),
+        NOTHING,
+    ),
+    "modalities": (None, ["text"]),
+    "length_penalty": (None, 1, 1.0),
+    "best_of": (None, 1),
+    "parallel_tool_calls": (None, True),
+    "add_generation_prompt": (None, True),
+}  # fmt: skip
 
 
 DRAW_KEYS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "min_tokens", "ignore_eos", "raw_logprobs", "top_logprobs",
+    "min_tokens", "ignore_eos", "raw_logprobs",
 )  # fmt: skip
+
+
+def _keep_to_the_template(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    taken = {"self", "messages", "tools", "documents", "before", "add_generation_prompt"} & set(value or {})
+    if taken:
+        raise ValueError(f"{', '.join(sorted(taken))} cannot be set here")
+    return value
+
+
+TemplateArguments = Annotated[dict[str, Any], AfterValidator(_keep_to_the_template)]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class ChatMessage(BaseModel):
@@ -51,23 +77,25 @@ class Written(BaseModel):
         return self
 
 
-class ChatRequest(BaseModel):
-    """A request; null counts as absent, keys that the engine does not know are ignored."""
+class StreamOptions(BaseModel):
+    include_usage: bool | None = None  # a last piece that has it
+    continuous_usage_stats: bool | None = None  # every piece has it
+
+
+class Request(BaseModel):
+    """How to draw and what to tell; null counts as absent."""
 
     model_config = ConfigDict(extra="allow")
     model: str
-    messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    max_total_tokens: int | None = Field(None, ge=1)  # prompt and completion; cuts max_tokens to what that leaves
-    temperature: float | None = Field(None, ge=0, le=100)
+    temperature: FiniteFloat | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)  # -1 and 0: all
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    repetition_penalty: FiniteFloat | None = Field(None, gt=0)
+    presence_penalty: FiniteFloat | None = None
+    frequency_penalty: FiniteFloat | None = None
+    logit_bias: dict[int, FiniteFloat] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
@@ -76,21 +104,13 @@ class ChatRequest(BaseModel):
     timeout: float | None = Field(None, gt=0)  # seconds until it ends with what it has
     n: int | None = Field(None, ge=1, le=1024)
     seed: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
     raw_logprobs: bool | None = None  # at temperature 1
     return_token_ids: bool | None = None
     return_token_logprobs: bool | None = None  # plain numbers, beside or instead of the entries of `logprobs`
     return_tokens_as_token_ids: bool | None = None
-    return_routing: bool | None = None  # experts that the tokens went through (records.Completion)
-    request_name: str | None = None  # by which POST /progress knows it
-    conversation_ids: list[int] | None = None  # of the first turns, kept unless the template rewrites their text
-    conversation_messages: int | None = Field(None, ge=1)  # so many of the messages: the last is the assistant's
-    so_far: list[Written] | None = None  # of each of the n: what was written elsewhere, to go on from
     skip_special_tokens: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
 
     @field_validator("stop")
     @classmethod
@@ -98,30 +118,20 @@ class ChatRequest(BaseModel):
         strings = [value] if isinstance(value, str) else value or []
         return [string for string in strings if string]
 
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _keep_to_the_template(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        taken = {"self", "messages", "tools", "documents", "before", "add_generation_prompt"} & set(value or {})
-        if taken:
-            raise ValueError(f"{', '.join(sorted(taken))} cannot be set here")
-        return value
-
     @model_validator(mode="after")
-    def _refuse_what_would_be_ignored(self) -> "ChatRequest":
+    def _refuse_what_would_be_ignored(self) -> "Request":
         for key, neutral in NEUTRAL.items():
             value = (self.model_extra or {}).get(key)
             if value not in neutral:
                 raise ValueError(f"{key} = {value!r} is not supported by this server; leave it out")
-        if self.so_far is not None and (len(self.so_far) != (self.n or 1) or self.stop or self.top_logprobs):
-            raise ValueError("so_far is for each of n, without stop and top_logprobs")
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs = true")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream = true")
         return self
 
-    def prompt(self) -> Prompt:
-        messages = [message.as_message() for message in self.messages]
-        tools = None if self.tool_choice == "none" else self.tools
-        return Prompt(messages, tools, self.conversation_ids, self.conversation_messages or 0)
+    @property
+    def likeliest(self) -> int:
+        """How many of the likeliest tokens are told at each place."""
+        raise NotImplementedError
 
     def sampling(self, max_tokens: int, seed: int, vocab_size: int) -> Sampling:
         """How to draw. Raises ValueError for tokens that the model does not have."""
@@ -130,74 +140,98 @@ class ChatRequest(BaseModel):
             raise ValueError(f"token id {beyond[0]} is not one of the model's: it has {vocab_size}")
         given = {name: value for name in DRAW_KEYS if (value := getattr(self, name)) is not None}
         given["top_k"] = max(given.get("top_k", 0), 0)
-        return Sampling(max_tokens=max_tokens, seed=seed, logit_bias=tuple((self.logit_bias or {}).items()), **given)
+        bias = tuple((self.logit_bias or {}).items())
+        return Sampling(max_tokens=max_tokens, seed=seed, logit_bias=bias, top_logprobs=self.likeliest, **given)
 
 
-def chat_response(
-    request: ChatRequest,
-    prompt: Prompt,
-    prompt_ids: list[int],
-    completions: list[Completion],
-    tokenizer: Tokenizer,
-) -> dict[str, Any]:
-    """The answer to a chat request, with token ids and logprobs where they were asked for."""
-    skip = request.skip_special_tokens is not False
-    choices = []
-    for index, completion in enumerate(completions):
-        text = tokenizer.decode(completion.ids, skip_special_tokens=skip)
-        if request.stop:
-            text = cut(text, request.stop, keep=bool(request.include_stop_str_in_output))
-        turn = tokenizer.turn(prompt, prompt_ids, completion, text)
-        called = bool(turn.tool_calls) and completion.finish_reason == "stop"
-        choice: dict[str, Any] = {
-            "index": index,
-            "message": turn.message,
-            "finish_reason": "tool_calls" if called else completion.finish_reason,
-            "logprobs": None,
-        }
-        if request.logprobs:
-            by_id = bool(request.return_tokens_as_token_ids)
-            choice["logprobs"] = {"content": _logprob_entries(completion, tokenizer, by_id)}
-        if request.return_token_logprobs:
-            choice["token_logprobs"] = completion.logprobs
-        if request.return_token_ids:
-            choice["token_ids"] = completion.ids
-            choice["policy_versions"] = completion.versions
-        if request.return_routing:
-            choice["routing"] = completion.routing
-        choices.append(choice)
-    generated = sum(len(completion.ids) for completion in completions)
-    response = {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
-        "object": "chat.completion",
-        "created": int(time.time()),  # noqa: TID251
-        "model": request.model,
-        "choices": choices,
-        "usage": {
-            "prompt_tokens": len(prompt_ids),
-            "completion_tokens": generated,
-            "total_tokens": len(prompt_ids) + generated,
-        },
-    }
-    if request.return_token_ids:
-        response["prompt_token_ids"] = prompt_ids
-    return response
+class ChatRequest(Request):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    max_total_tokens: int | None = Field(None, ge=1)  # prompt and completion; cuts max_tokens to what that leaves
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    return_routing: bool | None = None  # experts that the tokens went through (records.Completion)
+    request_name: str | None = None  # by which POST /progress knows it
+    conversation_ids: list[int] | None = None  # of the first turns, kept unless the template rewrites their text
+    conversation_messages: int | None = Field(None, ge=1)  # so many of the messages: the last is the assistant's
+    so_far: list[Written] | None = None  # of each of the n: what was written elsewhere, to go on from
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> "ChatRequest":
+        if self.so_far is not None and (len(self.so_far) != (self.n or 1) or self.stop or self.top_logprobs):
+            raise ValueError("so_far is for each of n, without stop and top_logprobs")
+        if self.stream and (self.so_far is not None or self.request_name or self.return_routing):
+            raise ValueError("so_far, request_name and return_routing are for answers in one piece, without stream")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs = true")
+        return self
+
+    @property
+    def likeliest(self) -> int:
+        return self.top_logprobs or 0
+
+    def prompt(self) -> Prompt:
+        messages = [message.as_message() for message in self.messages]
+        tools = None if self.tool_choice == "none" else self.tools
+        return Prompt(messages, tools, self.conversation_ids, self.conversation_messages or 0)
 
 
-def _logprob_entries(completion: Completion, tokenizer: Tokenizer, by_id: bool) -> list[dict[str, Any]]:
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        token = tokenizer.token(token_id)
-        name = f"token_id:{token_id}" if by_id else token
-        return {"token": name, "logprob": logprob, "bytes": list(token.encode())}
+class TokensRequest(ChatRequest):
+    """A conversation whose token ids the client has put together; the messages are for tool calls alone."""
 
-    likeliest = completion.alternatives or [[]] * len(completion.ids)
-    return [
-        {**entry(token_id, logprob), "top_logprobs": [entry(*other) for other in others]}
-        for token_id, logprob, others in zip(completion.ids, completion.logprobs, likeliest, strict=True)
-    ]
+    tokens: list[int] = Field(min_length=1)
 
 
-def error_body(
-    status: int, message: str, kind: str = "invalid_request_error", param: str | None = None
-) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+class CompletionRequest(Request):
+    """A text, several, or their token ids, to go on with."""
+
+    prompt: str | list[str] | Ids | list[Ids]
+    max_tokens: int | None = Field(16, ge=0)  # as OpenAI has it; 0 to see the prompt's logprobs, with echo
+    logprobs: int | None = Field(None, ge=0, le=20)  # how many of the likeliest beside the one that was drawn
+    echo: bool | None = None
+    add_special_tokens: bool = True  # those that the tokenizer puts before a text, as some do with bos
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> "CompletionRequest":
+        if not self.prompt:
+            raise ValueError("prompt: it is empty")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens = 0 needs echo = true: there is nothing else to answer")
+        if self.echo and self.stream and self.logprobs is not None:
+            raise ValueError("echo with logprobs is for answers in one piece, without stream")
+        return self
+
+    @property
+    def likeliest(self) -> int:
+        return self.logprobs or 0
+
+    def prompts(self) -> list[str | list[int]]:
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else self.prompt  # type: ignore[list-item,return-value]
+
+
+class TokenizeRequest(BaseModel):
+    """Of a text (`prompt`), as it stands, or of a conversation (`messages`) as the chat template writes it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = True  # of a text; a chat template writes its own
+    return_token_strs: bool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    model: str | None = None
+    tokens: list[int]

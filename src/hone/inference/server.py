@@ -1,29 +1,29 @@
-"""The server: an engine behind the OpenAI chat API.
+"""The server: an engine behind the OpenAI API.
 
-    GET  /health                 200 once the model is loaded; the only route without a key
-    GET  /v1/models              the model, under the name it was given, and its adapters
-    POST /v1/chat/completions    not streaming; with logprobs and token ids on request; ends when the client hangs up
+    GET  /health                        200 once the model is loaded; the only route without a key
+    GET  /v1/models, /v1/models/NAME    the model, under the name it was given, and its adapters
+    POST /v1/chat/completions           a conversation; whole or streamed, ends when the client hangs up
+    POST /v1/chat/completions/tokens    the same with the token ids of the prompt as `tokens`
+    POST /v1/completions                texts or token ids
+    POST /tokenize, /detokenize
     and the control routes of inference/control.py
 
 Every refusal is a 4xx with a message in the OpenAI error form.
 """
 
-import asyncio
 import hmac
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Coroutine
-from typing import Any, TypeVar
 
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hone import STARTED
 from hone.config.inference import InferenceConfig
@@ -32,35 +32,36 @@ from hone.engine.engine import Engine
 from hone.engine.memory import room
 from hone.engine.rehearsal import rehearse
 from hone.inference.control import Served, add_control
-from hone.inference.protocol import ChatRequest, Written, chat_response, error_body
+from hone.inference.openai import add_openai, refuse
 from hone.inference.service import EngineService
 from hone.kernels.gpu.compiling import together
-from hone.records import Completion, GenerateRequest, other_seed
-from hone.text.stops import StopStrings
 
 log = logging.getLogger("hone.inference")
-T = TypeVar("T")
+BODY, BODY_A_TOKEN = 2**24, 256  # bytes of a body: at least, and for each token of the context
 
 
 def build_app(served: Served, api_key: str | None = None) -> FastAPI:
-    service = served.service
     app = FastAPI(title="hone inference", docs_url=None, redoc_url=None, openapi_url=None)
 
-    if api_key is not None:
+    app.add_middleware(Limit, served=served)
+    if api_key is not None:  # asked first, before a body is read
         app.add_middleware(KeyGuard, api_key=api_key)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         if "json" not in request.headers.get("content-type", "json"):
-            return _refuse(400, "the body is JSON: send the header Content-Type: application/json")
+            return refuse(400, "the body is JSON: send the header Content-Type: application/json")
+        absent = [str(one["loc"][-1]) for one in error.errors() if one["type"] == "missing"]
+        if absent:
+            return refuse(400, f"{', '.join(dict.fromkeys(absent))}: required, and not in the request")
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")
         message = first["msg"].removeprefix("Value error, ")
-        return _refuse(400, f"{where}: {message}" if where else message)
+        return refuse(400, f"{where}: {message}" if where else message)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        return _refuse(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+        return refuse(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
 
     add_control(app, served, is_guarded=api_key is not None)
 
@@ -68,32 +69,7 @@ def build_app(served: Served, api_key: str | None = None) -> FastAPI:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        card = {"object": "model", "created": 0, "owned_by": "hone", "max_model_len": served.engine.max_model_len}
-        adapters = [{"id": name, **card, "parent": served.name} for name in served.engine.adapters.loaded]
-        return {"object": "list", "data": [{"id": served.name, **card}, *adapters]}
-
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(body: ChatRequest, connection: Request) -> Response:
-        names = [served.name, *served.engine.adapters.loaded]
-        if body.model not in names:
-            known = ", ".join(map(repr, names))
-            return _refuse(404, f"model {body.model!r} is not served here; this server has {known}", param="model")
-        tokenizer = served.tokenizer
-        try:
-            prompt = body.prompt()
-            prompt_ids = tokenizer.prompt_ids(prompt, **(body.chat_template_kwargs or {}))
-            requests = _requests(body, prompt_ids, served)
-            completions = await unless_gone(connection, *(service.generate(request) for request in requests))
-            if body.so_far:
-                completions = [joined(one, rest) for one, rest in zip(body.so_far, completions, strict=True)]
-        except ValueError as error:
-            return _refuse(400, str(error))
-        except HungUp:
-            return Response(status_code=499)  # nobody reads it
-        return JSONResponse(chat_response(body, prompt, prompt_ids, completions, tokenizer))
-
+    add_openai(app, served)
     return app
 
 
@@ -108,75 +84,35 @@ class KeyGuard:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self.expected):
                 message = "wrong or missing API key (header `Authorization: Bearer KEY`)"
-                await _refuse(401, message, "authentication_error")(scope, receive, send)
+                await refuse(401, message, "authentication_error")(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
 
-class HungUp(Exception):
-    """The client has gone."""
+class Limit:
+    """Refuses bodies that are larger than any request that could be answered."""
 
+    def __init__(self, app: ASGIApp, served: Served) -> None:
+        self.app, self.served = app, served
 
-async def unless_gone(connection: Request, *work: Coroutine[Any, Any, T]) -> list[T]:
-    """The results, in order. When the client hangs up first, all of it is cancelled. Raises HungUp."""
-    results = asyncio.gather(*work)
-    hung_up = asyncio.ensure_future(connection.receive())  # after the body this says only that the client is gone
-    hung_up.add_done_callback(lambda _: results.cancel())
-    try:
-        return await results
-    except asyncio.CancelledError:
-        me = asyncio.current_task()
-        if not hung_up.done() or me is None or me.cancelling():
-            raise  # the server is being ended
-        raise HungUp from None
-    finally:
-        hung_up.cancel()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        most, read = max(BODY, BODY_A_TOKEN * self.served.engine.max_model_len), 0
+        words = f"the body is over {most} bytes, more than a request can use"
+        told = dict(scope["headers"]).get(b"content-length", b"")
+        if told.isdigit() and int(told) > most:
+            return await refuse(413, words)(scope, receive, send)
 
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > most:
+                raise HTTPException(413, words)
+            return message
 
-def _requests(body: ChatRequest, prompt_ids: list[int], served: Served) -> list[GenerateRequest]:
-    wanted, max_model_len = body.max_completion_tokens or body.max_tokens, served.engine.max_model_len
-    if body.max_total_tokens is not None:
-        max_model_len = min(max_model_len, body.max_total_tokens)
-        wanted = max(1, min(wanted or max_model_len, max_model_len - len(prompt_ids)))
-    if wanted is not None and len(prompt_ids) + wanted > max_model_len:
-        raise ValueError(
-            f"This model's maximum context length is {max_model_len} tokens, but {len(prompt_ids) + wanted} were "
-            f"requested ({len(prompt_ids)} in the messages, {wanted} in the completion)"
-        )
-    seed = body.seed if body.seed is not None else int.from_bytes(os.urandom(7), "little")
-    tokenizer, stop_ids = served.tokenizer, served.stop_ids | set(body.stop_token_ids or ())
-    vocab_size = served.engine.model.spec.vocab_size
-
-    def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=False)
-
-    def request(i: int) -> GenerateRequest:
-        before, draws = body.so_far[i].ids if body.so_far else [], seed + i
-        if before:  # draws of its own: those of its first tokens are used up
-            draws = other_seed(draws, len(before))
-        return GenerateRequest(
-            prompt_ids + before,
-            body.sampling(max(1, (wanted or max_model_len) - len(before)), draws, vocab_size),
-            stop_ids,
-            StopStrings(decode, body.stop) if body.stop else None,
-            body.timeout,
-            None if body.model == served.name else body.model,
-            f"{body.request_name}/{i}" if body.request_name else "",
-        )
-
-    return [request(i) for i in range(body.n or 1)]
-
-
-def joined(before: Written, rest: Completion) -> Completion:
-    """A completion that was begun elsewhere, whole."""
-    return Completion(
-        before.ids + rest.ids, before.logprobs + rest.logprobs, before.versions + rest.versions, rest.finish_reason,
-        routing=rest.routing,
-    )  # fmt: skip
-
-
-def _refuse(status: int, message: str, kind: str = "invalid_request_error", param: str | None = None) -> JSONResponse:
-    return JSONResponse(error_body(status, message, kind, param), status_code=status)
+        await self.app(scope, counted, send)
 
 
 def bind(host: str, port: int) -> socket.socket:

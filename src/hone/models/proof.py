@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -72,13 +73,33 @@ def score(model: Transformer, ids: list[int]) -> list[float]:
 @torch.no_grad()
 def scores(model: Transformer, sequences: list[list[int]], temperature: float) -> list[list[float]]:
     """The same of several sequences, at a temperature."""
-    device, lengths = model.embed.weight.device, [len(ids) - 1 for ids in sequences]
-    packed = PackedAttention(lengths, device)
-    tokens = torch.tensor([i for ids in sequences for i in ids[:-1]], device=device)
-    targets = torch.tensor([i for ids in sequences for i in ids[1:]], device=device)
     found: list[float] = []
-    for hidden, target in zip(*(x.split(ROWS) for x in (model(tokens, packed.positions(), packed), targets))):
-        logprobs, _ = target_logprobs(model.logits(hidden), target, torch.full_like(target, temperature, dtype=FP32))
+    lengths = [len(ids) - 1 for ids in sequences]
+    for logits, target in _logits(model, sequences):
+        logprobs, _ = target_logprobs(logits, target, torch.full_like(target, temperature, dtype=FP32))
         found += logprobs.tolist()
     ends = list(itertools.accumulate(lengths))
     return [found[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+
+
+@torch.no_grad()
+def likeliest(model: Transformer, ids: list[int], number: int) -> tuple[list[float], list[list[tuple[int, float]]]]:
+    """Logprobs of every token after the first, at temperature 1, and at each place the likeliest tokens with theirs."""
+    own: list[float] = []
+    others: list[list[tuple[int, float]]] = []
+    for logits, target in _logits(model, [ids]):
+        logprobs = torch.log_softmax(logits.float(), -1)
+        own += logprobs.gather(1, target[:, None]).squeeze(1).tolist()
+        values, found = logprobs.topk(min(number, logprobs.shape[1]))
+        others += [list(zip(*row, strict=True)) for row in zip(found.tolist(), values.tolist(), strict=True)]
+    return own, others
+
+
+def _logits(model: Transformer, sequences: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and the tokens that come there, some rows at a time."""
+    device = model.embed.weight.device
+    packed = PackedAttention([len(ids) - 1 for ids in sequences], device)
+    tokens = torch.tensor([i for ids in sequences for i in ids[:-1]], device=device)
+    targets = torch.tensor([i for ids in sequences for i in ids[1:]], device=device)
+    for hidden, target in zip(*(x.split(ROWS) for x in (model(tokens, packed.positions(), packed), targets))):
+        yield model.logits(hidden), target

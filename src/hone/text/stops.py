@@ -31,3 +31,15 @@ def cut(text: str, strings: Sequence[str], keep: bool = False) -> str:
     found = [(at, len(s) if keep else 0) for s in strings if (at := text.find(s)) >= 0]
     at, kept = min(found, default=(len(text), 0))
     return text[: at + kept]
+
+
+def held_back(text: str, strings: Sequence[str]) -> int:
+    """How many of its characters can be shown: those before the first of the strings, or what may become one."""
+    ends = [len(text)]
+    for string in strings:
+        at = text.find(string)
+        if at < 0:
+            tails = range(min(len(string) - 1, len(text)), 0, -1)
+            at = next((len(text) - n for n in tails if text.endswith(string[:n])), len(text))
+        ends.append(at)
+    return min(ends)

@@ -7,6 +7,7 @@ Reads what an HF directory has (`tokenizer.json`, `tokenizer_config.json`, `chat
 import json
 from collections import OrderedDict
 from collections.abc import Collection
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,17 @@ class Tokenizer:
             )
         return sorted(ids)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text as it stands; nothing is added. Raises ValueError for what is not valid Unicode."""
+    @cached_property
+    def longest(self) -> int:
+        """Characters of its longest token."""
+        return max(map(len, self.encoder.get_vocab(with_added_tokens=True)))
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Ids of the text as it stands, unless those are to be added that the tokenizer puts around a text.
+
+        Raises ValueError for what is not valid Unicode."""
         text.encode()  # lone surrogates, as JSON can carry them, end here
-        return list(self.encoder.encode(text, add_special_tokens=False).ids)
+        return list(self.encoder.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return str(self.encoder.decode(ids, skip_special_tokens=skip_special_tokens))

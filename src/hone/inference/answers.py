@@ -1,0 +1,237 @@
+"""The OpenAI protocol as far as the engine serves it: what is answered, whole or in pieces.
+
+    completions ─► ChatAnswer | TextAnswer ─► body()            one JSON object
+    pieces      ─►                          ─► first, piece, last, usage: chunks of a stream
+
+Whole or in pieces, the same tokens give the same text, logprobs and tool calls.
+"""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hone.inference.protocol import ChatRequest, CompletionRequest, Request
+from hone.inference.streams import Spelling
+from hone.records import Completion, Prompt
+from hone.text.stops import cut
+from hone.text.tokenizer import Tokenizer
+
+Choice = dict[str, Any]
+
+
+class Answer:
+    """What chats and texts have in common; `prompts`: the token ids of each prompt, which has `n` completions."""
+
+    kind, chunk_kind, prefix = "", "", ""
+
+    def __init__(self, request: Request, prompts: list[list[int]], tokenizer: Tokenizer) -> None:
+        self.request, self.prompts, self.tokenizer = request, prompts, tokenizer
+        self.skip = request.skip_special_tokens is not False
+        self.head = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),  # noqa: TID251
+            "model": request.model,
+        }
+
+    def prompt_of(self, index: int) -> list[int]:
+        return self.prompts[index // (self.request.n or 1)]
+
+    def body(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The whole answer."""
+        choices = [{"index": i, **self.choice(i, one), **self.extras(one)} for i, one in enumerate(completions)]
+        usage = self.usage(sum(len(one.ids) for one in completions))
+        return {**self.head, "object": self.kind, "choices": choices, "usage": usage, **self.around()}
+
+    def usage(self, written: int) -> dict[str, int]:
+        read = sum(map(len, self.prompts))
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+    def around(self) -> dict[str, Any]:
+        return {}
+
+    def choice(self, index: int, completion: Completion) -> Choice:
+        raise NotImplementedError
+
+    def text(self, completion: Completion) -> str:
+        """As far as a stop string."""
+        request, text = self.request, self.tokenizer.decode(completion.ids, skip_special_tokens=self.skip)
+        return cut(text, request.stop, keep=bool(request.include_stop_str_in_output)) if request.stop else text
+
+    def extras(self, completion: Completion) -> dict[str, Any]:
+        """What is asked for beside the text, of these tokens."""
+        extras: dict[str, Any] = {}
+        if self.request.return_token_logprobs:
+            extras["token_logprobs"] = completion.logprobs
+        if self.request.return_token_ids:
+            extras |= {"token_ids": completion.ids, "policy_versions": completion.versions}
+        return extras
+
+    def token_name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.request.return_tokens_as_token_ids else self.tokenizer.token(token_id)
+
+    # -------------------------------------------------------------------------------------------- in pieces
+
+    def spelling(self) -> Spelling:
+        stops: list[str] = list(self.request.stop or [])
+        return Spelling(self.tokenizer, self.skip, [] if self.request.include_stop_str_in_output else stops, self.hold)
+
+    @property
+    def hold(self) -> list[str]:
+        """What is not shown before all is written."""
+        return []
+
+    def chunk(self, choices: list[Choice], **more: Any) -> dict[str, Any]:
+        return {**self.head, "object": self.chunk_kind, "choices": choices, **more}
+
+    def first(self, index: int) -> Choice | None:
+        """Of the chunk before the first token."""
+        return None
+
+    def piece(self, index: int, said: str, piece: Completion, offset: int) -> Choice:
+        """Of tokens and of what they let be said; `offset`: characters before."""
+        raise NotImplementedError
+
+    def last(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
+        """With the tokens that come last, and the reason for the end."""
+        raise NotImplementedError
+
+
+class ChatAnswer(Answer):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, request: ChatRequest, prompt: Prompt, prompt_ids: list[int], tokenizer: Tokenizer) -> None:
+        super().__init__(request, [prompt_ids], tokenizer)
+        self.chat, self.prompt = request, prompt
+
+    def around(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompts[0]} if self.request.return_token_ids else {}
+
+    def choice(self, index: int, completion: Completion) -> Choice:
+        turn = self.tokenizer.turn(self.prompt, self.prompts[0], completion, self.text(completion))
+        called = bool(turn.tool_calls) and completion.finish_reason == "stop"
+        choice = {
+            "message": turn.message,
+            "finish_reason": "tool_calls" if called else completion.finish_reason,
+            "logprobs": self._logprobs(completion),
+        }
+        return choice | ({"routing": completion.routing} if self.chat.return_routing else {})
+
+    @property
+    def hold(self) -> list[str]:
+        if not self.prompt.tools:
+            return []
+        return ["<tool_call>"] if self.tokenizer.require_template().call_style == "hermes" else ["{", "<|python_tag|>"]
+
+    def first(self, index: int) -> Choice:
+        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        return choice | {"logprobs": None}
+
+    def piece(self, index: int, said: str, piece: Completion, offset: int) -> Choice:
+        choice = {"index": index, "delta": {"content": said}, "finish_reason": None}
+        return choice | {"logprobs": self._logprobs(piece), **self.extras(piece)}
+
+    def last(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
+        choice = self.choice(index, whole)
+        message: dict[str, Any] = choice["message"]
+        calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls") or [])]
+        said = spelling.rest(message["content"])
+        delta = {**({"content": said} if said else {}), **({"tool_calls": calls} if calls else {})}
+        done = {"index": index, "delta": delta, "finish_reason": choice["finish_reason"]}
+        return done | {"logprobs": self._logprobs(piece), **self.extras(piece)}
+
+    def _logprobs(self, completion: Completion) -> dict[str, Any] | None:
+        if not self.chat.logprobs:
+            return None
+        likeliest = completion.alternatives or [[]] * len(completion.ids)
+        return {
+            "content": [
+                {**self._entry(token_id, logprob), "top_logprobs": [self._entry(*other) for other in others]}
+                for token_id, logprob, others in zip(completion.ids, completion.logprobs, likeliest, strict=True)
+            ]
+        }
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        token = self.tokenizer.token(token_id)
+        return {"token": self.token_name(token_id), "logprob": logprob, "bytes": list(token.encode())}
+
+
+class TextAnswer(Answer):
+    """`echoed`: logprobs of the prompts' tokens after the first, and the likeliest there, where they are echoed."""
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        prompts: list[list[int]],
+        tokenizer: Tokenizer,
+        echoed: list[Completion] | None = None,
+    ) -> None:
+        super().__init__(request, prompts, tokenizer)
+        self.ask, self.echoed = request, echoed
+
+    def before(self, index: int) -> str:
+        """The prompt's text, where it is echoed."""
+        return self.tokenizer.decode(self.prompt_of(index), skip_special_tokens=self.skip) if self.ask.echo else ""
+
+    def choice(self, index: int, completion: Completion) -> Choice:
+        logprobs = self._logprobs(completion, len(self.before(index)))
+        if logprobs is not None and self.echoed is not None:
+            ahead = self._logprobs(self.echoed[index // (self.request.n or 1)], 0)
+            assert ahead is not None
+            logprobs = {key: ahead[key] + logprobs[key] for key in logprobs}
+        text = self.before(index) + self.text(completion)
+        return {"text": text, "finish_reason": completion.finish_reason, "logprobs": logprobs}
+
+    def extras(self, completion: Completion) -> dict[str, Any]:
+        return super().extras(completion)
+
+    def around(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompts[0]} if self.request.return_token_ids and len(self.prompts) == 1 else {}
+
+    def first(self, index: int) -> Choice | None:
+        if not self.ask.echo:
+            return None
+        return {"index": index, "text": self.before(index), "finish_reason": None, "logprobs": None}
+
+    def piece(self, index: int, said: str, piece: Completion, offset: int) -> Choice:
+        choice = {"index": index, "text": said, "finish_reason": None}
+        return choice | {"logprobs": self._logprobs(piece, offset), **self.extras(piece)}
+
+    def last(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
+        offset = spelling.sent
+        said = self.piece(index, spelling.rest(self.text(whole)), piece, offset)
+        return said | {"finish_reason": whole.finish_reason}
+
+    def _logprobs(self, completion: Completion, offset: int) -> dict[str, Any] | None:
+        """`offset`: characters before these tokens."""
+        if self.ask.logprobs is None:
+            return None
+        offsets, names = [], [self.token_name(i) for i in completion.ids]
+        for token_id in completion.ids:
+            offsets.append(offset)
+            offset += len(self.tokenizer.token(token_id))
+        tops: list[dict[str, float] | None] = []
+        for i, logprob in enumerate(completion.logprobs):
+            others = completion.alternatives[i] if completion.alternatives else []
+            likeliest = {self.token_name(other): value for other, value in others}
+            tops.append(None if logprob is None else likeliest | {names[i]: logprob})
+        return {"tokens": names, "token_logprobs": completion.logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+def joined_pieces(pieces: Sequence[Completion]) -> Completion:
+    """A completion from all of its pieces."""
+    end = pieces[-1]
+    alternatives = None if end.alternatives is None else [one for piece in pieces for one in piece.alternatives or []]
+    return replace(
+        end, ids=[i for piece in pieces for i in piece.ids], logprobs=[x for piece in pieces for x in piece.logprobs],
+        versions=[v for piece in pieces for v in piece.versions], alternatives=alternatives,
+    )  # fmt: skip
+
+
+def error_body(
+    status: int, message: str, kind: str = "invalid_request_error", param: str | None = None
+) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}

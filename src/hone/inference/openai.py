@@ -1,0 +1,322 @@
+"""The routes of the OpenAI protocol, and those of vLLM for token ids.
+
+request ─► token ids (in a thread where the text is long) ─► GenerateRequests ─► service ─► answer, whole or streamed
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from hone.inference import protocol
+from hone.inference.answers import Answer, ChatAnswer, TextAnswer, error_body, joined_pieces
+from hone.inference.control import Served
+from hone.inference.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, TokensRequest
+from hone.inference.streams import Streams
+from hone.models.proof import likeliest
+from hone.records import Completion, GenerateRequest, other_seed
+from hone.text.stops import StopStrings
+
+T = TypeVar("T")
+LONG = 32768  # characters of a request from which on a thread makes tokens of it: the loop serves others meanwhile
+
+
+class Refusal(ValueError):
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+
+
+class HungUp(Exception):
+    """The client has gone."""
+
+
+def refuse(status: int, message: str, kind: str = "invalid_request_error", param: str | None = None) -> JSONResponse:
+    return JSONResponse(error_body(status, message, kind, param), status_code=status)
+
+
+def add_openai(app: FastAPI, served: Served) -> None:
+    service, streams = served.service, Streams(served.service)
+
+    def card(name: str) -> dict[str, Any]:
+        card = {"object": "model", "created": 0, "owned_by": "hone", "max_model_len": served.engine.max_model_len}
+        return {"id": name, **card, **({} if name == served.name else {"parent": served.name})}
+
+    def names() -> list[str]:
+        return [served.name, *served.engine.adapters.loaded]
+
+    def check_model(name: str | None) -> None:
+        if name is not None and name not in names():
+            known = ", ".join(map(repr, names()))
+            raise Refusal(404, f"model {name!r} is not served here; this server has {known}", param="model")
+
+    @app.exception_handler(Refusal)
+    async def refused(_: Request, error: Refusal) -> JSONResponse:
+        return refuse(error.status, str(error), param=error.param)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card(name) for name in names()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        check_model(name)
+        return card(name)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(body: ChatRequest, connection: Request) -> Response:
+        return await chat(body, connection, None)
+
+    @app.post("/v1/chat/completions/tokens", response_model=None)
+    async def chat_of_tokens(body: TokensRequest, connection: Request) -> Response:
+        return await chat(body, connection, body.tokens)
+
+    async def chat(body: ChatRequest, connection: Request, prompt_ids: list[int] | None) -> Response:
+        check_model(body.model)
+        tokenizer = served.tokenizer
+        try:
+            prompt = body.prompt()
+            if prompt_ids is None:
+                prompt_ids = await beside(
+                    lambda: tokenizer.prompt_ids(prompt, **(body.chat_template_kwargs or {})),
+                    _size(body.messages),
+                    served,
+                )
+            room, wanted = served.engine.max_model_len, body.max_completion_tokens or body.max_tokens
+            if body.max_total_tokens is not None:
+                room = min(room, body.max_total_tokens)
+                wanted = max(1, min(wanted or room, room - len(prompt_ids)))
+            requests = _requests(body, prompt_ids, served, wanted, room)
+            answer = ChatAnswer(body, prompt, prompt_ids, tokenizer)
+            if body.stream:
+                return await streamed(streams, answer, requests)
+            completions = await unless_gone(connection, *(service.generate(request) for request in requests))
+            if body.so_far:
+                completions = [joined(one, rest) for one, rest in zip(body.so_far, completions, strict=True)]
+            return JSONResponse(answer.body(completions))
+        except HungUp:
+            return Response(status_code=499)  # nobody reads it
+        except ValueError as error:
+            return refuse(400, str(error))
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(body: CompletionRequest, connection: Request) -> Response:
+        check_model(body.model)
+        tokenizer, room = served.tokenizer, served.engine.max_model_len
+        texts = body.prompts()
+        try:
+
+            def encode(one: str | list[int]) -> list[int]:
+                return tokenizer.encode(one, body.add_special_tokens) if isinstance(one, str) else one
+
+            prompts = await beside(lambda: [encode(one) for one in texts], max(map(len, texts)), served)
+            wanted = body.max_tokens if "max_tokens" in body.model_fields_set else 16
+            requests = [r for ids in prompts for r in _requests(body, ids, served, wanted, room)]
+            if body.stream and body.max_tokens != 0:
+                return await streamed(streams, TextAnswer(body, prompts, tokenizer), requests)
+            echoed = await _echoed(body, prompts, served) if body.echo and body.logprobs is not None else None
+            if body.max_tokens == 0:
+                done = [Completion([], [], [], "length", []) for _ in requests]
+            else:
+                done = await unless_gone(connection, *(service.generate(request) for request in requests))
+            return JSONResponse(TextAnswer(body, prompts, tokenizer, echoed).body(done))
+        except HungUp:
+            return Response(status_code=499)  # nobody reads it
+        except ValueError as error:
+            return refuse(400, str(error))
+
+    @app.post("/tokenize", response_model=None)
+    async def tokenize(body: TokenizeRequest) -> Any:
+        check_model(body.model)
+        tokenizer = served.tokenizer
+
+        def encode() -> list[int]:
+            if body.messages is None:
+                return tokenizer.encode(body.prompt or "", body.add_special_tokens)
+            return tokenizer.encode(
+                tokenizer.require_template().render(
+                    [message.as_message() for message in body.messages],
+                    add_generation_prompt=body.add_generation_prompt, tools=body.tools,
+                    **(body.chat_template_kwargs or {}),
+                )
+            )  # fmt: skip
+
+        try:
+            ids = await beside(encode, len(body.prompt or "") + _size(body.messages or []))
+        except ValueError as error:
+            return refuse(400, str(error))
+        strings = [tokenizer.token(i) for i in ids] if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": served.engine.max_model_len, "tokens": ids, "token_strs": strings}
+
+    @app.post("/detokenize", response_model=None)
+    async def detokenize(body: DetokenizeRequest) -> Any:
+        check_model(body.model)
+        beyond = [i for i in body.tokens if not 0 <= i < served.tokenizer.vocab_size]
+        if beyond:
+            return refuse(400, f"tokens: {beyond[0]} is not one of the tokenizer's {served.tokenizer.vocab_size}")
+        return {"prompt": served.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+
+async def streamed(streams: Streams, answer: Answer, requests: Sequence[GenerateRequest]) -> Response:
+    """Server-sent events; a refusal comes before the first of them, as a refusal of its own. Raises ValueError."""
+    events = _events(streams, answer, requests)
+    head = await anext(events)
+
+    async def all_of_them() -> AsyncIterator[str]:
+        async with aclosing(events):
+            yield head
+            async for event in events:
+                yield event
+
+    return StreamingResponse(all_of_them(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _events(streams: Streams, answer: Answer, requests: Sequence[GenerateRequest]) -> AsyncGenerator[str, None]:
+    options, count = answer.request.stream_options, len(requests)
+    each_usage = options is not None and bool(options.continuous_usage_stats)
+    spellings = [answer.spelling() for _ in requests]
+    pieces: list[list[Completion]] = [[] for _ in requests]
+    written = 0
+
+    def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
+        usage = {"usage": answer.usage(written)} if each_usage else {}
+        return _event(answer.chunk(choices, **usage, **more))
+
+    def opening() -> str:
+        firsts = [choice for i in range(count) if (choice := answer.first(i)) is not None]
+        return "".join(chunk([choice], **answer.around()) for choice in firsts)
+
+    begun = False
+    try:
+        async with aclosing(streams.of(requests)) as found:
+            async for i, piece in found:
+                said = "" if begun else opening()
+                begun = True
+                spelling, offset = spellings[i], spellings[i].sent
+                pieces[i].append(piece)
+                written += len(piece.ids)
+                if piece.finish_reason:
+                    whole = joined_pieces(pieces[i])
+                    said += chunk([answer.last(i, spelling, piece, whole)])
+                else:
+                    said += chunk([answer.piece(i, spelling.more(piece.ids), piece, offset)])
+                yield said
+    except Exception as error:
+        if not begun:
+            raise
+        # The engine failed: the client learns of it in the stream.
+        yield _event(error_body(500, f"{type(error).__name__}: {error}", "server_error"))
+        return
+    if options is not None and options.include_usage:
+        yield _event(answer.chunk([], usage=answer.usage(written)))
+    yield "data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"
+
+
+async def beside(work: Callable[[], T], size: int, served: Served | None = None) -> T:
+    """The result of work on a text of so many characters; of a large one computed in a thread.
+
+    Raises ValueError, before any work, for one that cannot have room in the context of what is `served`.
+    """
+    if size <= LONG:
+        return work()
+
+    def bounded() -> T:
+        if served is not None and size > served.engine.max_model_len * served.tokenizer.longest:
+            raise ValueError(
+                f"This model's maximum context length is {served.engine.max_model_len} tokens, but the prompt has "
+                f"{size} characters, and none of its tokens more than {served.tokenizer.longest}"
+            )
+        return work()
+
+    return await asyncio.to_thread(bounded)
+
+
+def _size(messages: Sequence[protocol.ChatMessage]) -> int:
+    """Characters, about."""
+    return sum(len(one.content) if isinstance(one.content, str) else len(str(one.content)) for one in messages)
+
+
+async def unless_gone(connection: Request, *work: Coroutine[Any, Any, T]) -> list[T]:
+    """The results, in order. When the client hangs up first, all of it is cancelled. Raises HungUp."""
+    results = asyncio.gather(*work)
+    hung_up = asyncio.ensure_future(connection.receive())  # after the body this says only that the client is gone
+    hung_up.add_done_callback(lambda _: results.cancel())
+    try:
+        return await results
+    except asyncio.CancelledError:
+        me = asyncio.current_task()
+        if not hung_up.done() or me is None or me.cancelling():
+            raise  # the server is being ended
+        raise HungUp from None
+    finally:
+        hung_up.cancel()
+
+
+def _requests(
+    body: protocol.Request, prompt_ids: list[int], served: Served, wanted: int | None, room: int
+) -> list[GenerateRequest]:
+    """One for each of `n`; `wanted`: tokens that are asked for, `room`: for the prompt too. Raises ValueError."""
+    if wanted is not None and len(prompt_ids) + wanted > room:
+        raise ValueError(
+            f"This model's maximum context length is {room} tokens, but {len(prompt_ids) + wanted} were "
+            f"requested ({len(prompt_ids)} in the prompt, {wanted} in the completion)"
+        )
+    seed = body.seed if body.seed is not None else int.from_bytes(os.urandom(7), "little")
+    tokenizer, stop_ids = served.tokenizer, served.stop_ids | set(body.stop_token_ids or ())
+    vocab_size = served.engine.model.spec.vocab_size
+    so_far = (body.so_far if isinstance(body, ChatRequest) else None) or []
+    name = body.request_name if isinstance(body, ChatRequest) else None
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    def request(i: int) -> GenerateRequest:
+        before, draws = so_far[i].ids if so_far else [], seed + i
+        if before:  # draws of its own: those of its first tokens are used up
+            draws = other_seed(draws, len(before))
+        return GenerateRequest(
+            prompt_ids + before,
+            body.sampling(max(1, (room if wanted is None else wanted) - len(before)), draws, vocab_size),
+            stop_ids,
+            StopStrings(decode, body.stop) if body.stop else None,
+            body.timeout,
+            None if body.model == served.name else body.model,
+            f"{name}/{i}" if name else "",
+        )
+
+    return [request(i) for i in range(body.n or 1)]
+
+
+def joined(before: protocol.Written, rest: Completion) -> Completion:
+    """A completion that was begun elsewhere, whole."""
+    return Completion(
+        before.ids + rest.ids, before.logprobs + rest.logprobs, before.versions + rest.versions, rest.finish_reason,
+        routing=rest.routing,
+    )  # fmt: skip
+
+
+async def _echoed(body: CompletionRequest, prompts: list[list[int]], served: Served) -> list[Completion]:
+    """The prompts as completions: of their first tokens there is no logprob."""
+    spec, number = served.engine.model.spec, body.logprobs or 0
+    if any(not ids or max(ids) >= spec.vocab_size or len(ids) > spec.max_position_embeddings for ids in prompts):
+        raise ValueError(f"prompt: 1 to {spec.max_position_embeddings} tokens, each below {spec.vocab_size}")
+
+    def look() -> list[Completion]:
+        model = served.engine.model
+        found = [likeliest(model, ids, number) if len(ids) > 1 else ([], []) for ids in prompts]
+        nothing: Any = None  # as OpenAI tells that there is none
+        return [
+            Completion(ids, [nothing, *own], [0] * len(ids), "", [[], *others])
+            for ids, (own, others) in zip(prompts, found, strict=True)
+        ]
+
+    return await served.service.run(look)

@@ -1,0 +1,134 @@
+"""Completions while they are written: one look at the engine tells all streams what is new.
+
+    Streams.of(requests) ─► service.generate, each under a name ─► the end of each
+            ▲                                                         │
+            └── pieces ◄── engine.progress({name: known}), now and then, on the compute thread
+
+A look costs the engine as much for a hundred streams as for one, so what a stream hands on is what came since the last
+look, a few tokens at a time.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from hone.inference.service import EngineService
+from hone.records import Completion, GenerateRequest
+from hone.text.stops import cut, held_back
+from hone.text.tokenizer import Tokenizer
+
+LOOK = 0.01  # seconds between two looks …
+LOOK_EACH = 0.0005  # … and more for each stream: handing on is work for the loop that serves
+
+
+@dataclass
+class _Open:
+    """A stream of several requests: where its pieces go, and which of them it is."""
+
+    pieces: asyncio.Queue[tuple[int, Completion | None]]
+    index: int
+    known: int = 0  # tokens handed on
+
+
+class Streams:
+    def __init__(self, service: EngineService) -> None:
+        self.service, self.names = service, itertools.count()
+        self.open: dict[str, _Open] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    async def of(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
+        """Pieces of the completions by their number; the last of each has a finish_reason.
+
+        Raises what the engine refuses. Closing the iterator ends the requests.
+        """
+        pieces: asyncio.Queue[tuple[int, Completion | None]] = asyncio.Queue()
+        names = [f"stream {next(self.names)}" for _ in requests]
+        told, tasks = [0] * len(requests), []
+        for i, (name, request) in enumerate(zip(names, requests, strict=True)):
+            self.open[name] = _Open(pieces, i)
+            task = asyncio.create_task(self.service.generate(replace(request, name=name)))
+            task.add_done_callback(lambda _, i=i: pieces.put_nowait((i, None)))  # type: ignore[misc]
+            tasks.append(task)
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        try:
+            left = len(requests)
+            while left:
+                i, piece = await pieces.get()
+                if piece is None:
+                    left -= 1
+                    self.open.pop(names[i], None)
+                    piece = _after(tasks[i].result(), told[i])
+                elif tasks[i].done():
+                    continue  # its end is on the way, with all that is new
+                told[i] += len(piece.ids)
+                yield i, piece
+        finally:
+            for name, task in zip(names, tasks, strict=True):
+                self.open.pop(name, None)
+                task.cancel()
+            for task in tasks:
+                with suppress(asyncio.CancelledError, Exception):
+                    await task
+
+    async def _look(self) -> None:
+        while self.open:
+            known = {name: one.known for name, one in self.open.items()}
+            found = await self.service.run(lambda known=known: self.service.engine.progress(known))  # type: ignore[misc]
+            for name, piece in found.items():
+                if piece.ids and name in self.open:
+                    one = self.open[name]
+                    one.known += len(piece.ids)
+                    one.pieces.put_nowait((one.index, piece))
+            await asyncio.sleep(LOOK + LOOK_EACH * len(self.open))
+
+
+def _after(whole: Completion, count: int) -> Completion:
+    """What is there after so many tokens."""
+    alternatives = None if whole.alternatives is None else whole.alternatives[count:]
+    return replace(
+        whole, ids=whole.ids[count:], logprobs=whole.logprobs[count:], versions=whole.versions[count:],
+        alternatives=alternatives,
+    )  # fmt: skip
+
+
+class Spelling:
+    """The text of a completion bit by bit: nothing is handed on that a later token could still change.
+
+    `hold` are strings that a client must not see the beginning of: stop strings, and what a tool call begins with.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, stops: Sequence[str], hold: Sequence[str]) -> None:
+        self.tokenizer, self.skip = tokenizer, skip_special
+        self.stops, self.hold = stops, [*stops, *hold]
+        self.ids: list[int] = []
+        self.text, self.sent = "", 0  # so far, and how many of its characters were handed on
+        self._start = self._read = 0  # tokens before `_read` are in the text; decoding begins at `_start`
+
+    def more(self, ids: list[int]) -> str:
+        """What can be said now."""
+        self.ids += ids
+        before = self._decode(self._start, self._read)
+        now = self._decode(self._start, len(self.ids))
+        if not now.endswith("\ufffd"):  # the bytes of a character that is not whole yet
+            self.text += now[len(before) :]
+            self._start, self._read = self._read, len(self.ids)
+        return self._say(self.text, held_back(self.text, self.hold))
+
+    def rest(self, whole: str) -> str:
+        """What of the whole text, as an answer in one piece would have it, has not been said."""
+        return self._say(whole, len(whole)) if whole.startswith(self.text[: self.sent]) else ""
+
+    def whole(self, keep_stop: bool) -> str:
+        """The text of all tokens, up to a stop string."""
+        text = self._decode(0, len(self.ids))
+        return cut(text, self.stops, keep=keep_stop) if self.stops else text
+
+    def _decode(self, start: int, end: int) -> str:
+        return self.tokenizer.decode(self.ids[start:end], skip_special_tokens=self.skip)
+
+    def _say(self, text: str, end: int) -> str:
+        start, self.sent = self.sent, max(self.sent, end)
+        return text[start:end]
