@@ -8,7 +8,7 @@ RUN := $(UV) run --no-sync
 # command spends seconds on compiling what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-isas test-newest lint test-gpu chaos docs
+.PHONY: setup demo test test-isas test-newest test-verifiers lint test-gpu chaos docs
 
 setup: .venv/.ready
 
@@ -47,6 +47,13 @@ test-newest: $(UV)  ## unit tests with the newest Python that the package is for
 	[ -n "$$newest" ] || { echo "no Python 3.13 here: not tested with it"; exit 0; }; \
 	export UV_PROJECT_ENVIRONMENT=.venv-3.13; \
 	$(UV) sync --quiet --locked --python $$newest && $(RUN) pytest -n 2 --dist loadfile tests/unit
+
+test-verifiers: setup  ## environments of the verifiers library by two of its versions, each where it is installed alone
+	@for version in 0.1.14 0.3.1; do home=.venv-verifiers-$$version; [ -x $$home/bin/python ] || \
+	{ $(UV) venv --quiet --python .venv/bin/python $$home && \
+	  $(UV) pip install --quiet --python $$home/bin/python verifiers==$$version; } || exit 1; done
+	VERIFIERS_0_1_14=$$PWD/.venv-verifiers-0.1.14 VERIFIERS_0_3_1=$$PWD/.venv-verifiers-0.3.1 \
+	  $(RUN) pytest -n 2 -m verifiers tests/integration/test_environments.py
 
 test-gpu:  ## on a machine with a GPU, with the Python there (docs/gpu.md)
 	PYTHONPATH=src:environments/reverse_text:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests/gpu

@@ -1,5 +1,6 @@
 """Environments over real processes: tools in a run, rewards of groups, evaluations, those of the verifiers library."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,7 +10,9 @@ import pytest
 
 from hone.evals.results import Folder
 
-from .conftest import TINY, command
+from tests.conftest import patience
+
+from .conftest import TINY, Server, command
 
 TOOLS = """
 import json
@@ -93,7 +96,7 @@ def test_an_evaluation_is_saved_gone_on_with_compared_and_shown(server, trained,
 
 @pytest.mark.verifiers
 @pytest.mark.parametrize("version", ["0.1.14", "0.3.1"])
-@pytest.mark.parametrize("kind", ["single", "multi", "tool"])
+@pytest.mark.parametrize("kind", ["single", "multi", "tool", "group"])
 def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, tmp_path):
     """With the library's own Python, as `hone env install --isolated` makes it: VERIFIERS_0_1_14, VERIFIERS_0_3_1."""
     home = os.environ.get(f"VERIFIERS_{version.replace('.', '_')}")
@@ -114,7 +117,12 @@ def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, 
     assert rows[1]["tokens/trained"] == drawn and rows[1]["mismatch_kl/max"] < 1e-6
     for r in rollouts:
         said = [m["content"] for m in r["completion"] if m["role"] == "assistant"]
-        assert len(said) == len(r["turns"]) == {"single": 1, "multi": 3, "tool": 1}[kind]
+        assert len(said) == len(r["turns"]) == {"single": 1, "multi": 3, "tool": 1, "group": 1}[kind]
+    if kind == "group":
+        for start in (0, 4):
+            group = rollouts[start : start + 4]
+            assert len({r["example_id"] for r in group}) == 1 and min(r["reward"] for r in group) == 0.0
+            assert all(r["reward"] == r["metrics"]["place"] for r in group) and max(r["reward"] for r in group) <= 1
 
 
 def test_the_worker_of_the_library_needs_nothing_of_hone():
@@ -123,3 +131,33 @@ def test_the_worker_of_the_library_needs_nothing_of_hone():
     assert "import hone" not in script.read_text() and "from hone" not in script.read_text()
     done = subprocess.run(["python3", "-I", "-S", script, "x", "{}", "examples"], capture_output=True, text=True)
     assert done.returncode != 0 and "verifiers" in done.stderr
+
+
+@pytest.mark.verifiers
+@pytest.mark.parametrize("version", ["0.1.14", "0.3.1"])
+def test_the_token_client_of_the_library_goes_on_in_the_tokens_that_were_sampled(trained, tmp_path, version):
+    home = os.environ.get(f"VERIFIERS_{version.replace('.', '_')}")
+    if home is None:
+        pytest.skip(f"no virtual environment with verifiers {version} is named")
+    here = Path(__file__).parent
+    (tmp_path / "library_env.py").write_text((here / "verifiers_multi.py").read_text())
+    server = Server("--model.name", trained, log=tmp_path / "log")
+    try:
+        done = subprocess.run(
+            [f"{home}/bin/python", here / "verifiers_tokens.py", server.url, str(trained)], capture_output=True,
+            text=True, timeout=patience(300), env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )  # fmt: skip
+    finally:
+        server.stop()
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.strip().splitlines()[-1])
+    assert said["version"] == version and not any("fell back" in one for one in said["warnings"])
+    went_on = 0
+    for turns in said["rollouts"]:
+        assert len(turns) == 3
+        for before, after in itertools.pairwise(turns):
+            if not before["is_truncated"]:  # the library writes a conversation anew after one that was cut
+                whole = before["prompt_ids"] + before["completion_ids"]
+                assert after["prompt_ids"][: len(whole)] == whole and len(after["prompt_ids"]) > len(whole)
+                went_on += 1
+    assert went_on

@@ -183,18 +183,14 @@ class TextAnswer(Answer):
             assert ahead is not None
             logprobs = {key: ahead[key] + logprobs[key] for key in logprobs}
         text = self.before(index) + self.text(completion)
-        return {"text": text, "finish_reason": completion.finish_reason, "logprobs": logprobs}
-
-    def extras(self, completion: Completion) -> dict[str, Any]:
-        return super().extras(completion)
-
-    def around(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.prompts[0]} if self.request.return_token_ids and len(self.prompts) == 1 else {}
+        ids = {"prompt_token_ids": self.prompt_of(index)} if self.request.return_token_ids else {}
+        return {"text": text, "finish_reason": completion.finish_reason, "logprobs": logprobs, **ids}
 
     def first(self, index: int) -> Choice | None:
-        if not self.ask.echo:
+        if not (self.ask.echo or self.request.return_token_ids):
             return None
-        return {"index": index, "text": self.before(index), "finish_reason": None, "logprobs": None}
+        ids = {"prompt_token_ids": self.prompt_of(index)} if self.request.return_token_ids else {}
+        return {"index": index, "text": self.before(index), "finish_reason": None, "logprobs": None, **ids}
 
     def piece(self, index: int, said: str, piece: Completion, offset: int) -> Choice:
         choice = {"index": index, "text": said, "finish_reason": None}

@@ -12,6 +12,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ class Foreign(Environment):
         self.name = env_id
         self.words = [str(python), str(SCRIPT), env_id.rpartition("/")[2], json.dumps(arguments)]
         found = self._load()
+        self._has_groups = bool(found.get("groups"))
         kept = [_rows(found.get(key)) for key in ("train", "eval")]
         self._train, self._eval = (None if one is None else one.examples for one in kept)
         self._kept = [one for one in kept if one is not None]
@@ -99,7 +101,7 @@ class Foreign(Environment):
 
     @property
     def has_group_rewards(self) -> bool:
-        return False
+        return self._has_groups
 
     def demonstrate(self, messages: list[Message], example: Example, rng: random.Random) -> None:
         """The library does not say."""
@@ -116,7 +118,7 @@ class Foreign(Environment):
             )
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
-        worker = min(self.workers, key=lambda one: one.load)
+        worker = self._worker(example)
         row = next(one.rows[example.id] for one in self._kept if one.has(example))
         async with self.door.open(client, sampling) as visit:
             asked = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens, "n": 1}
@@ -127,9 +129,27 @@ class Foreign(Environment):
         rollout = Rollout(example, visit.turns, done["messages"], stop=done["stop"])
         rollout.reward = float("nan") if done["reward"] is None else float(done["reward"])
         rollout.metrics = {name: float(value) for name, value in done["metrics"].items() if value is not None}
+        rollout.state = {} if done.get("kept") is None else {"kept": done["kept"]}
         rollout.seconds = visit.seconds
         rollout.timings = {"model": visit.model_seconds, "environment": visit.seconds - visit.model_seconds}
         return rollout
+
+    def _worker(self, example: Example) -> Worker:
+        """The least busy one; the rollouts of a group that is scored together are at one."""
+        if self._has_groups:
+            return self.workers[example.id % len(self.workers)]
+        return min(self.workers, key=lambda one: one.load)
+
+    async def score_group(self, rollouts: Sequence[Rollout]) -> None:
+        """All rewards come from the library's own scoring of the group."""
+        scored = [rollout for rollout in rollouts if not rollout.error]
+        if not scored:
+            return
+        message = {"score": 0, "kept": [rollout.state["kept"] for rollout in scored]}
+        found = await self._worker(scored[0].example).ask(message)
+        for rollout, one in zip(scored, found["scores"], strict=True):
+            rollout.reward = float("nan") if one["reward"] is None else float(one["reward"])
+            rollout.metrics = {name: float(value) for name, value in one["metrics"].items() if value is not None}
 
     async def close(self) -> None:
         for worker in self.workers:

@@ -16,6 +16,7 @@ import sys
 import threading
 
 LOWEST, BELOW = (0, 1, 9), (0, 4)
+KEPT = 16384  # states of rollouts whose group is not complete
 
 
 def version():
@@ -36,9 +37,12 @@ def load(name, arguments):
     found = version()
     environment = verifiers.load_environment(name, **arguments)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # loading one sets a handler of its own
-    if found >= (0, 1, 10) and getattr(environment, "requires_group_rollouts", False) is True:
-        raise SystemExit(f"{name}: reward functions that compare rollouts of a group work only in Hone's own protocol")
     return environment, found
+
+
+def has_groups(environment, found):
+    """Whether it has reward functions that compare the rollouts of an example."""
+    return found >= (0, 1, 10) and getattr(environment, "requires_group_rollouts", False) is True
 
 
 def plain(value):
@@ -60,9 +64,9 @@ def rows(data):
     return [plain(dict(row)) for row in data]
 
 
-def examples(environment):
+def examples(environment, found_version):
     train = getattr(environment, "dataset", None) is not None or hasattr(environment, "get_dataset")
-    found = {}
+    found = {"groups": has_groups(environment, found_version)}
     for key, get in (("train", "get_dataset"), ("eval", "get_eval_dataset")):
         try:
             found[key] = rows(getattr(environment, get)()) if train else None
@@ -86,20 +90,23 @@ class Worker:
     def __init__(self, environment, found, send):
         self.environment, self.found, self.send = environment, found, send
         self.running = {}
+        self.in_groups = has_groups(environment, found)
+        self.kept, self.count = {}, 0  # states of rollouts that wait for the others of their group
 
     def take(self, line):
         message = json.loads(line)
         kind, number = next(iter(message.items()))
-        if kind == "begin":
-            self.running[number] = asyncio.get_running_loop().create_task(self.one(number, message))
+        if kind in ("begin", "score"):
+            work = self.rollout(message) if kind == "begin" else self.score(message["kept"])
+            self.running[number] = asyncio.get_running_loop().create_task(self.one(number, work))
         elif kind == "ping":
             self.send({"pong": number})
         elif kind == "cancel" and number in self.running:
             self.running[number].cancel()
 
-    async def one(self, number, message):
+    async def one(self, number, work):
         try:
-            self.send({"done": number, "result": await self.rollout(message)})
+            self.send({"done": number, "result": await work})
         except Exception as error:
             self.send({"error": number, "words": f"{type(error).__name__}: {error}"})
         finally:
@@ -108,7 +115,10 @@ class Worker:
     async def rollout(self, message):
         given, client = message["row"], client_of(self.found, message["url"])
         sampling = message["sampling"]
-        if self.found >= (0, 1, 10):
+        kept = None
+        if self.in_groups:
+            done, kept = await self.unscored(given, client, message["model"], sampling)
+        elif self.found >= (0, 1, 10):
             done = await self.environment.run_rollout(given, client, message["model"], sampling)
         else:
             every = await self.environment.generate(
@@ -128,8 +138,29 @@ class Worker:
             completion = [{"role": "assistant", "content": completion}]
         return {
             "messages": completion, "reward": done.get("reward"), "metrics": done.get("metrics") or {},
-            "stop": done.get("stop_condition") or "",
+            "stop": done.get("stop_condition") or "", "kept": kept,
         }  # fmt: skip
+
+    async def unscored(self, given, client, model, sampling):
+        """A rollout that is scored with its group: what is known of it, and the number of its state."""
+        from verifiers.clients import resolve_client
+
+        state = await self.environment.rollout(given, resolve_client(client), model, sampling)
+        self.count += 1
+        self.kept[self.count] = state
+        while len(self.kept) > KEPT:  # of groups that were given up
+            del self.kept[next(iter(self.kept))]
+        error = state.get("error")
+        known = {key: state.get(key) for key in ("completion", "stop_condition")}
+        return known | {"reward": 0.0, "error": error and repr(error)}, self.count
+
+    async def score(self, numbers):
+        states = [self.kept.pop(number) for number in numbers]
+        rubric = self.environment.rubric
+        await rubric.score_group(states)
+        for state in states:
+            await rubric.cleanup(state)
+        return {"scores": [{"reward": s["reward"], "metrics": plain(s.get("metrics") or {})} for s in states]}
 
 
 def main():
@@ -157,7 +188,7 @@ def main():
         threading.Thread(target=read, daemon=True).start()
     environment, found = load(name, arguments)
     if not is_asked:
-        out.write(json.dumps(examples(environment)))
+        out.write(json.dumps(examples(environment, found)))
         out.flush()
         os._exit(0)
 
