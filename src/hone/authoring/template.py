@@ -114,12 +114,12 @@ hone env data {name} -o outputs/{name}/sft.jsonl -n 4000 -a '{{"max_letters": 4}
 hone env model {name} -o outputs/{name}/model
 sft --model.name outputs/{name}/model --model.random-init --data.name outputs/{name}/sft.jsonl --data.batch-size 4 \\
   --data.seq-len 256 --max-steps 150 --optim.type muon --optim.lr 4e-3 --output-dir outputs/{name}/sft
-rl --model.name outputs/{name}/sft/weights/step_150 --orchestrator.env.id {name} --orchestrator.batch-size 128 \\
-  --orchestrator.rollouts-per-example 8 --orchestrator.sampling.max-tokens 16 --seq-len 64 --max-steps 100 \\
-  --trainer.optim.lr 3e-4 --trainer.scheduler.type linear --trainer.scheduler.warmup-steps 10 --log-interval 10 \\
-  --output-dir outputs/{name}/rl
-inference --model.name outputs/{name}/rl/weights/step_100 &
-vf-eval {name} -m outputs/{name}/rl/weights/step_100 -b http://localhost:8000/v1 -n 200 -r 1 -t 16
+rl --model.name outputs/{name}/sft/weights/step_150 --orchestrator.env.id {name} --orchestrator.batch-size 256 \\
+  --orchestrator.rollouts-per-example 8 --orchestrator.sampling.max-tokens 16 --seq-len 64 --max-steps 400 \\
+  --trainer.optim.type muon --trainer.optim.lr 1e-3 --trainer.scheduler.type linear \\
+  --trainer.scheduler.warmup-steps 10 --log-interval 20 --output-dir outputs/{name}/rl
+inference --model.name outputs/{name}/rl/weights/step_400 &
+vf-eval {name} -m outputs/{name}/rl/weights/step_400 -b http://localhost:8000/v1 -n 200 -r 1 -t 16
 ```
 """
 

@@ -71,14 +71,14 @@ class OptimConfig(Config):
 
 class SchedulerConfig(Config):
     type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Learning rate after warm-up: constant; falling to min_lr at the last step (linear, cosine); or constant and then
+    """Learning rate after warm-up: constant; falling to min_lr over all steps (linear, cosine); or constant and then
     falling linearly over the last decay_fraction of the steps (wsd)."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises linearly from 0 to lr."""
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.3
     """wsd: share of all steps, at the end, over which the learning rate falls linearly."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Learning rate at the last step of linear, cosine and wsd."""
+    """Learning rate that linear, cosine and wsd fall to; it is what a step after the last would have."""
 
 
 class WeightsConfig(Config):

@@ -18,14 +18,16 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def learning_rate(optim: OptimConfig, schedule: SchedulerConfig, step: int, max_steps: int) -> float:
-    """The rate of step `step` (from 1): linear warm-up, then the schedule down to min_lr at `max_steps`."""
+    """The rate of step `step` (from 1): linear warm-up, then the schedule down to min_lr, which a step after the last
+    would have: at a rate of 0 the last step itself would change nothing."""
     if step <= schedule.warmup_steps:
         return optim.lr * step / schedule.warmup_steps
     span = max(max_steps - schedule.warmup_steps, 1)
-    done = min((step - schedule.warmup_steps) / span, 1.0)
+    before = step - 1
+    done = min((before - schedule.warmup_steps) / span, 1.0)
     if schedule.type == "wsd":  # warm-up, stable, decay (Hu et al. 2024)
         done = min(
-            1.0, max(0.0, (step - max_steps * (1 - schedule.decay_fraction)) / (max_steps * schedule.decay_fraction))
+            1.0, max(0.0, (before - max_steps * (1 - schedule.decay_fraction)) / (max_steps * schedule.decay_fraction))
         )
     if schedule.type in ("linear", "wsd"):
         return optim.lr + (schedule.min_lr - optim.lr) * done
