@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from hone.evals.results import Folder
-
 from tests.conftest import patience
 
 from .conftest import TINY, Server, command

@@ -7,9 +7,8 @@ import os
 import sys
 
 import verifiers as vf
-from verifiers.types import ClientConfig
-
 from library_env import load_environment
+from verifiers.types import ClientConfig
 
 url, model = sys.argv[1:]
 os.environ["SOME_KEY"] = "none"

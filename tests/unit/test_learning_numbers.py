@@ -219,7 +219,7 @@ def test_schedules():
     rates = [learning_rate(optim, cosine, step, 110) for step in (1, 10, 61, 111, 500)]
     assert rates == pytest.approx([0.1, 1.0, 0.6, 0.2, 0.2])
     linear = SchedulerConfig(type="linear")
-    assert [learning_rate(optim, linear, s, 4) for s in (1, 2, 4)] == pytest.approx([1.0, 0.75, 0.25])  # the last counts
+    assert [learning_rate(optim, linear, s, 4) for s in (1, 2, 4)] == pytest.approx([1.0, 0.75, 0.25])
     wsd = SchedulerConfig(type="wsd", decay_fraction=0.4, min_lr=0.5)
     assert [learning_rate(optim, wsd, s, 10) for s in (1, 7, 9, 10)] == pytest.approx([1.0, 1.0, 0.75, 0.625])
     assert learning_rate(optim, SchedulerConfig(), 7, 10) == 1.0
