@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import hone.environments as vf
+from hone.evals import vf_eval
 from hone.evals.arguments import entries, parse_arguments
 from hone.evals.compare import compare
 from hone.evals.held_out import attempts
@@ -125,6 +126,34 @@ def test_a_page_shows_rollouts_and_runs_nothing_of_theirs(tmp_path):
     write_page(tmp_path / "page.html", {"env": "e", "model": "m"}, rows)
     page = (tmp_path / "page.html").read_text()
     assert "&lt;script&gt;alert(1)" in page and "<script>alert" not in page and "http" not in page
+
+
+def test_an_evaluation_that_cannot_be_had_does_not_end_those_after_it(tmp_path, monkeypatch, capsys):
+    done = []
+
+    def one(args):
+        if args.env == "a":
+            raise ValueError("no such environment")
+        done.append(args.env)
+        return {"failed": 0, "fail_above": 0.1, "rollouts": 1}
+
+    monkeypatch.setattr(vf_eval, "one", one)
+    file = tmp_path / "evals.toml"
+    file.write_text('[[eval]]\nenv_id = "a"\n[[eval]]\nenv_id = "b"\n')
+    assert vf_eval.main([str(file)]) == 1 and done == ["b"]
+    said = capsys.readouterr().err
+    assert "a: no such environment" in said and "1 of 2 evaluations failed: a" in said
+
+
+def test_fields_of_the_openai_client_stand_beside_the_others(tmp_path):
+    args = parse_arguments(["x", "-S", '{"top_p": 0.5, "extra_body": {"top_k": 3}}'])
+    assert args.sampling_args == {"top_p": 0.5, "top_k": 3}
+    file = tmp_path / "evals.toml"
+    file.write_text(
+        '[[eval]]\nenv_id = "a"\nsampling_args = { extra_body = { min_p = 0.1 } }\n[[eval]]\nenv_id = "b"\n'
+    )
+    first, second = entries(parse_arguments([str(file), "-S", '{"top_p": 0.5}']))
+    assert first.sampling_args == {"min_p": 0.1} and second.sampling_args == {"top_p": 0.5}
 
 
 def test_several_environments_from_a_file(tmp_path):

@@ -215,6 +215,36 @@ def test_calls_have_a_deadline():
     with pytest.raises(vf.RewardError, match="grade gave no value within 0.05 s"):
         play(env, "x")
 
+    def late(completion):
+        raise TimeoutError("the disk is slow")
+
+    env = vf.SingleTurnEnv(dataset=[{"question": "?"}], rubric=vf.Rubric(funcs=[late]), call_timeout=5.0)
+    with pytest.raises(vf.RewardError, match="late raised TimeoutError: the disk is slow"):
+        play(env, "x")
+
+
+def test_data_sets_by_the_names_of_v0(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load(*words, split):
+        asked.append((*words, split))
+        return datasets.Dataset.from_list(
+            [{"question": f"{i}?", "answer": f"so\n#### {i}", "more": 1} for i in range(9)]
+        )
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    rows = vf.load_example_dataset("gsm8k", n=3, seed=1)
+    assert asked == [("openai/gsm8k", "main", "test")] and rows.column_names == ["question", "answer"]
+    assert len(rows) == 3 and all(row["question"] == row["answer"] + "?" for row in rows)
+    assert len(vf.load_example_dataset("gsm8k", split="train")) == 9 and asked[1][2] == "train"
+    assert vf.extract_hash_answer("plain") == "plain"
+    with pytest.raises(ValueError, match="there is no 'gsm'; there are gsm8k, math"):
+        vf.load_example_dataset("gsm")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)
+    with pytest.raises(ValueError, match="cannot be loaded from the hub"):
+        vf.load_example_dataset("math500")
+
 
 # ---------------------------------------------------------------------------------------------------- judge
 

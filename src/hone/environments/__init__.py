@@ -10,9 +10,17 @@ from typing import Any
 
 from hone.environments.env_group import EnvGroup
 from hone.environments.environment import Environment, ModelClient, State
+from hone.environments.example_data import load_example_dataset
 from hone.environments.judge import JudgeRubric
 from hone.environments.maths import MathRubric
-from hone.environments.parsers import MaybeThinkParser, Parser, ThinkParser, XMLParser, extract_boxed_answer
+from hone.environments.parsers import (
+    MaybeThinkParser,
+    Parser,
+    ThinkParser,
+    XMLParser,
+    extract_boxed_answer,
+    extract_hash_answer,
+)
 from hone.environments.registry import load_environment, load_environments
 from hone.environments.rubric import RewardError, Rubric, RubricGroup
 from hone.environments.tools import StatefulToolEnv, ToolEnv, ToolRubric
@@ -26,5 +34,6 @@ __all__ = [
     "EnvGroup", "Environment", "Example", "Info", "JudgeRubric", "MathRubric", "MaybeThinkParser", "Message",
     "Messages", "ModelClient", "MultiTurnEnv", "Parser", "RewardError", "Rubric", "RubricGroup", "SingleTurnEnv",
     "State", "StatefulToolEnv", "ThinkParser", "ToolEnv", "ToolRubric", "XMLParser", "cleanup",
-    "extract_boxed_answer", "load_environment", "load_environments", "stop", "teardown",
+    "extract_boxed_answer", "extract_hash_answer", "load_environment", "load_environments", "load_example_dataset",
+    "stop", "teardown",
 ]  # fmt: skip

@@ -30,21 +30,31 @@ def positional_names(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)
 
 
+class OutOfTime(TimeoutError):
+    """A call took longer than it may."""
+
+
 async def ask(
     function: Callable[..., Any],
     available: dict[str, Any],
     timeout: float | None = None,
     positional: tuple[Any, ...] = (),
 ) -> Any:
-    """What a function gives for those of the `available` values that it takes. Raises TimeoutError after `timeout`
+    """What a function gives for those of the `available` values that it takes. Raises OutOfTime after `timeout`
     seconds; a plain function then goes on in its thread, where nobody waits for it."""
     names = wanted(function)
     arguments = available if names is None else {k: v for k, v in available.items() if k in names}
     if timeout is None:
         value = function(*positional, **arguments)
         return await value if inspect.isawaitable(value) else value
-    async with asyncio.timeout(timeout):
-        if inspect.iscoroutinefunction(function):
-            return await function(*positional, **arguments)
-        value = await asyncio.to_thread(function, *positional, **arguments)
-        return await value if inspect.isawaitable(value) else value
+    deadline = asyncio.timeout(timeout)
+    try:
+        async with deadline:
+            if inspect.iscoroutinefunction(function):
+                return await function(*positional, **arguments)
+            value = await asyncio.to_thread(function, *positional, **arguments)
+            return await value if inspect.isawaitable(value) else value
+    except TimeoutError:
+        if deadline.expired():
+            raise OutOfTime from None
+        raise  # the function's own

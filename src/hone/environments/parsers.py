@@ -87,6 +87,11 @@ class MaybeThinkParser(Parser):
         return self.extract_fn(text.rpartition("</think>")[2].strip())
 
 
+def extract_hash_answer(text: str) -> str:
+    """What follows the first ####, as GSM8K writes answers; the text itself where there is none."""
+    return text.split("####")[1].strip() if "####" in text else text
+
+
 def extract_boxed_answer(text: str, strict: bool = False) -> str:
     """What the last `\\boxed{…}` has in it, with its own braces; without one the text, or nothing if `strict`."""
     _, found, rest = text.rpartition("\\boxed{")

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hone.environments.calls import ask, required
+from hone.environments.calls import OutOfTime, ask, required
 from hone.environments.parsers import Parser
 
 log = logging.getLogger("hone.environments")
@@ -135,7 +135,7 @@ class Rubric:
             return read(await ask(func, available, timeout))
         except Exception as error:  # a user's function: whatever it raises must not end the run
             what = f"raised {type(error).__name__}: {error}" if not isinstance(error, _NoNumber) else str(error)
-            what = f"gave no value within {timeout:g} s" if timeout and isinstance(error, TimeoutError) else what
+            what = f"gave no value within {timeout:g} s" if isinstance(error, OutOfTime) else what
             at = traceback.extract_tb(error.__traceback__)[-1]
             place = "" if isinstance(error, _NoNumber) else f" ({at.filename}:{at.lineno})"
             self._tell(func, what + place, at.lineno)

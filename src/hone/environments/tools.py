@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from pydantic import Field, create_model
 
-from hone.environments.calls import ask
+from hone.environments.calls import OutOfTime, ask
 from hone.environments.environment import State
 from hone.environments.rubric import Rubric
 from hone.environments.turns import MultiTurnEnv, stop
@@ -157,9 +157,7 @@ class ToolEnv(MultiTurnEnv):
             raise ValueError(f"{tool_name}: {error}") from None
         try:
             result = await ask(tool, tool_args, self.call_timeout)
-        except TimeoutError:
-            if self.call_timeout is None:
-                raise  # the tool's own
+        except OutOfTime:
             raise ValueError(f"{tool_name} did not end within {self.call_timeout} s") from None
         content = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
         return {"role": "tool", "content": content, "tool_call_id": tool_call_id}

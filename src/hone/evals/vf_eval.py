@@ -7,6 +7,7 @@ Exits with 1 when too many rollouts failed (--fail-above).
 
 import argparse
 import asyncio
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -38,10 +39,25 @@ def main(argv: list[str]) -> int:
         from hone.evals.compare import compare
 
         return compare(*map(Path, args.compare))
-    found = [one(entry) for entry in entries(args)]
+    wanted = entries(args)
+    found, failed = [], []
+    for entry in wanted:
+        try:
+            found.append(one(entry))
+        except (ValueError, ConnectionError) as error:
+            if len(wanted) == 1:
+                raise
+            failed.append(entry.env)
+            print(f"vf-eval: error: {entry.env}: {error}", file=sys.stderr)
     if len(found) > 1:
         overview(found)
-    return int(any(settings["failed"] > settings["fail_above"] * settings["rollouts"] for settings in found))
+    if failed:
+        print(
+            f"vf-eval: error: {len(failed)} of {len(wanted)} evaluations failed: {', '.join(failed)}", file=sys.stderr
+        )
+    return int(
+        bool(failed) or any(settings["failed"] > settings["fail_above"] * settings["rollouts"] for settings in found)
+    )
 
 
 def one(args: argparse.Namespace) -> dict[str, Any]:
