@@ -126,6 +126,24 @@ def test_token_ids_in_and_out(client, server, trained):
     assert control(server, "tokenize", prompt="x", model="other").status_code == 404
 
 
+def test_what_prometheus_reads(server, trained):
+    def read():
+        answer = http.get(f"{server.url.removesuffix('/v1')}/metrics")
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        assert answer.text.count("# TYPE hone_") == answer.text.count("# HELP hone_") == 7
+        lines = [line.split(" ") for line in answer.text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in lines}
+
+    before = read()
+    body = {"model": str(trained), "messages": MESSAGES, "n": 2, **DRAWN, **TOLD}
+    used = http.post(f"{server.url}/chat/completions", json=body).json()["usage"]
+    after = read()
+    grown = {name.removeprefix("hone_"): after[name] - before[name] for name in after}
+    assert grown["requests_total"] == 2 and grown["generated_tokens_total"] == used["completion_tokens"] == 80
+    assert grown["prompt_tokens_total"] == 2 * used["prompt_tokens"]
+    assert after["hone_requests_running"] == after["hone_requests_waiting"] == 0
+
+
 def test_models_by_name(client, trained):
     assert client.models.retrieve(str(trained)).id == str(trained)
     with pytest.raises(openai.NotFoundError, match="'other' is not served here"):

@@ -323,3 +323,12 @@ def test_an_environment_named_like_a_key_leaves_the_key_to_be_set(tmp_path):
     words[2:] = ["--orchestrator.env.workers.workers", "3"]
     one, two = load_config(RLConfig, words).orchestrator.env
     assert (one.workers, two.workers) == (3, 0)
+
+
+def test_the_address_of_a_server_may_stand_beside_its_section():
+    found = InferenceConfig.model_validate({"model": {"name": "m"}, "host": "127.0.0.1", "port": 8001})
+    assert (found.server.host, found.server.port) == ("127.0.0.1", 8001)
+    same = InferenceConfig.model_validate({"model": {"name": "m"}, "port": 8001, "server": {"port": 8001}})
+    assert same.server.port == 8001
+    with pytest.raises(ValueError, match=r"port and server\.port are both given, and differ"):
+        InferenceConfig.model_validate({"model": {"name": "m"}, "port": 8001, "server": {"port": 8002}})

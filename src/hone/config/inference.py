@@ -1,9 +1,9 @@
 """Configuration of `inference`."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hone.config.sections import ModelConfig, ServeConfig
 
@@ -16,3 +16,19 @@ class InferenceConfig(ServeConfig):
     """Seed of the random weights of model.random_init."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """Least important kind of message that is printed and logged."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, values: Any) -> Any:
+        """`host` and `port` may stand beside `server`, as vLLM's server spells them."""
+        if not isinstance(values, dict) or not {"host", "port"} & set(values):
+            return values
+        flat = {key: values[key] for key in ("host", "port") if key in values}
+        others = {key: value for key, value in values.items() if key not in flat}
+        server = others.get("server") or {}
+        if not isinstance(server, dict):
+            return values
+        for key in flat:
+            if server.get(key, flat[key]) != flat[key]:
+                raise ValueError(f"{key} and server.{key} are both given, and differ; they mean the same")
+        return others | {"server": server | flat}

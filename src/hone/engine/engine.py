@@ -99,7 +99,10 @@ class Engine:
         self.captured = Captured() if self.decoder.stays_on_device else None
         self.prefill = Prefill(model, self.cache, self.adapters, self.captured)
         self.graphs = DecodeGraphs(self.decoder, self.captured, max_batch_size) if self.captured is not None else None
-        self.version, self.completions = version, 0  # completions: handed over so far
+        self.version = version
+        self.completions = self.tokens_read = self.tokens_written = (
+            0  # handed over so far, tokens of their prompts, theirs
+        )
         self.admission = Admission(self.cache, self.slots)
         self.decoding: list[Sequence] = []
         self.steps = 0  # decode steps so far
@@ -390,4 +393,6 @@ class Engine:
 
     def _hand_over(self, sequence: Sequence, ids: list[int], logprobs: list[float], reason: str) -> None:
         self.completions += 1
+        self.tokens_read += len(sequence.prompt)
+        self.tokens_written += len(ids)
         sequence.on_finish(sequence.completion(ids, logprobs, reason))

@@ -6,6 +6,7 @@
     POST /v1/chat/completions/tokens    the same with the token ids of the prompt as `tokens`
     POST /v1/completions                texts or token ids
     POST /tokenize, /detokenize
+    GET  /metrics                       for Prometheus
     and the control routes of inference/control.py
 
 Every refusal is a 4xx with a message in the OpenAI error form.
@@ -19,9 +20,9 @@ import socket
 import time
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,6 +33,7 @@ from hone.engine.engine import Engine
 from hone.engine.memory import room
 from hone.engine.rehearsal import rehearse
 from hone.inference.control import Served, add_control
+from hone.inference.metrics import text, values
 from hone.inference.openai import add_openai, refuse
 from hone.inference.service import EngineService
 from hone.kernels.gpu.compiling import together
@@ -68,6 +70,11 @@ def build_app(served: Served, api_key: str | None = None) -> FastAPI:
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        found = await served.service.run(lambda: values(served.engine))
+        return PlainTextResponse(text(found), media_type="text/plain; version=0.0.4")
 
     add_openai(app, served)
     return app

@@ -1,0 +1,34 @@
+"""What Prometheus reads of a server: `GET /metrics`, in its text format."""
+
+from hone.engine.engine import Engine
+
+KINDS = {  # name: (kind, what it is)
+    "requests_running": ("gauge", "Completions that are being computed."),
+    "requests_waiting": ("gauge", "Completions that wait for room in the cache."),
+    "requests_total": ("counter", "Completions that have ended."),
+    "prompt_tokens_total": ("counter", "Tokens of their prompts."),
+    "generated_tokens_total": ("counter", "Tokens that were sampled for them."),
+    "cache_used_ratio": ("gauge", "Share of the pages of keys and values that requests hold."),
+    "policy_version": ("gauge", "Version of the weights that are served."),
+}
+
+
+def values(engine: Engine) -> dict[str, float]:
+    """Call on the compute thread."""
+    running, pages = len(engine.running), engine.pool.pages - 1
+    return {
+        "requests_running": running,
+        "requests_waiting": len(engine.sequences()) - running,
+        "requests_total": engine.completions,
+        "prompt_tokens_total": engine.tokens_read,
+        "generated_tokens_total": engine.tokens_written,
+        "cache_used_ratio": 1 - engine.pool.available / pages if pages else 0.0,
+        "policy_version": engine.version,
+    }
+
+
+def text(found: dict[str, float]) -> str:
+    lines = []
+    for name, (kind, words) in KINDS.items():
+        lines += [f"# HELP hone_{name} {words}", f"# TYPE hone_{name} {kind}", f"hone_{name} {found[name]!r}"]
+    return "\n".join(lines) + "\n"
