@@ -6,6 +6,8 @@
 Whole or in pieces, the same tokens give the same text, logprobs and tool calls.
 """
 
+import json
+import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from hone.text.stops import cut
 from hone.text.tokenizer import Tokenizer
 
 Choice = dict[str, Any]
+PLACE = uuid.uuid4().hex  # nobody outside knows it
 
 
 class Answer:
@@ -29,11 +32,26 @@ class Answer:
     def __init__(self, request: Request, prompts: list[list[int]], tokenizer: Tokenizer) -> None:
         self.request, self.prompts, self.tokenizer = request, prompts, tokenizer
         self.skip = request.skip_special_tokens is not False
+        self._written: dict[str, str] = {}  # what is JSON already, by what stands for it
         self.head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),  # noqa: TID251
             "model": request.model,
         }
+
+    def encode(self, value: dict[str, Any]) -> str:
+        """As JSON."""
+        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+        while self._written:
+            place, written = self._written.popitem()
+            text = text.replace(f'"{place}"', written, 1)
+        return text
+
+    def written(self, text: str) -> str:
+        """Stands for JSON that is written already."""
+        place = f"{PLACE}{len(self._written)}"
+        self._written[place] = text
+        return place
 
     def prompt_of(self, index: int) -> list[int]:
         return self.prompts[index // (self.request.n or 1)]
@@ -144,13 +162,30 @@ class ChatAnswer(Answer):
     def _logprobs(self, completion: Completion) -> dict[str, Any] | None:
         if not self.chat.logprobs:
             return None
-        likeliest = completion.alternatives or [[]] * len(completion.ids)
+        if completion.alternatives is None:
+            return {"content": self.written(self._entries(completion))}
         return {
             "content": [
                 {**self._entry(token_id, logprob), "top_logprobs": [self._entry(*other) for other in others]}
-                for token_id, logprob, others in zip(completion.ids, completion.logprobs, likeliest, strict=True)
+                for token_id, logprob, others in zip(
+                    completion.ids, completion.logprobs, completion.alternatives, strict=True
+                )
             ]
         }
+
+    def _entries(self, completion: Completion) -> str:
+        """The list as JSON: of most tokens nothing but the number is new, and thousands a second are written."""
+        known, by_id = self.tokenizer.kept, bool(self.request.return_tokens_as_token_ids)
+        if not math.isfinite(sum(completion.logprobs)):
+            raise ValueError("the model gives logprobs that are not finite")
+        parts = []
+        for token_id, logprob in zip(completion.ids, completion.logprobs, strict=True):
+            around = known.get((token_id, by_id))
+            if around is None:
+                head, tail = json.dumps(self._entry(token_id, 0.0) | {"top_logprobs": []}).split(': 0.0, "bytes"')
+                around = known[token_id, by_id] = (head + ": ", ', "bytes"' + tail)
+            parts.append(f"{around[0]}{logprob!r}{around[1]}")
+        return f"[{', '.join(parts)}]"
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         token = self.tokenizer.token(token_id)

@@ -4,14 +4,15 @@ request ─► token ids (in a thread where the text is long) ─► GenerateReq
 """
 
 import asyncio
-import json
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ValidationError
 
 from hone.inference import protocol
 from hone.inference.answers import Answer, ChatAnswer, TextAnswer, error_body, joined_pieces
@@ -23,6 +24,7 @@ from hone.records import Completion, GenerateRequest, other_seed
 from hone.text.stops import StopStrings
 
 T = TypeVar("T")
+B = TypeVar("B", bound=BaseModel)
 LONG = 32768  # characters of a request from which on a thread makes tokens of it: the loop serves others meanwhile
 
 
@@ -69,11 +71,12 @@ def add_openai(app: FastAPI, served: Served) -> None:
         return card(name)
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(body: ChatRequest, connection: Request) -> Response:
-        return await chat(body, connection, None)
+    async def chat_completions(connection: Request) -> Response:
+        return await chat(await read(connection, ChatRequest), connection, None)
 
     @app.post("/v1/chat/completions/tokens", response_model=None)
-    async def chat_of_tokens(body: TokensRequest, connection: Request) -> Response:
+    async def chat_of_tokens(connection: Request) -> Response:
+        body = await read(connection, TokensRequest)
         return await chat(body, connection, body.tokens)
 
     async def chat(body: ChatRequest, connection: Request, prompt_ids: list[int] | None) -> Response:
@@ -98,14 +101,15 @@ def add_openai(app: FastAPI, served: Served) -> None:
             completions = await unless_gone(connection, *(service.generate(request) for request in requests))
             if body.so_far:
                 completions = [joined(one, rest) for one, rest in zip(body.so_far, completions, strict=True)]
-            return JSONResponse(answer.body(completions))
+            return whole(answer, completions)
         except HungUp:
             return Response(status_code=499)  # nobody reads it
         except ValueError as error:
             return refuse(400, str(error))
 
     @app.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionRequest, connection: Request) -> Response:
+    async def completions(connection: Request) -> Response:
+        body = await read(connection, CompletionRequest)
         check_model(body.model)
         tokenizer, room = served.tokenizer, served.engine.max_model_len
         texts = body.prompts()
@@ -124,7 +128,7 @@ def add_openai(app: FastAPI, served: Served) -> None:
                 done = [Completion([], [], [], "length", []) for _ in requests]
             else:
                 done = await unless_gone(connection, *(service.generate(request) for request in requests))
-            return JSONResponse(TextAnswer(body, prompts, tokenizer, echoed).body(done))
+            return whole(TextAnswer(body, prompts, tokenizer, echoed), done)
         except HungUp:
             return Response(status_code=499)  # nobody reads it
         except ValueError as error:
@@ -185,7 +189,7 @@ async def _events(streams: Streams, answer: Answer, requests: Sequence[GenerateR
 
     def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
         usage = {"usage": answer.usage(written)} if each_usage else {}
-        return _event(answer.chunk(choices, **usage, **more))
+        return _event(answer, answer.chunk(choices, **usage, **more))
 
     def opening() -> str:
         firsts = [choice for i in range(count) if (choice := answer.first(i)) is not None]
@@ -210,15 +214,27 @@ async def _events(streams: Streams, answer: Answer, requests: Sequence[GenerateR
         if not begun:
             raise
         # The engine failed: the client learns of it in the stream.
-        yield _event(error_body(500, f"{type(error).__name__}: {error}", "server_error"))
+        yield _event(answer, error_body(500, f"{type(error).__name__}: {error}", "server_error"))
         return
     if options is not None and options.include_usage:
-        yield _event(answer.chunk([], usage=answer.usage(written)))
+        yield _event(answer, answer.chunk([], usage=answer.usage(written)))
     yield "data: [DONE]\n\n"
 
 
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"
+def _event(answer: Answer, value: dict[str, Any]) -> str:
+    return f"data: {answer.encode(value)}\n\n"
+
+
+def whole(answer: Answer, completions: Sequence[Completion]) -> Response:
+    return Response(answer.encode(answer.body(completions)), media_type="application/json")
+
+
+async def read(connection: Request, kind: type[B]) -> B:
+    """The body, read without what FastAPI does for it, which takes longer than the rest of a request."""
+    try:
+        return kind.model_validate_json(await connection.body())
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
 
 
 async def beside(work: Callable[[], T], size: int, served: Served | None = None) -> T:

@@ -120,9 +120,8 @@ class Request(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_what_would_be_ignored(self) -> "Request":
-        for key, neutral in NEUTRAL.items():
-            value = (self.model_extra or {}).get(key)
-            if value not in neutral:
+        for key, value in (self.model_extra or {}).items():
+            if value not in NEUTRAL.get(key, (value,)):
                 raise ValueError(f"{key} = {value!r} is not supported by this server; leave it out")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream = true")

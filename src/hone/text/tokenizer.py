@@ -46,6 +46,7 @@ class Tokenizer:
         self.directory = directory
         self.vocab_size = self.encoder.get_vocab_size(with_added_tokens=True)
         self.stop_ids = self._stop_ids(specials, _read_json(directory / "generation_config.json"))
+        self.kept: dict[Any, Any] = {}  # what servers know of its tokens
         self._chat_cache: OrderedDict[str, list[int]] = OrderedDict()
 
     def _stop_ids(self, specials: dict[str, str | None], generation: dict[str, Any]) -> list[int]:
