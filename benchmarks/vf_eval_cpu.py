@@ -19,8 +19,8 @@ from pathlib import Path
 
 from peer import ROOT, median
 
+from hone.clients.http import HttpClient
 from hone.environments import load_environment
-from hone.inference.client import HttpClient
 from hone.records import Prompt, Sampling
 
 sys.path.insert(0, str(ROOT / "examples" / "reverse_text_tiny"))

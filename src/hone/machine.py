@@ -52,6 +52,18 @@ def cores() -> int:
     return max(1, min(count, int(_quota(Path("/sys/fs/cgroup")) or count)))
 
 
+def memory(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that processes here may take together: what the machine has, or the control group allows of it."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # version 2, 1
+        try:
+            said = (root / name).read_text().strip()
+        except OSError:
+            continue
+        found += [int(said)] if said.isdigit() else []
+    return min(found)
+
+
 def _quota(root: Path) -> float | None:
     """Cores' worth of time that the control group may use (version 2, then 1); None without a limit."""
     try:

@@ -8,7 +8,7 @@ Example ─ environment ─► Rollout (of Turns) ─ orchestrator ─► Sample
 import functools
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Message = dict[str, Any]  # an OpenAI chat message: role, content, …
@@ -16,7 +16,11 @@ Tool = dict[str, Any]  # an OpenAI tool: {"type": "function", "function": {"name
 
 
 class Refused(RuntimeError):
-    """A server will not do what it is asked, now or later."""
+    """A server will not do what it is asked, now or later; `status` is its HTTP status, a 4xx."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class ContextFull(ValueError):
@@ -114,6 +118,15 @@ class Completion:
     finish_reason: str
     alternatives: list[list[tuple[int, float]]] | None = None
     routing: str = ""
+
+    def part(self, start: int, end: int | None = None) -> "Completion":
+        """The same with these of its tokens alone."""
+        some = slice(start, end)
+        alternatives = None if self.alternatives is None else self.alternatives[some]
+        return replace(
+            self, ids=self.ids[some], logprobs=self.logprobs[some], versions=self.versions[some],
+            alternatives=alternatives,
+        )  # fmt: skip
 
 
 @dataclass

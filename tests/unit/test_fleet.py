@@ -6,9 +6,9 @@ import logging
 import pytest
 
 from hone import machine
-from hone.inference import fleet as module
-from hone.inference.client import ServerLost
-from hone.inference.fleet import Fleet
+from hone.clients import fleet as module
+from hone.clients.fleet import Fleet
+from hone.clients.http import ServerLost
 from hone.records import Completion, Prompt, Sampling, Turn
 
 LOG = logging.getLogger("test")

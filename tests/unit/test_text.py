@@ -13,8 +13,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from hone.engine.engine import Engine
 from hone.inference.answers import ChatAnswer, joined_pieces
-from hone.inference.control import Served
+from hone.inference.embedded import EmbeddedSampler
 from hone.inference.protocol import ChatRequest
+from hone.inference.served import Served
 from hone.inference.service import EngineService
 from hone.models.families import parse_model_config
 from hone.models.hf import read_model_config, write_description, write_model
@@ -189,6 +190,21 @@ def test_mistakes_are_named(save, tmp_path):
         Tokenizer(directory)
 
 
+def serving(engine, tokenizer):
+    return Served(EmbeddedSampler(EngineService(engine)), tokenizer, "base")
+
+
+def update(served, directory, version):
+    """The state after it has taken a version from files."""
+    states = []
+
+    async def program():
+        states.append(await served.update(directory, version, None, {"type": "filesystem"}))
+
+    served.sampler.service.run_beside(program())
+    return states[0]
+
+
 def test_a_server_that_joins_later_takes_the_text_of_all_versions(tmp_path):
     """As one that was started again, from a base with another template: version 7 has weights alone."""
     spec = parse_model_config(read_model_config(MODEL))
@@ -199,13 +215,13 @@ def test_a_server_that_joins_later_takes_the_text_of_all_versions(tmp_path):
     (base / "chat_template.jinja").write_text("{{ messages[0].content }}")
     version = write_model(other, MODEL, tmp_path / "broadcasts" / "step_7", with_text=False)
     write_description(MODEL, tmp_path / "broadcasts" / "text", torch.float32, with_text=True)
-    served = Served(EngineService(Engine(model)), Tokenizer(base), "base")
+    served = serving(Engine(model), Tokenizer(base))
     messages = [{"role": "user", "content": "abc"}]
     assert len(served.tokenizer.prompt_ids(Prompt(messages))) == 3
-    assert served.update(version, 7, None, {"type": "filesystem"})["checksum"] == checksum(other)
+    assert update(served, version, 7)["checksum"] == checksum(other)
     ours = served.tokenizer
     assert ours.prompt_ids(Prompt(messages)) == Tokenizer(MODEL).prompt_ids(Prompt(messages))
-    served.update(version, 8, None, {"type": "filesystem"})
+    update(served, version, 8)
     assert served.tokenizer is ours  # read once
 
 
@@ -219,11 +235,11 @@ def test_a_model_of_another_shape_replaces_the_one_before_in_memory(tmp_path):
     (directory / "config.json").write_text(json.dumps(config))
     engine = Engine(models.pop())
     engine.itself, before = engine, weakref.ref(engine)  # a cycle, as its graphs and adapters make
-    served = Served(EngineService(engine), Tokenizer(MODEL), "base")
+    served = serving(engine, Tokenizer(MODEL))
     del engine, model
     gc.freeze()  # as the service does
-    served.update(directory, 1, None, {"type": "filesystem"})
-    assert before() is None and served.engine.model.spec.num_hidden_layers == 1
+    update(served, directory, 1)
+    assert before() is None and served.sampler.engine.model.spec.num_hidden_layers == 1
 
 
 ADD = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]

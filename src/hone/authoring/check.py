@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.authoring.demonstrations import NotKnown, demonstrated
+from hone.clients.http import HttpClient
 from hone.environments import Environment
 from hone.environments.attempt import attempt
 from hone.evals.held_out import attempts
-from hone.inference.client import HttpClient
 from hone.records import Completion, Example, Prompt, Rollout, Sampling, Turn
 from hone.text.tokenizer import Tokenizer
 

@@ -15,6 +15,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 OnBadStep = Literal["stop", "skip"]
 Sharding = Literal["auto", "full", "none"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # this machine, as a host
+BACKEND_LOST = 75  # exit code of a server whose vLLM has died under it: start it again
 API_KEY_VARIABLE = "HONE_API_KEY"  # gives a server its key without showing it in the list of processes
 
 
@@ -208,8 +209,8 @@ class EngineConfig(Config):
     max_model_len: Positive | None = None
     """Most tokens in a prompt and its completion together; the model's own limit unless given."""
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory for cached keys and values, in GiB; more lets more sequences run at once. Unless given: 8 on a CPU, and
-    on a GPU what weights and training leave free."""
+    """Memory for cached keys and values, in GiB; more lets more sequences run at once. Unless given: on a CPU a
+    quarter of the machine's, 8 at most; on a GPU what weights and training leave free."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the GPU's memory that weights, training and cached keys and values may use together; ignored where
     kv_cache_gib is given."""
@@ -223,10 +224,64 @@ class ServerConfig(Config):
     """Port to listen on; 0 picks a free one and prints it."""
 
 
-class ServeConfig(EngineConfig):
+class BackendConfig(Config):
+    """What computes behind a server, and the flags that only vLLM has, in its spelling."""
+
+    backend: Free[Literal["auto", "hone", "vllm"]] = "auto"
+    """What samples: hone is Hone's own engine, on one device; vllm starts vLLM, which has to be installed, and serves
+    it by the same routes. auto is vllm where tensor or data parallelism is asked for or Hone does not have the
+    model's family, else hone."""
+    vllm_python: Free[str | None] = None
+    """Python of the environment that vLLM is installed in; Hone's own unless given."""
+    enforce_eager: Free[bool] = False
+    """vllm: run without compiled graphs, which starts faster and samples slower. Hone's engine takes the flag and needs
+    nothing of it."""
+    tensor_parallel_size: Free[Positive] = 1
+    """vllm: GPUs that share each layer of the model."""
+    data_parallel_size: Free[Positive] = 1
+    """vllm: copies of the model, each on GPUs of its own, that share the requests."""
+    data_parallel_size_local: Free[Positive | None] = None
+    """vllm: how many of those copies run on this machine; all unless given."""
+    data_parallel_address: Free[str | None] = None
+    """vllm: address of the machine that runs the first copy."""
+    data_parallel_rpc_port: Free[Annotated[int, Field(gt=0, lt=65536)] | None] = None
+    """vllm: port of that machine over which the copies agree."""
+    data_parallel_start_rank: Free[Annotated[int, Field(ge=0)] | None] = None
+    """vllm: number of the first copy on this machine."""
+    headless: Free[bool] = False
+    """vllm: run copies of the model for a server on another machine, and serve nothing here."""
+    vllm_args: Free[Arguments] = Field(default={})
+    """Further flags of vLLM's server, as {flag: value}; true stands for a flag without a value."""
+
+    @property
+    def needs_vllm(self) -> bool:
+        """Whether Hone's engine, on its one device, cannot do what is asked for."""
+        return self.tensor_parallel_size > 1 or self.data_parallel_size > 1 or self.headless or bool(self.vllm_args)
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> "BackendConfig":
+        if self.backend != "hone":
+            return self
+        untouched = type(self).model_fields
+        for key in VLLM_KEYS:
+            if getattr(self, key) != untouched[key].get_default(call_default_factory=True):
+                raise ValueError(f'{key}: Hone\'s engine computes on one device and cannot do it; backend = "vllm" can')
+        return self
+
+
+VLLM_KEYS = (
+    "tensor_parallel_size", "data_parallel_size", "data_parallel_size_local", "data_parallel_address",
+    "data_parallel_rpc_port", "data_parallel_start_rank", "headless", "vllm_python", "vllm_args",
+)  # fmt: skip
+
+
+class ServeConfig(BackendConfig, EngineConfig):
     server: ServerConfig = ServerConfig()
     api_key: str | None = None
     """Secret that clients must send as a bearer token; also read from the environment variable HONE_API_KEY."""
+    allowed_dirs: Free[list[Path] | None] = None
+    """Directories, with all that is in them, that new weights and adapters may be read from by the control routes. Any
+    unless given; `rl` gives its servers its output_dir."""
 
 
 def as_url(value: str) -> str:

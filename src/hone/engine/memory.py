@@ -5,10 +5,11 @@ from typing import TypedDict
 
 import torch
 
+from hone import machine
 from hone.config.sections import EngineConfig
 from hone.models.transformer import Transformer
 
-CPU_GIB = 8.0
+CPU_GIB, CPU_SHARE = 8.0, 4  # on a CPU: at most so many, and at most one part in so many of the machine's memory
 FEW, MANY = 256, 1024  # sequences that decode at once by default: FEW on any device, up to MANY if memory allows
 log = logging.getLogger("hone")
 
@@ -26,12 +27,24 @@ def room(config: EngineConfig, model: Transformer, length: int | None, reserved:
     """
     weight = model.embed.weight
     if not weight.is_cuda:
-        return Room(max_batch_size=config.max_batch_size or FEW, kv_cache_gib=config.kv_cache_gib or CPU_GIB)
+        batch, gib = config.max_batch_size or FEW, config.kv_cache_gib or cpu_gib()
+        tokens = model.spec.max_position_embeddings if length is None else length
+        most = min(gib, batch * tokens * model.spec.cache_numbers * weight.dtype.itemsize / 2**30)
+        log.info(
+            "Up to %d sequences decode at once; their keys and values take up to %.2f GiB of memory, page by page",
+            batch, most,
+        )  # fmt: skip
+        return Room(max_batch_size=batch, kv_cache_gib=gib)
     free, total = torch.cuda.mem_get_info(weight.device)
     free += torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
     of_token = model.spec.cache_numbers * weight.dtype.itemsize
     of_sequence = of_token * (length or model.spec.max_position_embeddings)
     return share(config, of_sequence, free, total, reserved, least=of_sequence if length else of_token)
+
+
+def cpu_gib() -> float:
+    """What keys and values may take on a CPU where nothing is configured."""
+    return min(CPU_GIB, machine.memory() / CPU_SHARE / 2**30)
 
 
 def share(config: EngineConfig, of_sequence: int, free: int, total: int, reserved: int, least: int) -> Room:

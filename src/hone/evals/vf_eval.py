@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hone.clients.http import HttpClient
 from hone.environments import Environment
 from hone.environments.registry import add_folder, load_environment
 from hone.environments.rows import row_of
@@ -27,7 +28,6 @@ from hone.evals.held_out import attempts
 from hone.evals.progress import Progress
 from hone.evals.results import Folder, latest
 from hone.evals.statistics import SIGMAS, clustered_error, pass_at_k
-from hone.inference.client import HttpClient
 from hone.records import Example, Rollout, Sampling
 
 FAILURES = 16  # that come before any rollout that does not fail: then the others are not tried

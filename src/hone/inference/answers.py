@@ -263,6 +263,6 @@ def joined_pieces(pieces: Sequence[Completion]) -> Completion:
 
 
 def error_body(
-    status: int, message: str, kind: str = "invalid_request_error", param: str | None = None
+    code: int | str, message: str, kind: str = "invalid_request_error", param: str | None = None
 ) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -15,107 +15,22 @@ machine alone.
     POST /v1/load_lora_adapter           {"lora_name": NAME, "lora_path": DIR}, in peft's format; again to replace it
     POST /v1/unload_lora_adapter         {"lora_name": NAME}
 
-A directory of another shape of model, or with a tokenizer of its own, replaces model and tokenizer; what runs is ended
-first where the shape differs.
+A directory with a tokenizer of its own, or beside it, replaces the tokenizer.
 """
 
-import gc
-import logging
-from collections.abc import Callable
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from pydantic import BaseModel, Field
 
 from hone.config.sections import LOOPBACK
-from hone.engine.engine import Engine
-from hone.inference.service import EngineService
-from hone.kernels import cpu
-from hone.models.families import parse_model_config
-from hone.models.hf import empty_model, hf_tensors
-from hone.models.proof import checksum_of, fingerprints, scores
-from hone.models.spec import read_model_config
-from hone.text.tokenizer import Tokenizer
-from hone.transport.delivery import TEXT, Superseded
-from hone.transport.ways import make_receiver
-from hone.transport.weights import Message, Receiver
+from hone.inference.sampler import Pause
+from hone.inference.served import Served
+from hone.transport.delivery import Superseded
 
-log = logging.getLogger("hone.inference")
-
-
-class Served:
-    """What a server serves: an engine in its service, a tokenizer, a name. Changes with `update`."""
-
-    def __init__(self, service: EngineService, tokenizer: Tokenizer, name: str) -> None:
-        self.service, self.name = service, name
-        self.receivers: dict[str, Receiver] = {}  # by the kind of their messages
-        self._text: tuple[Path, int] | None = None  # that the tokenizer came from
-        self.set_tokenizer(tokenizer)
-
-    def set_tokenizer(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self.stop_ids = tokenizer, frozenset(tokenizer.stop_ids)
-
-    @property
-    def engine(self) -> Engine:
-        return self.service.engine
-
-    def update(self, delivered: Path, version: int, name: str | None, message: Message) -> dict[str, Any]:
-        """Takes new weights, on the compute thread, as the message says; `delivered` has at least their config.json.
-        Raises ValueError where they cannot be loaded."""
-        engine = self.engine
-        files = [place / "tokenizer.json" for place in (delivered.parent / TEXT, delivered)]
-        text = next(((file, file.stat().st_mtime_ns) for file in files if file.is_file()), None)
-        tokenizer = Tokenizer(text[0].parent) if text and text != self._text else None
-        spec = parse_model_config(read_model_config(delivered), str(delivered / "config.json"))
-        model, weight = engine.model, engine.model.embed.weight
-        if spec != model.spec:
-            model = empty_model(spec, weight.dtype, weight.device)
-        kind = message.get("type", "")
-        if kind not in self.receivers:
-            self.receivers[kind] = make_receiver(kind)
-        self.receivers[kind].receive(message, version, delivered, dict(hf_tensors(model)))
-        if model is engine.model:
-            engine.set_version(version)
-        else:
-            engine.abort_all()
-            self.service.engine = engine.with_model(model, version)
-            del engine
-            gc.unfreeze()  # the old engine is in reference cycles, and gc.freeze has excluded it from collection
-            gc.collect()
-        if tokenizer is not None:
-            self.set_tokenizer(tokenizer)
-            self._text = text
-        self.name = name or self.name
-        log.info("Took version %d of %s from %s", version, self.name, delivered)
-        return self.state()
-
-    def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
-        """Takes a LoRA adapter, on the compute thread; requests name it as their model."""
-        if name == self.name:
-            raise ValueError(f"lora_name: {name!r} is the name of the model itself")
-        self.engine.load_adapter(name, directory)
-        log.info("Took adapter %s from %s", name, directory)
-        return self.state()
-
-    def unload_adapter(self, name: str) -> dict[str, Any]:
-        self.engine.unload_adapter(name)
-        return self.state()
-
-    def state(self, each: bool = False) -> dict[str, Any]:
-        model = self.engine.model
-        of_each = fingerprints(model)
-        return {
-            "version": self.engine.version,
-            "checksum": checksum_of(model, of_each),
-            "device": cpu.words(model.embed.weight.device.type),
-            "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
-            "model": self.name,
-            "completions": self.engine.completions,
-            "is_paused": self.service.is_paused,
-            "adapters": list(self.engine.adapters.loaded),
-            **({"fingerprints": of_each} if each else {}),
-        }
+T = TypeVar("T")
 
 
 class Update(BaseModel):
@@ -148,7 +63,7 @@ class Ids(BaseModel):
 
 def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
     """Adds the control routes; `is_guarded`: every route asks for a key already."""
-    service = served.service
+    sampler = served.sampler
 
     def from_here(request: Request) -> None:
         is_relayed = bool({"origin", "forwarded", "x-forwarded-for"} & set(request.headers))  # a browser, a proxy
@@ -159,59 +74,49 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
 
     guard = [Depends(from_here)]
 
-    async def changed(change: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The state after a change on the compute thread."""
+    async def unless_refused(work: Coroutine[Any, Any, T]) -> T:
         try:
-            return await service.run(change)
+            return await work
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
         except Superseded as error:
             raise HTTPException(409, str(error)) from None
 
     @app.post("/pause", dependencies=guard)
-    async def pause(mode: Annotated[Literal["keep", "wait", "abort"], Query()] = "keep") -> dict[str, Any]:
-        await service.pause(mode)
+    async def pause(mode: Annotated[Pause, Query()] = "keep") -> dict[str, Any]:
+        await sampler.pause(mode)
         return {"is_paused": True}
 
     @app.post("/resume", dependencies=guard)
     async def resume() -> dict[str, Any]:
-        await service.resume()
+        await sampler.resume()
         return {"is_paused": False}
 
     @app.post("/update_weights", dependencies=guard)
     async def update_weights(body: Update) -> dict[str, Any]:
-        where = Path(body.weight_dir)
-        return await changed(lambda: served.update(where, body.version, body.model_name, body.transport))
+        update = served.update(Path(body.weight_dir), body.version, body.model_name, body.transport)
+        return await unless_refused(update)
 
     @app.post("/v1/load_lora_adapter", dependencies=guard)
     async def load_lora_adapter(body: LoadAdapter) -> dict[str, Any]:
-        return await changed(lambda: served.load_adapter(body.lora_name, Path(body.lora_path)))
+        return await unless_refused(served.load_adapter(body.lora_name, Path(body.lora_path)))
 
     @app.post("/v1/unload_lora_adapter", dependencies=guard)
     async def unload_lora_adapter(body: UnloadAdapter) -> dict[str, Any]:
-        return await changed(lambda: served.unload_adapter(body.lora_name))
+        return await unless_refused(served.unload_adapter(body.lora_name))
 
     @app.get("/version", dependencies=guard)
     async def version(each: bool = False) -> dict[str, Any]:
-        return await service.run(lambda: served.state(each))
+        return await served.state(each)
 
     @app.post("/progress", dependencies=guard)
     async def progress(body: Known) -> dict[str, Any]:
         """`known`: how many tokens of a request are known already, by its name and number, NAME/I."""
-
-        def look() -> dict[str, Any]:
-            engine = served.engine
-            partials = {name: vars(one) for name, one in engine.progress(body.known).items()}
-            running = len(engine.running)
-            return {"running": running, "waiting": len(engine.sequences()) - running, "partials": partials}
-
-        return await service.run(look)
+        return await sampler.progress(body.known)
 
     @app.post("/score", dependencies=guard)
     async def scored(body: Ids) -> dict[str, Any]:
-        spec, is_one = served.engine.model.spec, isinstance(body.ids[0], int)
+        is_one = isinstance(body.ids[0], int)
         sequences: list[list[int]] = [body.ids] if is_one else body.ids  # type: ignore[list-item,assignment]
-        if any(max(ids) >= spec.vocab_size or len(ids) > spec.max_position_embeddings for ids in sequences):
-            raise HTTPException(400, f"ids: at most {spec.max_position_embeddings}, each below {spec.vocab_size}")
-        found = await service.run(lambda: scores(served.engine.model, sequences, body.temperature))
+        found = await unless_refused(sampler.score(sequences, body.temperature))
         return {"logprobs": found[0] if is_one else found}

@@ -13,7 +13,7 @@ KINDS = {  # name: (kind, what it is)
 }
 
 
-def values(engine: Engine) -> dict[str, float]:
+def of_engine(engine: Engine) -> dict[str, float]:
     """Call on the compute thread."""
     running, pages = len(engine.running), engine.pool.pages - 1
     return {
@@ -30,5 +30,7 @@ def values(engine: Engine) -> dict[str, float]:
 def text(found: dict[str, float]) -> str:
     lines = []
     for name, (kind, words) in KINDS.items():
+        if name not in found:
+            continue
         lines += [f"# HELP hone_{name} {words}", f"# TYPE hone_{name} {kind}", f"hone_{name} {found[name]!r}"]
     return "\n".join(lines) + "\n"

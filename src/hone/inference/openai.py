@@ -16,11 +16,10 @@ from pydantic import BaseModel, ValidationError
 
 from hone.inference import protocol
 from hone.inference.answers import Answer, ChatAnswer, TextAnswer, error_body, joined_pieces
-from hone.inference.control import Served
 from hone.inference.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, TokensRequest
-from hone.inference.streams import Streams
-from hone.models.proof import likeliest
-from hone.records import Completion, GenerateRequest, other_seed
+from hone.inference.sampler import Sampler
+from hone.inference.served import Served
+from hone.records import Completion, ContextFull, GenerateRequest, other_seed
 from hone.text.stops import StopStrings
 
 T = TypeVar("T")
@@ -38,23 +37,29 @@ class HungUp(Exception):
     """The client has gone."""
 
 
-def refuse(status: int, message: str, kind: str = "invalid_request_error", param: str | None = None) -> JSONResponse:
-    return JSONResponse(error_body(status, message, kind, param), status_code=status)
+def refuse(
+    status: int, message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
+) -> JSONResponse:
+    return JSONResponse(error_body(code or status, message, kind, param), status_code=status)
+
+
+def refuse_request(error: ValueError) -> JSONResponse:
+    """In OpenAI's words where they exist."""
+    if isinstance(error, ContextFull):
+        return refuse(400, str(error), code="context_length_exceeded")
+    return refuse(400, str(error))
 
 
 def add_openai(app: FastAPI, served: Served) -> None:
-    service, streams = served.service, Streams(served.service)
+    sampler = served.sampler
 
     def card(name: str) -> dict[str, Any]:
-        card = {"object": "model", "created": 0, "owned_by": "hone", "max_model_len": served.engine.max_model_len}
+        card = {"object": "model", "created": 0, "owned_by": "hone", "max_model_len": sampler.context}
         return {"id": name, **card, **({} if name == served.name else {"parent": served.name})}
 
-    def names() -> list[str]:
-        return [served.name, *served.engine.adapters.loaded]
-
     def check_model(name: str | None) -> None:
-        if name is not None and name not in names():
-            known = ", ".join(map(repr, names()))
+        if name is not None and name not in served.names:
+            known = ", ".join(map(repr, served.names))
             raise Refusal(404, f"model {name!r} is not served here; this server has {known}", param="model")
 
     @app.exception_handler(Refusal)
@@ -63,7 +68,7 @@ def add_openai(app: FastAPI, served: Served) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card(name) for name in names()]}
+        return {"object": "list", "data": [card(name) for name in served.names]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
@@ -90,28 +95,28 @@ def add_openai(app: FastAPI, served: Served) -> None:
                     _size(body.messages),
                     served,
                 )
-            room, wanted = served.engine.max_model_len, body.max_completion_tokens or body.max_tokens
+            room, wanted = sampler.context, body.max_completion_tokens or body.max_tokens
             if body.max_total_tokens is not None:
                 room = min(room, body.max_total_tokens)
                 wanted = max(1, min(wanted or room, room - len(prompt_ids)))
             requests = _requests(body, prompt_ids, served, wanted, room)
             answer = ChatAnswer(body, prompt, prompt_ids, tokenizer)
             if body.stream:
-                return await streamed(streams, answer, requests)
-            completions = await unless_gone(connection, *(service.generate(request) for request in requests))
+                return await streamed(sampler, answer, requests)
+            completions = await unless_gone(connection, *(sampler.generate(request) for request in requests))
             if body.so_far:
                 completions = [joined(one, rest) for one, rest in zip(body.so_far, completions, strict=True)]
             return whole(answer, completions)
         except HungUp:
             return Response(status_code=499)  # nobody reads it
         except ValueError as error:
-            return refuse(400, str(error))
+            return refuse_request(error)
 
     @app.post("/v1/completions", response_model=None)
     async def completions(connection: Request) -> Response:
         body = await read(connection, CompletionRequest)
         check_model(body.model)
-        tokenizer, room = served.tokenizer, served.engine.max_model_len
+        tokenizer, room = served.tokenizer, sampler.context
         texts = body.prompts()
         try:
 
@@ -122,17 +127,17 @@ def add_openai(app: FastAPI, served: Served) -> None:
             wanted = body.max_tokens if "max_tokens" in body.model_fields_set else 16
             requests = [r for ids in prompts for r in _requests(body, ids, served, wanted, room)]
             if body.stream and body.max_tokens != 0:
-                return await streamed(streams, TextAnswer(body, prompts, tokenizer), requests)
-            echoed = await _echoed(body, prompts, served) if body.echo and body.logprobs is not None else None
+                return await streamed(sampler, TextAnswer(body, prompts, tokenizer), requests)
+            echoed = await _echoed(body, prompts, sampler) if body.echo and body.logprobs is not None else None
             if body.max_tokens == 0:
                 done = [Completion([], [], [], "length", []) for _ in requests]
             else:
-                done = await unless_gone(connection, *(service.generate(request) for request in requests))
+                done = await unless_gone(connection, *(sampler.generate(request) for request in requests))
             return whole(TextAnswer(body, prompts, tokenizer, echoed), done)
         except HungUp:
             return Response(status_code=499)  # nobody reads it
         except ValueError as error:
-            return refuse(400, str(error))
+            return refuse_request(error)
 
     @app.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeRequest) -> Any:
@@ -155,7 +160,7 @@ def add_openai(app: FastAPI, served: Served) -> None:
         except ValueError as error:
             return refuse(400, str(error))
         strings = [tokenizer.token(i) for i in ids] if body.return_token_strs else None
-        return {"count": len(ids), "max_model_len": served.engine.max_model_len, "tokens": ids, "token_strs": strings}
+        return {"count": len(ids), "max_model_len": sampler.context, "tokens": ids, "token_strs": strings}
 
     @app.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeRequest) -> Any:
@@ -166,9 +171,9 @@ def add_openai(app: FastAPI, served: Served) -> None:
         return {"prompt": served.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
 
-async def streamed(streams: Streams, answer: Answer, requests: Sequence[GenerateRequest]) -> Response:
+async def streamed(sampler: Sampler, answer: Answer, requests: Sequence[GenerateRequest]) -> Response:
     """Server-sent events; a refusal comes before the first of them, as a refusal of its own. Raises ValueError."""
-    events = _events(streams, answer, requests)
+    events = _events(sampler, answer, requests)
     head = await anext(events)
 
     async def all_of_them() -> AsyncIterator[str]:
@@ -180,7 +185,7 @@ async def streamed(streams: Streams, answer: Answer, requests: Sequence[Generate
     return StreamingResponse(all_of_them(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-async def _events(streams: Streams, answer: Answer, requests: Sequence[GenerateRequest]) -> AsyncGenerator[str, None]:
+async def _events(sampler: Sampler, answer: Answer, requests: Sequence[GenerateRequest]) -> AsyncGenerator[str, None]:
     options, count = answer.request.stream_options, len(requests)
     each_usage = options is not None and bool(options.continuous_usage_stats)
     spellings = [answer.spelling() for _ in requests]
@@ -197,7 +202,7 @@ async def _events(streams: Streams, answer: Answer, requests: Sequence[GenerateR
 
     begun = False
     try:
-        async with aclosing(streams.of(requests)) as found:
+        async with aclosing(sampler.stream(requests)) as found:
             async for i, piece in found:
                 said = "" if begun else opening()
                 begun = True
@@ -246,9 +251,9 @@ async def beside(work: Callable[[], T], size: int, served: Served | None = None)
         return work()
 
     def bounded() -> T:
-        if served is not None and size > served.engine.max_model_len * served.tokenizer.longest:
-            raise ValueError(
-                f"This model's maximum context length is {served.engine.max_model_len} tokens, but the prompt has "
+        if served is not None and size > served.sampler.context * served.tokenizer.longest:
+            raise ContextFull(
+                f"This model's maximum context length is {served.sampler.context} tokens, but the prompt has "
                 f"{size} characters, and none of its tokens more than {served.tokenizer.longest}"
             )
         return work()
@@ -282,13 +287,13 @@ def _requests(
 ) -> list[GenerateRequest]:
     """One for each of `n`; `wanted`: tokens that are asked for, `room`: for the prompt too. Raises ValueError."""
     if wanted is not None and len(prompt_ids) + wanted > room:
-        raise ValueError(
+        raise ContextFull(
             f"This model's maximum context length is {room} tokens, but {len(prompt_ids) + wanted} were "
             f"requested ({len(prompt_ids)} in the prompt, {wanted} in the completion)"
         )
     seed = body.seed if body.seed is not None else int.from_bytes(os.urandom(7), "little")
     tokenizer, stop_ids = served.tokenizer, served.stop_ids | set(body.stop_token_ids or ())
-    vocab_size = served.engine.model.spec.vocab_size
+    vocab_size = served.sampler.vocabulary
     so_far = (body.so_far if isinstance(body, ChatRequest) else None) or []
     name = body.request_name if isinstance(body, ChatRequest) else None
 
@@ -320,19 +325,14 @@ def joined(before: protocol.Written, rest: Completion) -> Completion:
     )  # fmt: skip
 
 
-async def _echoed(body: CompletionRequest, prompts: list[list[int]], served: Served) -> list[Completion]:
+async def _echoed(body: CompletionRequest, prompts: list[list[int]], sampler: Sampler) -> list[Completion]:
     """The prompts as completions: of their first tokens there is no logprob."""
-    spec, number = served.engine.model.spec, body.logprobs or 0
-    if any(not ids or max(ids) >= spec.vocab_size or len(ids) > spec.max_position_embeddings for ids in prompts):
-        raise ValueError(f"prompt: 1 to {spec.max_position_embeddings} tokens, each below {spec.vocab_size}")
 
-    def look() -> list[Completion]:
-        model = served.engine.model
-        found = [likeliest(model, ids, number) if len(ids) > 1 else ([], []) for ids in prompts]
+    async def look(ids: list[int]) -> Completion:
+        own, others = await sampler.likeliest(ids, body.logprobs or 0) if len(ids) > 1 else ([], [])
         nothing: Any = None  # as OpenAI tells that there is none
-        return [
-            Completion(ids, [nothing, *own], [0] * len(ids), "", [[], *others])
-            for ids, (own, others) in zip(prompts, found, strict=True)
-        ]
+        return Completion(ids, [nothing, *own], [0] * len(ids), "", [[], *others])
 
-    return await served.service.run(look)
+    if not all(prompts):
+        raise ValueError("prompt: it is empty")
+    return await asyncio.gather(*map(look, prompts))

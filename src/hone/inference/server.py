@@ -1,4 +1,4 @@
-"""The server: an engine behind the OpenAI API.
+"""The server: a sampler, Hone's engine or vLLM, behind the OpenAI API.
 
     GET  /health                        200 once the model is loaded; the only route without a key
     GET  /v1/models, /v1/models/NAME    the model, under the name it was given, and its adapters
@@ -29,14 +29,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hone import STARTED
 from hone.config.inference import InferenceConfig
 from hone.config.sections import API_KEY_VARIABLE, LOOPBACK
-from hone.engine.engine import Engine
-from hone.engine.memory import room
-from hone.engine.rehearsal import rehearse
-from hone.inference.control import Served, add_control
-from hone.inference.metrics import text, values
+from hone.inference.backends import Embedded, Vllm, takes_vllm
+from hone.inference.control import add_control
+from hone.inference.metrics import text
 from hone.inference.openai import add_openai, refuse
-from hone.inference.service import EngineService
-from hone.kernels.gpu.compiling import together
+from hone.inference.served import Served
 
 log = logging.getLogger("hone.inference")
 BODY, BODY_A_TOKEN = 2**24, 256  # bytes of a body: at least, and for each token of the context
@@ -73,8 +70,7 @@ def build_app(served: Served, api_key: str | None = None) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        found = await served.service.run(lambda: values(served.engine))
-        return PlainTextResponse(text(found), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(text(await served.sampler.numbers()), media_type="text/plain; version=0.0.4")
 
     add_openai(app, served)
     return app
@@ -105,7 +101,7 @@ class Limit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        most, read = max(BODY, BODY_A_TOKEN * self.served.engine.max_model_len), 0
+        most, read = max(BODY, BODY_A_TOKEN * self.served.sampler.context), 0
         words = f"the body is over {most} bytes, more than a request can use"
         told = dict(scope["headers"]).get(b"content-length", b"")
         if told.isdigit() and int(told) > most:
@@ -139,38 +135,30 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def serve(config: InferenceConfig) -> None:
-    """Loads the model and serves it until interrupted."""
+    """Loads the model, with whatever computes, and serves it until interrupted."""
     api_key = config.api_key or os.environ.get(API_KEY_VARIABLE) or None
     host = config.server.host or ("127.0.0.1" if api_key is None else "0.0.0.0")
     if api_key is None and host not in LOOPBACK:
         log.warning("serving on %s without an API key: whoever reaches this address can use the model", host)
+    if config.headless:
+        return Vllm.work(config)
     sock = bind(host, config.server.port)
+    backend: type[Embedded] | type[Vllm] = Vllm if takes_vllm(config) else Embedded
+    with backend(config) as opened:
+        app = build_app(opened.served, api_key)
+        sock.listen(2048)  # from now on who connects is answered, if only when the event loop runs
+        url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
+        log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - STARTED)
+        # No proxy headers: the connection tells who may control the server. Open requests get some seconds to end.
+        settings = uvicorn.Config(
+            app, log_level="warning", access_log=False, proxy_headers=False, timeout_graceful_shutdown=3
+        )
+        server = uvicorn.Server(settings)
 
-    from hone.models.loading import load
+        def stop(*_: object) -> None:
+            server.force_exit = server.should_exit  # the second time at once
+            server.should_exit = True
 
-    loaded = load(config.model, seed=config.seed)
-    length = config.max_model_len
-    engine = Engine(loaded.model, max_model_len=length, **room(config, loaded.model, length))
-    with together():
-        rehearse(engine, engine.max_batch_size)
-    service = EngineService(engine)
-    served = Served(service, loaded.tokenizer, config.model.name)
-    for name, directory in config.adapters.items():
-        served.load_adapter(name, directory)
-    app = build_app(served, api_key)
-    sock.listen(2048)  # from now on who connects is answered, if only when the event loop runs
-    url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
-    log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - STARTED)
-    # No proxy headers: who may control the server is told by the connection. Open requests get some seconds to end.
-    settings = uvicorn.Config(
-        app, log_level="warning", access_log=False, proxy_headers=False, timeout_graceful_shutdown=3
-    )
-    server = uvicorn.Server(settings)
-
-    def stop(*_: object) -> None:
-        server.force_exit = server.should_exit  # the second time at once
-        server.should_exit = True
-
-    signal.signal(signal.SIGTERM, stop)  # uvicorn sets its handlers on the main thread only, and that computes
-    signal.signal(signal.SIGINT, stop)
-    service.run_beside(server.serve(sockets=[sock]))
+        signal.signal(signal.SIGTERM, stop)  # uvicorn sets its handlers on the main thread only, and that may compute
+        signal.signal(signal.SIGINT, stop)
+        opened.run(server.serve(sockets=[sock]))

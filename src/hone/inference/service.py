@@ -46,6 +46,7 @@ class EngineService:
         Call on the main thread. Ctrl-C cancels the program and is raised once it has cleaned up.
         """
         outcome: list[BaseException] = []
+        self._closing = False
 
         async def main() -> None:
             self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()

@@ -60,7 +60,7 @@ class Streams:
                 if piece is None:
                     left -= 1
                     self.open.pop(names[i], None)
-                    piece = _after(tasks[i].result(), told[i])
+                    piece = tasks[i].result().part(told[i])
                 elif tasks[i].done():
                     continue  # its end is on the way, with all that is new
                 told[i] += len(piece.ids)
@@ -83,15 +83,6 @@ class Streams:
                     one.known += len(piece.ids)
                     one.pieces.put_nowait((one.index, piece))
             await asyncio.sleep(LOOK + LOOK_EACH * len(self.open))
-
-
-def _after(whole: Completion, count: int) -> Completion:
-    """What is there after so many tokens."""
-    alternatives = None if whole.alternatives is None else whole.alternatives[count:]
-    return replace(
-        whole, ids=whole.ids[count:], logprobs=whole.logprobs[count:], versions=whole.versions[count:],
-        alternatives=alternatives,
-    )  # fmt: skip
 
 
 class Spelling:

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from hone import machine
+from hone.clients.http import connect
 from hone.config.base import ConfigError, load_config
 from hone.config.help import to_toml
 from hone.config.inference import InferenceConfig
 from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
-from hone.config.sections import API_KEY_VARIABLE, LOOPBACK
-from hone.inference.client import connect
+from hone.config.sections import API_KEY_VARIABLE, BACKEND_LOST, LOOPBACK
 from hone.monitors.metrics import check_wandb
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import refuse_changes, resume_from
@@ -97,6 +97,7 @@ def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
     if config.inference is not None:
         server = config.inference.server
         port = server.port or free_port()
+        allowed = config.inference.allowed_dirs or [config.output_dir]
         if server.host not in (*EVERYWHERE, *LOOPBACK) and not has_key:
             raise ValueError(
                 f"inference.server.host {server.host}: control routes answer to loopback alone without a key; "
@@ -105,7 +106,7 @@ def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
         configs["inference"] = InferenceConfig.model_validate(
             config.inference.model_dump()
             | beside_trainer(config)
-            | {"server": {"host": server.host, "port": port}}
+            | {"server": {"host": server.host, "port": port}, "allowed_dirs": allowed}
             | {key: common[key] for key in ("model", "seed", "log_level")}
         )
         host = "localhost" if server.host in (*EVERYWHERE, *LOOPBACK) else server.host
@@ -222,7 +223,7 @@ def watch(children: list[Child]) -> None:
     while True:
         for child in children:
             code = child.process.poll()
-            if child.name == "inference" and code is not None and code < 0:
+            if child.name == "inference" and code is not None and (code < 0 or code == BACKEND_LOST):
                 kills.append(time.monotonic())
                 if len(kills) < KILLS or kills[-1] - kills[0] > WITHIN:
                     log.warning("%s; started again", child.cause())

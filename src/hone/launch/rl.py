@@ -15,6 +15,10 @@ def main(config: RLConfig) -> None:
 
 
 def uses_processes(config: RLConfig) -> bool:
+    if config.inference is not None and (config.inference.backend == "vllm" or config.inference.needs_vllm):
+        if config.deployment == "colocated":
+            raise ValueError("deployment colocated: in one process samples Hone's engine; vLLM needs processes")
+        return True
     if config.deployment != "auto":
         return config.deployment == "processes"
     import torch

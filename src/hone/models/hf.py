@@ -120,6 +120,17 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str)
 def load_weights(into: Mapping[str, Tensor], directory: Path) -> None:
     """The weights of a directory into tensors by their HF names, wherever they are. Raises ValueError like
     `load_model`, before anything is changed."""
+    where = find_weights(into, directory)
+    for file in sorted(set(where.values())):
+        with safe_open(file, framework="pt") as reader:
+            for name, tensor in into.items():
+                if where[name] == file:
+                    tensor.copy_(reader.get_tensor(name))
+
+
+def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[str, Path]:
+    """The file of each tensor of a directory. Raises ValueError where files cannot be read, or have not exactly the
+    tensors that are wanted, of those shapes."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(
@@ -128,22 +139,18 @@ def load_weights(into: Mapping[str, Tensor], directory: Path) -> None:
         )
     shapes = {file: _shapes(file) for file in files}
     where = {key: file for file in files for key in shapes[file]}
-    where_shapes = {key: shapes[file][key] for key, file in where.items()}
-    for name, tensor in into.items():
+    for name, tensor in (wanted or {}).items():
         if name not in where:
             raise ValueError(f"{directory}: tensor {name} is missing from {', '.join(f.name for f in files)}")
-        shape = where_shapes[name]
+        shape = shapes[where[name]][name]
         if shape != tuple(tensor.shape):
             raise ValueError(f"{where[name]}: {name} has shape {shape}, config.json says {tuple(tensor.shape)}")
     # A tied checkpoint may store the head once more, older ones the rotary frequencies: both are derived.
-    surplus = {n for n in where if n not in into and n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq")}
+    derived = {n for n in where if n == "lm_head.weight" or n.endswith("rotary_emb.inv_freq")}
+    surplus = where.keys() - (wanted or where).keys() - derived
     if surplus:
         raise ValueError(f"{directory}: tensors that the model does not have: {', '.join(sorted(surplus)[:5])}")
-    for file in files:
-        with safe_open(file, framework="pt") as reader:
-            for name, tensor in into.items():
-                if where[name] == file:
-                    tensor.copy_(reader.get_tensor(name))
+    return where
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:

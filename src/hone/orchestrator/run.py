@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hone.clients.http import HttpClient, connect
 from hone.config.help import to_toml
 from hone.config.rl import OrchestratorRunConfig
 from hone.environments import Environment, load_environments
 from hone.evals.held_out import evaluate
-from hone.inference.client import HttpClient, connect
 from hone.monitors.lag import Lag
 from hone.monitors.log import component_log
 from hone.monitors.metrics import Metrics, check_wandb, read_rows

@@ -8,9 +8,9 @@ import itertools
 import logging
 from typing import Any
 
+from hone.clients.fleet import Fleet
+from hone.clients.http import HttpClient, ServerLost, connect
 from hone.config.orchestrator import TeacherConfig
-from hone.inference.client import HttpClient, ServerLost, connect
-from hone.inference.fleet import Fleet
 from hone.records import Prompt, Sample, Sampling, Turn
 
 

@@ -11,9 +11,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+from hone.clients.fleet import Fleet, Server
+from hone.clients.http import HttpClient, ServerLost
 from hone.config.rl import OrchestratorRunConfig
-from hone.inference.client import HttpClient, ServerLost
-from hone.inference.fleet import Fleet, Server
+from hone.records import Refused
 from hone.run_directory import RunDirectory, steps_in
 from hone.transport.delivery import Delivery, Superseded, read_delivery
 from hone.transport.waiting import POLL, PulseOf, Wait
@@ -161,10 +162,11 @@ class Weights:
                 await client.control("resume", {})
             scored = (await client.control("score", {"ids": delivery.canary.ids}))["logprobs"]
         except RuntimeError as error:  # an answer that refuses: nothing that this run can go on with
-            if " answered 409" in str(error):
+            if isinstance(error, Refused) and error.status == 409:
                 raise Superseded from None
             raise ConnectionError(f"version {version} was not taken: {error}") from None
-        if state["dtype"] == delivery.dtype and state["checksum"] != delivery.checksum:
+        is_comparable = state["checksum"] is not None and state["dtype"] == delivery.dtype
+        if is_comparable and state["checksum"] != delivery.checksum:
             now = await client.control("version?each=true")
             raise ConnectionError(
                 f"{client.base_url} serves other weights than version {version}: checksum {state['checksum']}, the "
@@ -185,6 +187,8 @@ class Weights:
 
 def what_differs(state: dict[str, Any], delivery: Delivery) -> str:
     """Names of the weights that are not the trainer's, in the model's order."""
+    if state["checksum"] is None:
+        return "which weights differ is not known there"
     if state["dtype"] != delivery.dtype:
         return f"weights are {state['dtype']} there and {delivery.dtype} here, so which of them differ is not known"
     theirs, ours = state["fingerprints"], delivery.fingerprints

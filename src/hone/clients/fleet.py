@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from hone import machine
-from hone.inference.client import HttpClient, ServerLost
+from hone.clients.http import HttpClient, ServerLost
 from hone.records import Completion, Prompt, Sampling, Turn
 from hone.transport.waiting import Wait
 

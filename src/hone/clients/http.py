@@ -11,7 +11,8 @@ import httpx
 from hone.config.sections import LOOPBACK, ClientConfig
 from hone.records import Completion, ContextFull, Prompt, Refused, Sampling, Turn
 
-FULL = "maximum context length"  # in the refusal of every OpenAI-compatible server
+FULL = "context_length_exceeded"  # the code of such a refusal, in OpenAI's API
+FULL_IN_WORDS = "maximum context length"  # what servers say that give no such code, vLLM's among them
 
 
 class ServerLost(ConnectionError):
@@ -60,7 +61,7 @@ class HttpClient:
         try:
             await self.control("version")
         except RuntimeError as error:
-            if " answered 401" not in str(error):
+            if not (isinstance(error, Refused) and error.status == 401):
                 raise ConnectionError(str(error)) from None
             raise ValueError(
                 f"{self.base_url} refuses the API key (401); name the environment variable that holds it: "
@@ -132,7 +133,7 @@ class HttpClient:
         except httpx.HTTPError as error:
             raise ServerLost(f"{url}: {_words(error)}") from None
         if answer.status_code != 200:
-            raise RuntimeError(f"{url} answered {answer.status_code}: {answer.text[:500]}")
+            raise _refusal(url, answer)
         result: dict[str, Any] = answer.json()
         return result
 
@@ -160,14 +161,29 @@ class HttpClient:
                 if answer.status_code == 200:
                     result: dict[str, Any] = answer.json()
                     return result
-                if answer.status_code == 400 and FULL in answer.text:
-                    raise ContextFull(answer.text[:500])
-                is_final = answer.status_code < 500 and answer.status_code != 429
-                if is_final or attempt == retries:
-                    kind = Refused if is_final else RuntimeError
-                    raise kind(f"{url} answered {answer.status_code}: {answer.text[:500]}")
+                refusal = _refusal(url, answer)
+                if not isinstance(refusal, RuntimeError) or isinstance(refusal, Refused) or attempt == retries:
+                    raise refusal
             await asyncio.sleep(0.5 * 2**attempt)
         raise AssertionError("unreachable")
+
+
+def _refusal(url: str, answer: httpx.Response) -> Exception:
+    """What an answer other than 200 means: ContextFull, Refused, or RuntimeError where asking again may help."""
+    said, status = answer.text[:500], answer.status_code
+    if status == 400 and (_code(answer) == FULL or FULL_IN_WORDS in said):
+        return ContextFull(said)
+    message = f"{url} answered {status}: {said}"
+    return Refused(message, status) if 400 <= status < 500 and status != 429 else RuntimeError(message)
+
+
+def _code(answer: httpx.Response) -> Any:
+    """Of an error in OpenAI's form."""
+    try:
+        error = answer.json().get("error")
+    except (ValueError, AttributeError):
+        return None
+    return error.get("code") if isinstance(error, dict) else None
 
 
 def _written(one: Completion) -> dict[str, Any]:

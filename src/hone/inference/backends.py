@@ -1,0 +1,134 @@
+"""What computes for a server: Hone's engine in this process, or a vLLM that is started here. Each is opened, has what
+is served, and runs the HTTP program as it needs.
+
+    with backend(config) as opened:        model loaded, ready to answer
+        opened.run(program over opened.served)
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+from hone.config.inference import InferenceConfig
+from hone.config.sections import BACKEND_LOST
+from hone.inference.served import Served
+
+log = logging.getLogger("hone.inference")
+LOOK = 0.2  # seconds between looks whether vLLM is there
+
+
+def takes_vllm(config: InferenceConfig) -> bool:
+    """Whether vLLM is to compute, which `auto` leaves to what is asked for and to the model."""
+    if config.backend != "auto":
+        return config.backend == "vllm"
+    if config.needs_vllm:
+        return True
+    from hone.models.families import FAMILIES
+    from hone.models.hf import resolve_model
+    from hone.models.spec import read_model_config
+
+    architectures = read_model_config(resolve_model(config.model.name)).get("architectures") or [""]
+    return architectures[0] not in FAMILIES and is_installed(config)
+
+
+def is_installed(config: InferenceConfig) -> bool:
+    from hone.inference.vllm_process import installed
+
+    try:
+        return bool(installed(config.vllm_python or sys.executable))
+    except ValueError:
+        return False  # the model is refused, with what there is to do
+
+
+class Embedded:
+    """Hone's engine in this process, served from a thread beside the one that computes."""
+
+    def __init__(self, config: InferenceConfig) -> None:
+        from hone.engine.engine import Engine
+        from hone.engine.memory import room
+        from hone.engine.rehearsal import rehearse
+        from hone.inference.embedded import EmbeddedSampler
+        from hone.inference.service import EngineService
+        from hone.kernels.gpu.compiling import together
+        from hone.models.loading import load
+
+        loaded = load(config.model, seed=config.seed)
+        length = config.max_model_len
+        engine = Engine(loaded.model, max_model_len=length, **room(config, loaded.model, length))
+        with together():
+            rehearse(engine, engine.max_batch_size)
+        for name, directory in config.adapters.items():
+            if name == config.model.name:
+                raise ValueError(f"adapters: {name!r} is the name of the model itself")
+            engine.load_adapter(name, directory)
+        self.service = EngineService(engine)
+        self.served = Served(EmbeddedSampler(self.service), loaded.tokenizer, config.model.name, config.allowed_dirs)
+
+    def __enter__(self) -> "Embedded":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def run(self, program: Coroutine[Any, Any, None]) -> None:
+        self.service.run_beside(program)
+
+
+class Vllm:
+    """A vLLM that is started here, behind the same routes."""
+
+    def __init__(self, config: InferenceConfig) -> None:
+        from hone.engine.memory import cpu_gib
+        from hone.inference.vllm import VllmSampler
+        from hone.inference.vllm_process import VllmProcess
+        from hone.models.hf import resolve_model
+        from hone.text.tokenizer import Tokenizer
+
+        if config.adapters:
+            raise ValueError("adapters: those are served by Hone's engine alone (backend hone)")
+        directory = resolve_model(config.model.name)
+        tokenizer = Tokenizer(directory)
+        self.process = VllmProcess(config, directory, config.kv_cache_gib or cpu_gib())
+        self.sampler = VllmSampler(self.process, config.model, directory, config.max_batch_size)
+        self.served = Served(self.sampler, tokenizer, config.model.name, config.allowed_dirs)
+
+    def __enter__(self) -> "Vllm":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while vLLM starts
+        self.process.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.__exit__()
+
+    def run(self, program: Coroutine[Any, Any, None]) -> None:
+        """Raises SystemExit with BACKEND_LOST where vLLM ends before the program does."""
+
+        async def both() -> None:
+            await self.sampler.open()
+            serving = asyncio.ensure_future(program)
+            while not serving.done():
+                if self.process.process.poll() is not None:
+                    log.error("vLLM has ended (%s): so does this server", self.process.cause())
+                    self.process.__exit__()
+                    os._exit(BACKEND_LOST)  # at once: who waits for an answer learns of it and asks elsewhere
+                await asyncio.wait([serving], timeout=LOOK)
+            await self.sampler.close()
+            await serving
+
+        asyncio.run(both())
+
+    @staticmethod
+    def work(config: InferenceConfig) -> None:
+        """Copies of the model for a server on another machine, until they end or are ended."""
+        from hone.engine.memory import cpu_gib
+        from hone.inference.vllm_process import VllmProcess
+        from hone.models.hf import resolve_model
+
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        with VllmProcess(config, resolve_model(config.model.name), config.kv_cache_gib or cpu_gib()) as process:
+            process.process.wait()
+            raise ValueError(f"vLLM has ended ({process.cause()})")

