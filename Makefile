@@ -12,8 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml uv.lock environments/*/pyproject.toml | $(UV)
-	$(UV) sync --locked
+.venv/.ready: pyproject.toml uv.lock | $(UV)
+	$(UV) sync --locked --inexact  # what was installed beside, as your own environments, stays
 	$(RUN) python -m hone.launch.kernels
 	@touch $@
 

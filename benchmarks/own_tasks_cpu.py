@@ -20,7 +20,7 @@ from peer import ROOT
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "reverse_text_tiny")]
 BIN = Path(sys.executable).parent
 STARTS = {"add": (300, 1000), "count": (300, 800), "letters": (100, 300)}  # steps of SFT: weak, strong
-STEPS = 400
+STEPS = 600
 RL = (
     f"--orchestrator.batch-size 256 --orchestrator.rollouts-per-example 8 --orchestrator.sampling.max-tokens 16 "
     f"--seq-len 64 --max-steps {STEPS} --trainer.optim.type muon --trainer.optim.lr 1e-3 "

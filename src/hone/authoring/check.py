@@ -16,6 +16,7 @@ from hone.evals.held_out import attempts
 from hone.records import Completion, Example, Prompt, Rollout, Sampling, Turn
 from hone.text.tokenizer import Tokenizer
 
+KNOWN = 0.8  # a mean reward from which on a task is known rather than out of reach
 SLOW = 0.05  # seconds of scoring, during which everything else waits
 
 
@@ -161,7 +162,8 @@ async def signal(environment: Environment, chosen: list[Example], args: argparse
     mean = statistics.fmean(rewards) if rewards else float("nan")
     line = f"{args.model}: reward {mean:.3f}, rewards differ in {spread} of {len(groups)} groups of {n}"
     if spread < len(groups) / 4:
-        report.warn(f"{line}: the others teach nothing; warm up by SFT, make the task easier, or reward parts of it")
+        way = "make the task harder" if mean > KNOWN else "warm up by SFT, make the task easier, or reward parts of it"
+        report.warn(f"{line}: the others teach nothing; {way}")
     else:
         report.good(line)
     if cut > len(rollouts) / 10:

@@ -15,7 +15,8 @@ def install(env: str, place: Path, isolated: bool, extra: list[str]) -> int:
     name = env.rstrip("/").rpartition("/")[2].replace("_", "-")
     module = name.replace("-", "_")
     folder = next((path for path in (Path(env), place / module) if (path / "pyproject.toml").is_file()), None)
-    is_path = env.startswith((os.sep, ".", "~")) or Path(env).exists()
+    parent = Path(env).parent
+    is_path = env.startswith((os.sep, ".", "~")) or Path(env).exists() or (parent != Path(".") and parent.is_dir())
     if folder is None and (is_path or not module.isidentifier()):
         raise ValueError(f"hone env install: {env} is no folder with a pyproject.toml, and no name of a package")
     what = ["-e", str(folder)] if folder is not None else [name]

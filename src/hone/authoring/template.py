@@ -106,6 +106,7 @@ in their place; `exact` is a metric.
 | `num_examples`, `num_eval_examples`, `seed` | 2000, 200, 0 | of generated words |
 
 ## From data to reward, on a CPU
+In Hone's environment (`source .venv/bin/activate`, or with `uv run` before each command):
 ```bash
 hone env install {folder}              # once; changes to the source need no second time
 hone env check {name}
@@ -113,14 +114,20 @@ python -m pytest {folder}
 hone env data {name} -o outputs/{name}/sft.jsonl -n 4000 -a '{{"max_letters": 4}}'
 hone env model {name} -o outputs/{name}/model
 sft --model.name outputs/{name}/model --model.random-init --data.name outputs/{name}/sft.jsonl --data.batch-size 4 \\
-  --data.seq-len 256 --max-steps 150 --optim.type muon --optim.lr 4e-3 --output-dir outputs/{name}/sft
+  --data.seq-len 256 --max-steps 150 --log-interval 50 --optim.type muon --optim.lr 4e-3 \\
+  --output-dir outputs/{name}/sft
 rl --model.name outputs/{name}/sft/weights/step_150 --orchestrator.env.id {name} --orchestrator.batch-size 256 \\
-  --orchestrator.rollouts-per-example 8 --orchestrator.sampling.max-tokens 16 --seq-len 64 --max-steps 400 \\
+  --orchestrator.rollouts-per-example 8 --orchestrator.sampling.max-tokens 16 --seq-len 64 --max-steps 600 \\
   --trainer.optim.type muon --trainer.optim.lr 1e-3 --trainer.scheduler.type linear \\
   --trainer.scheduler.warmup-steps 10 --log-interval 20 --output-dir outputs/{name}/rl
-inference --model.name outputs/{name}/rl/weights/step_400 &
-vf-eval {name} -m outputs/{name}/rl/weights/step_400 -b http://localhost:8000/v1 -n 200 -r 1 -t 16
+inference --model.name outputs/{name}/rl/weights/step_600 &
+vf-eval {name} -m outputs/{name}/rl/weights/step_600 -b http://localhost:8000/v1 -n 200 -r 1 -t 16
+kill %1                                # the server
 ```
+The reward before RL is that of `outputs/{name}/sft/weights/step_150`, by the same last three commands. SFT sees short
+words alone (`max_letters` 4), so that RL has something to learn. For a task of your own set `max-tokens` and `-t` to
+the tokens of its longest answer (a letter is a token of the tiny model, a tag one), `seq-len` to those of question and
+answer together. After a change run `sft` and `rl` with `--clean`, which removes what they wrote before.
 """
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx
 from hone.config.sections import LOOPBACK, ClientConfig
 from hone.records import Completion, ContextFull, Prompt, Refused, Sampling, Turn
 
+PATIENCE = 8.0  # seconds for a server on this machine to begin to answer
 FULL = "context_length_exceeded"  # the code of such a refusal, in OpenAI's API
 FULL_IN_WORDS = "maximum context length"  # what servers say that give no such code, vLLM's among them
 
@@ -69,15 +71,24 @@ class HttpClient:
             ) from None
 
     async def check(self) -> None:
-        """Raises ConnectionError or ValueError, in words, unless the server answers and has the model."""
-        url = f"{self.base_url}/models"
-        try:
-            answer = await self.pools[0].get(url, timeout=10.0)
-        except httpx.HTTPError as error:
-            raise ConnectionError(
-                f"no server answers at {self.base_url} ({type(error).__name__}); "
-                f"start one with: inference --model.name {self.model}"
-            ) from None
+        """Raises ConnectionError or ValueError, in words, unless the server answers and has the model.
+
+        One on this machine may be starting: it is given some seconds.
+        """
+        url, patience = f"{self.base_url}/models", PATIENCE if httpx.URL(self.base_url).host in LOOPBACK else 0.0
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                answer = await self.pools[0].get(url, timeout=10.0)
+                break
+            except httpx.HTTPError as error:
+                if isinstance(error, httpx.ConnectError) and time.monotonic() < deadline:
+                    await asyncio.sleep(0.2)
+                    continue
+                raise ConnectionError(
+                    f"no server answers at {self.base_url} ({type(error).__name__}); "
+                    f"start one with: inference --model.name {self.model}"
+                ) from None
         if answer.status_code == 401:
             raise ValueError(f"{self.base_url} refuses the API key (401)")
         if answer.status_code == 200:

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import traceback
 from typing import Any
 
 from hone.environments.environment import Environment
@@ -24,7 +25,16 @@ def load(env_id: str, module_name: str, arguments: dict[str, Any]) -> Environmen
     except TypeError as error:
         accepted = ", ".join(inspect.signature(loader).parameters)
         raise ValueError(f"environment {env_id!r}: {error}; its arguments are: {accepted}") from None
-    made = loader(**arguments)
+    try:
+        made = loader(**arguments)
+    except ValueError:
+        raise  # in its own words
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"environment {env_id!r}: load_environment() raised {type(error).__name__}: {error} "
+            f"({where.filename}, line {where.lineno}); its arguments were {arguments}"
+        ) from None
     if not isinstance(made, Environment):
         kind = type(made)
         raise ValueError(
