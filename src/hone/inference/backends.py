@@ -93,7 +93,7 @@ class Vllm:
         directory = resolve_model(config.model.name)
         tokenizer = Tokenizer(directory)
         self.process = VllmProcess(config, directory, config.kv_cache_gib or cpu_gib())
-        self.sampler = VllmSampler(self.process, config.model, directory, config.max_batch_size)
+        self.sampler = VllmSampler(self.process, config.max_batch_size)
         self.served = Served(self.sampler, tokenizer, config.model.name, config.allowed_dirs)
 
     def __enter__(self) -> "Vllm":

@@ -11,7 +11,6 @@ that came before. vLLM cannot tell a checksum: the canary is the proof that weig
 import asyncio
 import itertools
 import json
-import tempfile
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -19,31 +18,24 @@ from typing import Any
 
 import httpx
 
-from hone.config.sections import ModelConfig
 from hone.inference.answers import joined_pieces
 from hone.inference.sampler import Alternatives, Pause, Sampler
 from hone.inference.vllm_process import NAME, VllmProcess
-from hone.models.families import FAMILIES, parse_model_config
-from hone.models.hf import empty_model, find_weights, hf_tensors, write_weights
-from hone.models.spec import read_model_config
 from hone.records import Completion, ContextFull, GenerateRequest, other_seed
 from hone.text.stops import StopStrings
-from hone.transport.ways import make_receiver
-from hone.transport.weights import Message, Receiver, Tensors
+from hone.transport.weights import Message
 
 POOL = 64  # connections of a client: the cost of a request in httpx grows with those of its pool
 LAST_WORDS = 5.0  # seconds that a vLLM which fails may take to end
 TOKEN = "token_id:"
-NO_SHAPE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")  # keys of a config.json
 
 
 class VllmSampler(Sampler):
-    """Over a vLLM that answers; `model` is the directory that it was started with. Call `open` on the event loop."""
+    """Over a vLLM that answers. Call `open` on the event loop."""
 
-    def __init__(self, process: VllmProcess, config: ModelConfig, model: Path, max_batch_size: int | None) -> None:
-        self.process, self.random_init = process, config.random_init
-        self.config = read_model_config(model)
-        text = self.config.get("text_config") or self.config
+    def __init__(self, process: VllmProcess, max_batch_size: int | None) -> None:
+        self.process = process
+        text = process.files.config.get("text_config") or process.files.config
         self._vocabulary = int(text["vocab_size"])
         self._context = self._positions = int(text.get("max_position_embeddings") or 0)
         pools = max(1, -(-(max_batch_size or 256) // POOL))
@@ -55,8 +47,6 @@ class VllmSampler(Sampler):
         self._updates = self.completions = self.tokens_read = self.tokens_written = self.running = 0
         self.version, self._paused = 0, False
         self._changing = asyncio.Lock()
-        self.receivers: dict[str, Receiver] = {}
-        self._host: Tensors | None = None  # weights on their way from a transport other than files
 
     async def open(self) -> None:
         """Learns what vLLM made of its flags."""
@@ -231,11 +221,7 @@ class VllmSampler(Sampler):
 
     async def update(self, place: Path, version: int, message: Message) -> None:
         async with self._changing:
-            directory = place
-            if message.get("type", "filesystem") == "filesystem":
-                await asyncio.to_thread(self._check_weights, place)
-            else:
-                directory = await asyncio.to_thread(self._received, place, version, message)
+            directory = await asyncio.to_thread(self.process.files.taken, place, version, message)
             was_paused = self._paused
             self._open.clear()
             try:
@@ -249,46 +235,6 @@ class VllmSampler(Sampler):
                     await self._call("POST", "/resume")
             finally:
                 self._open.set()
-
-    def _check_weights(self, place: Path) -> None:
-        """vLLM ends where weights cannot be loaded, so they are looked at before. Raises ValueError."""
-        config = read_model_config(place)
-        keys = (self.config.keys() | config.keys()) - set(NO_SHAPE)
-        differing = sorted(key for key in keys if self.config.get(key) != config.get(key))
-        if differing:
-            key = differing[0]
-            raise ValueError(
-                f"{place / 'config.json'}: {key} is {config.get(key)!r}, that of the served model is "
-                f"{self.config.get(key)!r}; vLLM keeps the shape of model that it was started with"
-            )
-        find_weights(self._empty("meta") if self._is_ours else None, place)
-
-    @property
-    def _is_ours(self) -> bool:
-        return (self.config.get("architectures") or [""])[0] in FAMILIES
-
-    def _empty(self, device: str) -> Tensors:
-        import torch
-
-        dtype = getattr(torch, self.process.dtype)
-        return dict(hf_tensors(empty_model(parse_model_config(self.config), dtype, device)))
-
-    def _received(self, place: Path, version: int, message: Message) -> Path:
-        """Weights that came some other way than as files, in a directory that vLLM can read."""
-        kind = message.get("type", "")
-        if kind not in self.receivers:
-            self.receivers[kind] = make_receiver(kind)
-        if self._host is None:
-            self._host = self._empty("cpu")
-        self.receivers[kind].receive(message, version, place, self._host)
-        directory = self.process.home / "weights"
-        directory.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self.process.home) as fresh:
-            write_weights(self._host, Path(fresh))
-            for file in Path(fresh).iterdir():
-                file.replace(directory / file.name)
-        (directory / "config.json").write_text(json.dumps(self.config))
-        return directory
 
     async def state(self, each: bool = False) -> dict[str, Any]:
         return {

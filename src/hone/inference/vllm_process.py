@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 
 from hone.config.inference import InferenceConfig
+from hone.inference.vllm_files import VllmFiles
 
 HOME = "hone-vllm-"  # what the name of our directory begins with; our number follows
 OLDEST, NEWEST_TRIED = (0, 24), (0, 32)  # versions: before the first vLLM had no control of weights over HTTP
@@ -64,9 +65,10 @@ class VllmProcess:
         sweep()
         self.home = Path(tempfile.mkdtemp(prefix=f"{HOME}{os.getpid()}-"))
         self.socket = self.home / "socket"
+        self.files = VllmFiles(model, self.home, self.dtype, self.is_on_cpu)
         self.command = [
             self.python, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(self.socket),
-            *flags(config, model, self.dtype, kv_cache_gib, self.is_on_cpu),
+            *flags(config, self.files.first(), self.dtype, kv_cache_gib, self.is_on_cpu),
         ]  # fmt: skip
         self.environment = os.environ | environment(kv_cache_gib)
         self.is_headless, self.is_loud = config.headless, config.log_level == "debug"

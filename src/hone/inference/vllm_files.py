@@ -1,0 +1,101 @@
+"""The directories that vLLM reads weights from: looked at before, since vLLM ends where it cannot load one.
+
+    place of a delivery ─ checked ─────────────────────────► vLLM
+    from memory, or an adapter ─ received here, written ───►
+
+vLLM's build for CPUs keeps a packed copy of the head, which new weights do not reach where head and embedding are one
+tensor (seen in 0.32: the canary differs). There such a model is served as one whose head is a tensor of its own.
+"""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from hone.models.families import FAMILIES, parse_model_config
+from hone.models.hf import empty_model, find_weights, hf_tensors, write_weights
+from hone.models.spec import read_model_config
+from hone.transport.ways import make_receiver
+from hone.transport.weights import Message, Receiver, Tensors
+
+EMBEDDING, HEAD, INDEX = "model.embed_tokens.weight", "lm_head.weight", "model.safetensors.index.json"
+NO_SHAPE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")  # keys of a config.json
+
+
+class VllmFiles:
+    """`model`: what is served at first; `home`: a directory of ours."""
+
+    def __init__(self, model: Path, home: Path, dtype: str, is_on_cpu: bool) -> None:
+        self.model, self.home, self.dtype = model, home, getattr(torch, dtype)
+        self.config = read_model_config(model)
+        is_ours = (self.config.get("architectures") or [""])[0] in FAMILIES
+        self.spec = parse_model_config(self.config, str(model / "config.json")) if is_ours else None
+        self.has_to_untie = is_on_cpu and self.spec is not None and self.spec.tie_word_embeddings
+        self.receivers: dict[str, Receiver] = {}  # by the kind of their messages
+        self._host: Tensors | None = None  # weights on their way from a transport other than files
+
+    def first(self) -> Path:
+        return self._untied(self.model) if self.has_to_untie else self.model
+
+    def taken(self, place: Path, version: int, message: Message) -> Path:
+        """The directory that has a delivered version, good to load. Raises ValueError, Superseded."""
+        if message.get("type", "filesystem") == "filesystem":
+            self._check(place)
+        else:
+            place = self._received(place, version, message)
+        return self._untied(place) if self.has_to_untie else place
+
+    def _check(self, place: Path) -> None:
+        config = read_model_config(place)
+        keys = (self.config.keys() | config.keys()) - set(NO_SHAPE)
+        for key in sorted(keys):
+            if self.config.get(key) != config.get(key):
+                raise ValueError(
+                    f"{place / 'config.json'}: {key} is {config.get(key)!r}, that of the served model is "
+                    f"{self.config.get(key)!r}; vLLM keeps the shape of model that it was started with"
+                )
+        find_weights(None if self.spec is None else self._empty("meta"), place)
+
+    def _empty(self, device: str) -> Tensors:
+        if self.spec is None:
+            raise ValueError("this model is none of Hone's families: its weights come as files alone")
+        return dict(hf_tensors(empty_model(self.spec, self.dtype, device)))
+
+    def _received(self, place: Path, version: int, message: Message) -> Path:
+        kind = message.get("type", "")
+        if kind not in self.receivers:
+            self.receivers[kind] = make_receiver(kind)
+        if self._host is None:
+            self._host = self._empty("cpu")
+        self.receivers[kind].receive(message, version, place, self._host)
+        directory = self.home / "received"
+        directory.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.home) as fresh:
+            write_weights(self._host, Path(fresh))
+            for file in Path(fresh).iterdir():
+                file.replace(directory / file.name)
+        (directory / "config.json").write_text(json.dumps(self.config))
+        return directory
+
+    def _untied(self, source: Path) -> Path:
+        """Links to the files of a model, and its embedding once more as the head."""
+        place = self.home / "untied"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        for file in source.iterdir():
+            if file.name not in ("config.json", INDEX):
+                (place / file.name).symlink_to(file.resolve())
+        (place / "config.json").write_text(json.dumps(self.config | {"tie_word_embeddings": False}))
+        where = find_weights(None, source) if any(source.glob("*.safetensors")) else {}
+        if EMBEDDING in where and HEAD not in where:
+            with safe_open(where[EMBEDDING], framework="pt") as reader:
+                save_file({HEAD: reader.get_tensor(EMBEDDING)}, place / "head.safetensors", {"format": "pt"})
+            where[HEAD] = place / "head.safetensors"
+        if (source / INDEX).is_file():
+            index = {"metadata": {}, "weight_map": {name: file.name for name, file in where.items()}}
+            (place / INDEX).write_text(json.dumps(index))
+        return place

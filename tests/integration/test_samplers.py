@@ -1,0 +1,283 @@
+"""One contract for all that samples: Hone's engine, transformers' generate (of these tests), a real vLLM.
+
+The last is marked `vllm`: it needs VLLM_PYTHON, the Python of an environment that has it (make test-vllm).
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hone.models.hf import load_model
+from hone.models.proof import scores
+
+from .conftest import BIN, TINY, Server, command, http, processes_now, until
+
+MESSAGES = [
+    {"role": "system", "content": "Reverse the text character-by-character. Put your answer in <reversed_text> tags."},
+    {"role": "user", "content": "hello"},
+]
+VLLM = ("--backend", "vllm", "--vllm-python", os.environ.get("VLLM_PYTHON", ""), "--enforce-eager")
+LENGTH = ("--max-model-len", 512)
+KINDS = ["hone", "transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+
+
+def serve(kind, model, log):
+    if kind == "transformers":
+        program = (sys.executable, str(Path(__file__).parent / "transformers_sampler.py"))
+        return Server("--model.name", model, log=log, program=program)
+    return Server("--model.name", model, *LENGTH, *(VLLM if kind == "vllm" else ()), log=log)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    if request.param == "vllm" and "VLLM_PYTHON" not in os.environ:
+        pytest.skip("VLLM_PYTHON is not set (make test-vllm)")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def sampler(kind, trained, tmp_path_factory):
+    server = serve(kind, trained, tmp_path_factory.mktemp(kind) / "log")
+    server.root, server.model = server.url.removesuffix("/v1"), str(trained)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def other(trained, tmp_path_factory):
+    """Weights that differ in every number: near enough to write, far enough to tell."""
+    directory = tmp_path_factory.mktemp("other") / "step_1"
+    directory.mkdir()
+    for file in trained.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(trained / "model.safetensors")
+    save_file({name: one * 1.05 for name, one in tensors.items()}, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def ask(sampler, **fields):
+    body = {"model": sampler.model, "messages": MESSAGES, "max_tokens": 24, "return_token_ids": True}
+    body |= {"return_token_logprobs": True, **fields}
+    return http.post(f"{sampler.url}/chat/completions", json=body, timeout=120)
+
+
+def control(sampler, route, body=None):
+    answer = http.post(f"{sampler.root}/{route}", json=body or {}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def take(sampler, directory, version):
+    return control(sampler, "update_weights", {"weight_dir": str(directory), "version": version})
+
+
+def of_model(directory, ids, temperature=1.0):
+    return scores(load_model(directory), [ids], temperature)[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
+def test_logprobs_are_those_of_the_model_at_the_temperature_of_the_draw(sampler, trained, temperature):
+    take(sampler, trained, 1)
+    answer = ask(sampler, temperature=temperature, n=3, seed=5).json()
+    for choice in answer["choices"]:
+        ids = answer["prompt_token_ids"] + choice["token_ids"]
+        expected = of_model(trained, ids, temperature or 1.0)[len(answer["prompt_token_ids"]) - 1 :]
+        assert choice["token_logprobs"] == pytest.approx(expected, abs=2e-3)
+        assert choice["policy_versions"] == [1] * len(choice["token_ids"])
+        assert choice["finish_reason"] in ("stop", "length")
+
+
+def test_scores_and_the_likeliest_tokens_are_those_of_the_model(sampler, trained):
+    take(sampler, trained, 2)
+    ids = [(7 * i) % 250 for i in range(1, 40)]
+    assert control(sampler, "score", {"ids": ids})["logprobs"] == pytest.approx(of_model(trained, ids), abs=2e-3)
+    greedy = ask(sampler, temperature=0).json()
+    ids = greedy["prompt_token_ids"] + greedy["choices"][0]["token_ids"]
+    logits = load_model(trained)
+    for i in range(len(greedy["prompt_token_ids"]), len(ids)):
+        best = max(range(263), key=lambda token, i=i: scores(logits, [[*ids[:i], token]], 1.0)[0][-1]) if i < 14 else 0
+        assert i >= 14 or best == ids[i]
+    assert http.post(f"{sampler.root}/score", json={"ids": [1, 10**6]}).status_code == 400
+
+
+def test_weights_are_taken_and_those_that_cannot_be_change_nothing(sampler, trained, other, tmp_path):
+    ids = list(range(1, 34))
+    assert take(sampler, trained, 3)["version"] == 3
+    before = control(sampler, "score", {"ids": ids})["logprobs"]
+    state = take(sampler, other, 4)
+    assert state["version"] == 4 and not state["is_paused"]
+    after = control(sampler, "score", {"ids": ids})["logprobs"]
+    assert after == pytest.approx(of_model(other, ids), abs=2e-3) and after != pytest.approx(before, abs=2e-3)
+
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for file in trained.iterdir():
+        (damaged / file.name).write_bytes(file.read_bytes())
+    whole = (damaged / "model.safetensors").read_bytes()
+    (damaged / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    short = tmp_path / "short"
+    short.mkdir()
+    (short / "config.json").write_text((trained / "config.json").read_text())
+    tensors = load_file(trained / "model.safetensors")
+    save_file(dict(list(tensors.items())[1:]), short / "model.safetensors", {"format": "pt"})
+    for place in (tmp_path / "nowhere", damaged, short):
+        refused = http.post(f"{sampler.root}/update_weights", json={"weight_dir": str(place), "version": 5}, timeout=60)
+        assert refused.status_code == 400 and str(place) in refused.text, refused.text
+    assert control(sampler, "score", {"ids": ids})["logprobs"] == after
+    assert http.get(f"{sampler.root}/version").json()["version"] == 4
+    assert ask(sampler).json()["choices"][0]["policy_versions"][0] == 4
+
+
+def test_what_runs_goes_on_over_new_weights_and_each_token_is_of_the_version_that_it_says(sampler, trained, other):
+    take(sampler, trained, 10)
+    answers = []
+    asking = [
+        threading.Thread(
+            target=lambda i=i: answers.append(ask(sampler, ignore_eos=True, max_tokens=400, seed=i).json())
+        )
+        for i in range(4)
+    ]
+    for one in asking:
+        one.start()
+    time.sleep(0.4)
+    take(sampler, other, 11)
+    for one in asking:
+        one.join()
+    places = {10: trained, 11: other}
+    assert len(answers) == 4
+    for answer in answers:
+        (choice,) = answer["choices"]
+        ids, versions = answer["prompt_token_ids"] + choice["token_ids"], choice["policy_versions"]
+        assert len(versions) == 400 and versions == sorted(versions) and set(versions) <= {10, 11}
+        first = versions.count(10)
+        if versions[0] == 10:  # what the older weights wrote, they wrote alone
+            expected = of_model(trained, ids)[len(answer["prompt_token_ids"]) - 1 :][:first]
+            assert choice["token_logprobs"][:first] == pytest.approx(expected, abs=5e-3)
+        assert all(version in places for version in versions)
+    assert ask(sampler).json()["choices"][0]["policy_versions"][0] == 11
+
+
+def test_a_pause_keeps_ends_or_waits_for_what_runs(sampler, trained):
+    take(sampler, trained, 20)
+    assert control(sampler, "pause?mode=keep")["is_paused"]
+    assert http.get(f"{sampler.root}/version").json()["is_paused"]
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(ask(sampler)))
+    asking.start()
+    asking.join(1.0)
+    assert not answers
+    take(sampler, trained, 21)
+    assert not answers and http.get(f"{sampler.root}/version").json()["is_paused"]
+    assert not control(sampler, "resume")["is_paused"]
+    asking.join(60)
+    assert answers[0].json()["choices"][0]["policy_versions"][0] == 21
+
+    long = threading.Thread(target=lambda: answers.append(ask(sampler, ignore_eos=True, max_tokens=450)))
+    long.start()
+    time.sleep(0.3)
+    control(sampler, "pause?mode=abort")
+    long.join(60)
+    (ended,) = answers[1].json()["choices"]
+    assert len(ended["token_ids"]) == 450 or ended["finish_reason"] == "abort"
+    control(sampler, "resume")
+    assert ask(sampler).status_code == 200
+
+
+def test_a_stream_has_what_the_whole_answer_has(sampler, trained):
+    take(sampler, trained, 30)
+    whole = ask(sampler, temperature=0, stop=["zzz"]).json()["choices"][0]
+    body = {"model": sampler.model, "messages": MESSAGES, "max_tokens": 24, "temperature": 0, "stream": True}
+    text, ids, reasons = "", [], []
+    body |= {"return_token_ids": True, "stop": ["zzz"]}
+    with http.stream("POST", f"{sampler.url}/chat/completions", json=body, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                text += choice["delta"].get("content") or ""
+                ids += choice.get("token_ids") or []
+                reasons.append(choice["finish_reason"])
+    assert text == whole["message"]["content"] and ids == whole["token_ids"]
+    assert reasons[-1] == whole["finish_reason"] and not any(reasons[:-1])
+
+
+def test_what_it_cannot_do_is_refused_in_words(sampler, kind):
+    full = ask(sampler, max_tokens=10**6)
+    assert full.status_code == 400 and full.json()["error"]["code"] == "context_length_exceeded"
+    if kind != "hone":
+        refused = http.post(f"{sampler.root}/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/nowhere"})
+        assert refused.status_code == 400 and "LoRA adapters" in refused.text
+
+
+def rewards(out):
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    return [row["eval/reverse-text/reward"] for row in rows if "eval/reverse-text/reward" in row], rows
+
+
+SHORT = '{"id": "reverse-text", "args": {"texts": "generated", "min_chars": 2, "max_chars": 4}}'
+STEPS = 30
+RECIPE = (
+    "--max-steps", STEPS, "--orchestrator.env", SHORT, "--orchestrator.batch-size", 128,
+    "--orchestrator.sampling.max-tokens", 12, "--trainer.scheduler.type", "constant", "--trainer.optim.type", "adamw",
+    "--trainer.optim.lr", 1e-3, "--orchestrator.eval.env", SHORT, "--orchestrator.eval.interval", STEPS,
+    "--orchestrator.eval.max-tokens", 12, "--deployment", "processes",
+)  # fmt: skip
+
+
+def test_the_tiny_recipe_learns_by_it(kind, trained, tmp_path):
+    """With a started server of its own (vLLM), or one that is there."""
+    options, server = ["--inference.server.port", 0], None
+    if kind == "vllm":
+        for key, value in (("backend", "vllm"), ("vllm-python", os.environ["VLLM_PYTHON"]), ("enforce-eager", "true")):
+            options += [f"--inference.{key}", value]
+    elif kind == "transformers":
+        server = serve(kind, trained, tmp_path / "log")
+        options = ["--orchestrator.client.base-url", server.url]
+    try:
+        command(
+            "rl", "@", f"{TINY}/rl.toml", "--model.name", trained, "--output-dir", tmp_path / "run", *RECIPE,
+            "--max-async-level", 0, "--inference.max-model-len" if kind != "transformers" else "--seq-len", 64,
+            *options, timeout=400,
+        )  # fmt: skip
+    finally:
+        if server is not None:
+            server.stop()
+    (before, after), rows = rewards(tmp_path / "run")
+    assert after - before > 0.1 * (1 - before), (before, after)
+    assert len(rows) >= STEPS and max(row.get("weights/canary_difference", 0.0) for row in rows) < 5e-3
+    assert max(row.get("mismatch_kl/mean", 0.0) for row in rows) < 1e-3  # on policy
+
+
+@pytest.mark.vllm
+def test_vllm_that_is_killed_is_started_again_and_nothing_is_lost(trained, tmp_path, started):
+    if "VLLM_PYTHON" not in os.environ:
+        pytest.skip("VLLM_PYTHON is not set (make test-vllm)")
+    out, log = tmp_path / "run", tmp_path / "rl.log"
+    process = started(
+        BIN / "rl", "@", f"{TINY}/rl.toml", "--model.name", trained, "--output-dir", out, *RECIPE,
+        "--inference.backend", "vllm", "--inference.vllm-python",
+        os.environ["VLLM_PYTHON"], "--inference.enforce-eager", "true", "--inference.max-model-len", 64,
+        "--inference.server.port", 0, log=log.open("w"),
+    )  # fmt: skip
+
+    def vllms():
+        return [pid for pid, (_, words) in processes_now().items() if str(out) in " ".join(words) and "--uds" in words]
+
+    for kill, step in enumerate((3, 12)):
+        until(lambda step=step: (out / "rollouts" / f"step_{step}").exists(), process, 300, log.read_text)
+        server = next(pid for pid, (_, words) in processes_now().items() if "inference.toml" in " ".join(words))
+        victim = next(pid for pid, (parent, words) in processes_now().items() if parent == server and "--uds" in words)
+        os.kill(victim if kill else server, signal.SIGKILL)
+    until(lambda: process.poll() is not None, None, 400, log.read_text, pause=0.5)
+    assert process.returncode == 0, log.read_text()
+    batches = [load_file(out / "rollouts" / f"step_{step}" / "batch.safetensors") for step in range(1, STEPS + 1)]
+    assert all(torch.isfinite(batch["logprobs"]).all() for batch in batches if "logprobs" in batch)
+    (before, after), _ = rewards(out)
+    assert after - before > 0.1 * (1 - before) and not vllms()
