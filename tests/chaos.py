@@ -8,7 +8,8 @@ group of rollouts must have been trained on once, and the weights must be those 
 with one line of JSON; exits with 1 where that is not so. Without --only the launcher is left alone.
 
 With --together the parts are killed by turns, in the same runs: the short form. With --ahead sampling runs a step ahead
-of training: weights then depend on timing, and are not compared.
+of training: weights then depend on timing, and are not compared. With --vllm PYTHON inference is a vLLM, ahead too; now
+the server and now the vLLM under it is killed, each time at work.
 """
 
 import argparse
@@ -28,6 +29,7 @@ import torch
 from safetensors.torch import load_file
 
 from hone.cli import end_with_parent
+from hone.run_directory import steps_in
 from tests.integration.conftest import processes_now
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +46,7 @@ PAUSE = {  # seconds until a part is killed, from the start or from the kill bef
 }
 
 
-def command(out: Path, model: Path, steps: int, level: int) -> list[str]:
+def command(out: Path, model: Path, steps: int, level: int, vllm: str | None) -> list[str]:
     words = [
         BIN / "rl", "--trainer", "@", f"{TINY}/rl/train.toml", "--orchestrator", "@", f"{TINY}/rl/orch.toml",
         "--inference", "@", f"{TINY}/rl/infer.toml", "--model.name", model, "--output-dir", out, "--max-steps", steps,
@@ -54,7 +56,21 @@ def command(out: Path, model: Path, steps: int, level: int) -> list[str]:
         "--ckpt.interval", 1, "--ckpt.keep", 2, "--trainer.clean", "false", "--resume", "auto",
         "--trainer.scheduler.type", "constant",
     ]  # fmt: skip
+    if vllm:
+        words += ["--inference.backend", "vllm", "--inference.vllm-python", vllm, "--inference.enforce-eager", "true"]
+        words += ["--inference.max-model-len", 64]
     return list(map(str, words))
+
+
+def vllm_of(server: int) -> int | None:
+    """The vLLM that a server has started."""
+    alive = processes_now()
+    return next((pid for pid, (parent, words) in alive.items() if parent == server and "--uds" in words), None)
+
+
+def newest(out: Path) -> int:
+    """The last step whose rollouts are there."""
+    return max(steps_in(out / "rollouts"), default=0)
 
 
 def pid_of(part: str, out: Path, launcher: int) -> int | None:
@@ -74,25 +90,29 @@ def is_over(out: Path, steps: int) -> bool:
     return (out / "weights" / f"step_{steps}").exists()
 
 
-def run(out: Path, model: Path, steps: int, level: int, parts: list[str], draw: random.Random) -> int:
+def run(out: Path, model: Path, steps: int, level: int, parts: list[str], draw: random.Random, vllm: str | None) -> int:
     """Runs to the end, killing these parts one after the other; returns how many kills there were."""
-    done, attempts = 0, 0
+    done, attempts, seen = 0, 0, 0
     while not is_over(out, steps):
         attempts += 1
         if attempts > len(parts) + 3 or (attempts > 1 and {"inference", "worker"} >= set(parts)):
             print(*out.with_suffix(".log").read_text().splitlines()[-20:], sep="\n")
             raise SystemExit(f"{out} does not come to its end; see {out.with_suffix('.log')}")
         with out.with_suffix(".log").open("a") as log:
-            process = subprocess.Popen(command(out, model, steps, level), cwd=ROOT, stdout=log, stderr=log)
+            process = subprocess.Popen(command(out, model, steps, level, vllm), cwd=ROOT, stdout=log, stderr=log)
         moment = time.monotonic() + (draw.uniform(*PAUSE[parts[done]]) if done < len(parts) else 0.0)
         while process.poll() is None:
             time.sleep(0.02)
+            if vllm and newest(out) == seen:  # it is not at work again
+                moment = time.monotonic() + draw.uniform(0.0, 1.0)
             if done < len(parts) and time.monotonic() > moment:
                 part = parts[done]
                 pid = pid_of(part, out, process.pid)
+                if vllm and pid is not None and done % 2:
+                    pid = vllm_of(pid)
                 if pid is not None and not is_over(out, steps):
                     os.kill(pid, signal.SIGKILL)
-                    done += 1
+                    done, seen = done + 1, newest(out)
                     rest = 10.0 if {"inference"} >= set(parts) else 0.0  # five kills within a minute end a run
                     moment = time.monotonic() + rest + draw.uniform(*PAUSE[parts[min(done, len(parts) - 1)]])
         deadline = time.monotonic() + 20
@@ -120,7 +140,10 @@ def main() -> None:
     parser.add_argument("--ahead", action="store_true")
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--only", choices=PAUSE)
+    parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM")
     options = parser.parse_args()
+    if options.vllm:
+        options.ahead, options.only = True, "inference"
     end_with_parent()
     os.environ["HONE_PARENT_PID"] = str(os.getpid())
     work, draw, steps = Path(tempfile.mkdtemp(prefix="chaos_")), random.Random(options.seed), options.steps
@@ -133,8 +156,10 @@ def main() -> None:
         subprocess.run(list(map(str, words)), cwd=ROOT, check=True, capture_output=True)
     (work / "sft" / "weights" / "step_60").rename(model)
     level = int(options.ahead)
-    run(work / "alone", model, steps, level, [], draw)
-    expected = load_file(work / "alone" / "weights" / f"step_{steps}" / "model.safetensors")
+    expected = {}
+    if not options.ahead:
+        run(work / "alone", model, steps, level, [], draw, options.vllm)
+        expected = load_file(work / "alone" / "weights" / f"step_{steps}" / "model.safetensors")
     found = Counter(kills=0, runs=0, samples_lost=0, samples_doubled=0, differing_weights=0)
     wanted = [options.only] if options.only else list(PAUSE)[:4]
     lists = [[part] * options.kills for part in wanted]
@@ -142,7 +167,7 @@ def main() -> None:
         name, kills = parts[0] if len(set(parts)) == 1 else "all", 0
         while kills < len(parts):
             out = work / f"{name}_{kills}"
-            done = run(out, model, steps, level, parts[kills:], draw)
+            done = run(out, model, steps, level, parts[kills:], draw, options.vllm)
             kills += done
             groups = groups_trained(out, steps)
             weights = load_file(out / "weights" / f"step_{steps}" / "model.safetensors")

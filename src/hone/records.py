@@ -90,7 +90,8 @@ def other_seed(seed: int, number: int) -> int:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """`ends(ids)` is asked of the tokens so far: how many of them to keep and stop, or None to go on."""
+    """`ends(ids)` is asked of the tokens so far: how many of them to keep and stop, or None to go on. `allows(ids)` is
+    asked of them which tokens may come next: true at those ids, of the whole vocabulary."""
 
     prompt_ids: list[int]
     sampling: Sampling
@@ -99,6 +100,7 @@ class GenerateRequest:
     timeout: float | None = None  # seconds from being taken until it ends with what it has
     adapter: str | None = None  # name of a LoRA adapter that the engine has
     name: str = ""  # by which its progress is asked for
+    allows: Callable[[list[int]], Any] | None = None
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 
 import httpx
@@ -204,9 +205,7 @@ def test_a_long_message_does_not_hold_up_others(server, trained):
         ("chat/completions", {"presence_penalty": float("nan")}, "presence_penalty"),
         ("chat/completions", {"frequency_penalty": float("inf")}, "frequency_penalty"),
         ("chat/completions", {"logit_bias": {"5": float("nan")}}, "logit_bias"),
-        ("chat/completions", {"guided_json": {"type": "object"}}, "guided_json"),
         ("chat/completions", {"best_of": 2}, "best_of = 2 is not supported"),
-        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
         ("chat/completions", {"prompt_logprobs": 1}, "prompt_logprobs"),
         ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
         ("chat/completions", {"stream_options": {"include_usage": True}}, "stream_options needs stream"),
@@ -240,3 +239,80 @@ def test_an_empty_body_is_told_what_it_lacks(server):
     answer = http.post(f"{server.url}/chat/completions", json={})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "model, messages: required, and not in the request"
+
+
+COLOURS = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["colour", "count"],
+    "additionalProperties": False,
+}
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}}
+ADD["parameters"]["additionalProperties"] = False
+SUB = {"name": "sub", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+TOOLS = [{"type": "function", "function": {"description": "", **one}} for one in (ADD, SUB)]
+
+
+def is_coloured(text):
+    found = json.loads(text)
+    return set(found) == {"colour", "count"} and found["colour"] in ("red", "green") and 0 <= found["count"] < 100
+
+
+CHOICES = ["yes", "no", "maybe \U0001f600"]
+FORMS = [
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": COLOURS}}}, is_coloured),
+    ({"structured_outputs": {"json": json.dumps(COLOURS)}}, is_coloured),
+    ({"guided_json": COLOURS}, is_coloured),
+    ({"structured_outputs": {"regex": "[a-c]{3}-[0-9]+x"}}, lambda text: re.fullmatch("[a-c]{3}-[0-9]+x", text)),
+    ({"structured_outputs": {"choice": CHOICES}}, CHOICES.__contains__),
+    ({"guided_grammar": 'start: "<" /[xy]{2,4}/ ">"'}, lambda text: re.fullmatch("<[xy]{2,4}>", text)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "fits"), FORMS, ids=[next(iter(asked)) for asked, _ in FORMS])
+def test_answers_have_the_form_that_is_asked_for(server, trained, asked, fits):
+    body = {"model": str(trained), "messages": MESSAGES, "temperature": 1.0, "seed": 5, "max_tokens": 300, "n": 4}
+    body |= {"top_k": 1000, **asked}
+    for extra in ({}, {"ignore_eos": True}, {"temperature": 0.0}):
+        answer = http.post(f"{server.url}/chat/completions", json={**body, **extra})
+        assert answer.status_code == 200, answer.text
+        for choice in answer.json()["choices"]:
+            assert choice["finish_reason"] == "stop" and fits(choice["message"]["content"]), choice
+    body |= {"stream": True, "n": 1}
+    with http.stream("POST", f"{server.url}/chat/completions", json=body) as stream:
+        events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+    assert fits("".join(event["choices"][0]["delta"].get("content") or "" for event in events))
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "sub"}}])
+def test_a_call_of_a_tool_can_be_required(client, trained, choice):
+    ask = {"model": str(trained), "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "n": 4, **DRAWN}
+    ask["max_tokens"] = 200
+    for one in client.chat.completions.create(**ask).choices:
+        (call,) = one.message.tool_calls
+        assert one.finish_reason == "tool_calls" and not one.message.content
+        arguments = json.loads(call.function.arguments)
+        assert (call.function.name, set(arguments)) in ([("sub", set())] + [("add", {"a"})] * (choice == "required"))
+    pieces = client.chat.completions.create(**ask | {"n": 1}, stream=True)
+    names = [call.function.name for piece in pieces for c in piece.choices for call in c.delta.tool_calls or []]
+    assert names and set(filter(None, names)) <= {"add", "sub"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "needs it"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"guided_regex": "(a"}, "regex"),
+        ({"guided_json": {"type": "nope"}}, "Invalid type: nope"),
+        ({"guided_json": "{"}, "JSON"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "one form of answers alone"),
+        ({"tool_choice": "required"}, "no tools to call"),
+        ({"tool_choice": {"type": "function", "function": {"name": "mul"}}, "tools": TOOLS}, "none of the tools"),
+        ({"tool_choice": "required", "tools": TOOLS, "guided_regex": "a"}, "another form"),
+    ],
+)
+def test_a_form_that_cannot_be_followed_is_refused(server, trained, fields, words):
+    body = {"model": str(trained), "messages": MESSAGES, **fields}
+    answer = http.post(f"{server.url}/chat/completions", json=body)
+    assert answer.status_code == 400 and words in answer.text, answer.text

@@ -5,20 +5,19 @@ The last is marked `vllm`: it needs VLLM_PYTHON, the Python of an environment th
 
 import json
 import os
-import signal
+import re
 import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from hone.models.hf import load_model
 from hone.models.proof import scores
 
-from .conftest import BIN, TINY, Server, command, http, processes_now, until
+from .conftest import TINY, Server, command, http
 
 MESSAGES = [
     {"role": "system", "content": "Reverse the text character-by-character. Put your answer in <reversed_text> tags."},
@@ -208,6 +207,22 @@ def test_a_stream_has_what_the_whole_answer_has(sampler, trained):
     assert reasons[-1] == whole["finish_reason"] and not any(reasons[:-1])
 
 
+def test_answers_have_the_form_that_is_asked_for_or_it_is_refused(sampler, kind, trained):
+    take(sampler, trained, 40)
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+    found = ask(sampler, **asked, max_tokens=200, seed=3)
+    if kind == "transformers":
+        assert found.status_code == 400 and "answers of a given form" in found.text
+        return
+    assert json.loads(found.json()["choices"][0]["message"]["content"])["a"] in (1, 2)
+    of_regex = ask(sampler, structured_outputs={"regex": "[ab]{4}"}, max_tokens=20).json()["choices"][0]
+    assert re.fullmatch("[ab]{4}", of_regex["message"]["content"])
+    scored = of_model(trained, ask(sampler, max_tokens=1).json()["prompt_token_ids"] + of_regex["token_ids"])
+    if kind == "hone":  # vLLM's are renormalised over what the form allows
+        assert of_regex["token_logprobs"][:4] == pytest.approx(scored[-len(of_regex["token_ids"]) :][:4], abs=2e-3)
+
+
 def test_what_it_cannot_do_is_refused_in_words(sampler, kind):
     full = ask(sampler, max_tokens=10**6)
     assert full.status_code == 400 and full.json()["error"]["code"] == "context_length_exceeded"
@@ -256,28 +271,11 @@ def test_the_tiny_recipe_learns_by_it(kind, trained, tmp_path):
 
 
 @pytest.mark.vllm
-def test_vllm_that_is_killed_is_started_again_and_nothing_is_lost(trained, tmp_path, started):
+def test_a_vllm_that_is_killed_is_started_again_and_nothing_is_lost():
+    """The short form of `make chaos` with vLLM: the server is killed, then the vLLM under it."""
     if "VLLM_PYTHON" not in os.environ:
         pytest.skip("VLLM_PYTHON is not set (make test-vllm)")
-    out, log = tmp_path / "run", tmp_path / "rl.log"
-    process = started(
-        BIN / "rl", "@", f"{TINY}/rl.toml", "--model.name", trained, "--output-dir", out, *RECIPE,
-        "--inference.backend", "vllm", "--inference.vllm-python",
-        os.environ["VLLM_PYTHON"], "--inference.enforce-eager", "true", "--inference.max-model-len", 64,
-        "--inference.server.port", 0, log=log.open("w"),
-    )  # fmt: skip
-
-    def vllms():
-        return [pid for pid, (_, words) in processes_now().items() if str(out) in " ".join(words) and "--uds" in words]
-
-    for kill, step in enumerate((3, 12)):
-        until(lambda step=step: (out / "rollouts" / f"step_{step}").exists(), process, 300, log.read_text)
-        server = next(pid for pid, (_, words) in processes_now().items() if "inference.toml" in " ".join(words))
-        victim = next(pid for pid, (parent, words) in processes_now().items() if parent == server and "--uds" in words)
-        os.kill(victim if kill else server, signal.SIGKILL)
-    until(lambda: process.poll() is not None, None, 400, log.read_text, pause=0.5)
-    assert process.returncode == 0, log.read_text()
-    batches = [load_file(out / "rollouts" / f"step_{step}" / "batch.safetensors") for step in range(1, STEPS + 1)]
-    assert all(torch.isfinite(batch["logprobs"]).all() for batch in batches if "logprobs" in batch)
-    (before, after), _ = rewards(out)
-    assert after - before > 0.1 * (1 - before) and not vllms()
+    words = ("--kills", 2, "--steps", 40, "--vllm", os.environ["VLLM_PYTHON"])
+    done = command("python", "-m", "tests.chaos", *words, timeout=600)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["kills"] == 2 and not found["samples_lost"] and not found["samples_doubled"]

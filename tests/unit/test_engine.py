@@ -13,6 +13,7 @@ from hone.engine.slots import Slots
 from hone.kernels import cpu
 from hone.kernels import row_state as column
 from hone.models.attention import PackedAttention
+from hone.models.proof import score
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import GenerateRequest, Sampling
@@ -422,6 +423,22 @@ def test_a_condition_of_the_caller_ends_a_sequence(model):
     )
     done = Engine(model).generate([one])[0]
     assert done.ids == free.ids[:4] and done.finish_reason == "stop" and len(done.versions) == 4
+
+
+def test_tokens_that_are_not_allowed_are_not_drawn_and_logprobs_are_the_model_s(model):
+    """Each token is to be one more than the one before, from 3 on, beside a request that is free."""
+
+    def one_more(ids):
+        may = np.zeros(model.spec.vocab_size, dtype=bool)
+        may[ids[-1] + 1 if ids else 3] = True
+        return may
+
+    prompt, free = [5, 6, 7], sampled(model)
+    told = GenerateRequest(prompt, Sampling(1.0, 6, seed=3), frozenset({7}), allows=one_more)
+    beside = GenerateRequest(prompt, Sampling(max_tokens=20, seed=3), frozenset())
+    done, other = Engine(model).generate([told, beside])
+    assert done.ids == [3, 4, 5, 6, 7] and done.finish_reason == "stop" and other.ids == free.ids
+    assert done.logprobs == pytest.approx(score(model, prompt + done.ids)[-5:], abs=1e-4)
 
 
 LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -3.0]

@@ -288,8 +288,8 @@ class Engine:
             sequence.first_step = self.steps
         self.decoding = [*self.decoding, *started]
         self._has_changed = True
-        if self.graphs is None or any(s.max_tokens == 1 or s.request.ends is not None for s in started):
-            self._look(self._glance(started, [i for i, s in enumerate(started) if s.request.ends is not None]))
+        if self.graphs is None or any(s.max_tokens == 1 or s.is_watched for s in started):
+            self._look(self._glance(started, [i for i, s in enumerate(started) if s.is_watched]))
 
     def _decode(self) -> None:
         if self._has_changed:
@@ -321,7 +321,7 @@ class Engine:
         """What holds until sequences come or go; tells the device who decodes."""
         slots = [s.slot for s in self.decoding] + [self.slots.count] * (self.max_batch_size - len(self.decoding))
         self.slots.active[:-1] = to_device(slots, self.device)
-        watched = [i for i, s in enumerate(self.decoding) if s.request.ends is not None]
+        watched = [i for i, s in enumerate(self.decoding) if s.is_watched]
         return _Turn(
             Sampler.kind(self.decoding),
             any(s.adapter for s in self.decoding),
@@ -356,7 +356,8 @@ class Engine:
             self._look(look)
 
     def _look(self, look: _Look) -> None:
-        """Finishes the sequences that are done, and the `watched` ones whose stop condition (`request.ends`) is met."""
+        """Finishes the sequences that are done, and the `watched` ones whose stop condition (`request.ends`) is met;
+        tells the sampler what those may draw next that are told token by token (`request.allows`)."""
         state, sequences = look.snapshot.on_host()[look.slots], look.sequences
 
         def running(indices: list[int]) -> list[int]:  # others ended since
@@ -371,9 +372,12 @@ class Engine:
             most = max(counts[i] for i in watched)
             tokens, _ = self.slots.generated([sequences[i].slot for i in watched], most, look.snapshot)
             for i, ids in zip(watched, tokens, strict=True):
-                kept = sequences[i].request.ends(ids[: counts[i]])  # type: ignore[misc]
+                request, so_far = sequences[i].request, ids[: counts[i]]
+                kept = request.ends(so_far) if request.ends is not None else None
                 if kept is not None:
                     counts[i], reasons[i] = kept, "stop"
+                elif request.allows is not None and i not in reasons:
+                    self.sampler.allow(sequences[i], so_far)
         if reasons:
             self._finish([(sequences[i], counts[i], reason) for i, reason in reasons.items()], look.snapshot)
 

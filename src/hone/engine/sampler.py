@@ -7,6 +7,7 @@ request gives the same tokens whatever else runs beside it.
 Most requests ask for neither penalties nor filters, and then the middle is skipped.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,7 +129,7 @@ class Sampler:
     @classmethod
     def kind(cls, sequences: list[Sequence]) -> int:
         samplings = [s.request.sampling for s in sequences]
-        if any(s.is_penalised for s in samplings):
+        if any(s.is_penalised for s in samplings) or any(s.request.allows is not None for s in sequences):
             return cls.PENALISED
         if any(s.is_filtered for s in samplings):
             return cls.FILTERED
@@ -136,7 +137,7 @@ class Sampler:
 
     def fill(self, sequences: list[Sequence]) -> None:
         """Before the first draw of these sequences."""
-        penalised = [s for s in sequences if s.request.sampling.is_penalised]
+        penalised = [s for s in sequences if s.request.sampling.is_penalised or s.request.allows is not None]
         if not penalised and self.counts is None:
             return
         if self.counts is None:
@@ -150,6 +151,17 @@ class Sampler:
             self.in_prompt[s.slot, s.prompt] = True
             for token, bias in s.request.sampling.logit_bias:
                 self.bias[s.slot, token] = bias
+            if s.request.allows is not None:
+                self.allow(s, [])
+
+    def allow(self, sequence: Sequence, ids: list[int]) -> None:
+        """Before the draw of the token that follows these: those that the request allows."""
+        allows = sequence.request.allows
+        assert allows is not None
+        row = np.where(allows(ids), np.float32(0), np.float32(FILTERED_OUT))
+        for token, bias in sequence.request.sampling.logit_bias:
+            row[token] += bias
+        self.bias[sequence.slot] = torch.from_numpy(row).to(self.bias.device)
 
     def sample(self, logits_BV: Tensor, active_B: Tensor, kind: int, advance: bool) -> None:
         if kind <= self.NOTED:

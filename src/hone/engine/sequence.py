@@ -35,6 +35,11 @@ class Sequence:
         return self.request.prompt_ids
 
     @property
+    def is_watched(self) -> bool:
+        """Whether the host looks at every token: something of its own says what may come next, or what is the end."""
+        return self.request.ends is not None or self.request.allows is not None
+
+    @property
     def start(self) -> tuple[int, tuple[int, ...]]:
         """Identifies the keys and values of the prompt: requests with the same adapter and prompt can share them."""
         return self.adapter, tuple(self.request.prompt_ids)

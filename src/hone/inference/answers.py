@@ -32,6 +32,7 @@ class Answer:
     def __init__(self, request: Request, prompts: list[list[int]], tokenizer: Tokenizer) -> None:
         self.request, self.prompts, self.tokenizer = request, prompts, tokenizer
         self.skip = request.skip_special_tokens is not False
+        self.has_form = request.form() is not None or (isinstance(request, ChatRequest) and request.must_call)
         self._written: dict[str, str] = {}  # what is JSON already, by what stands for it
         self.head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
@@ -74,7 +75,10 @@ class Answer:
 
     def text(self, completion: Completion) -> str:
         """As far as a stop string."""
-        request, text = self.request, self.tokenizer.decode(completion.ids, skip_special_tokens=self.skip)
+        request, ids = self.request, completion.ids
+        if ids and self.has_form and ids[-1] in self.tokenizer.stop_ids:  # the form is of what comes before
+            ids = ids[:-1]
+        text = self.tokenizer.decode(ids, skip_special_tokens=self.skip)
         return cut(text, request.stop, keep=bool(request.include_stop_str_in_output)) if request.stop else text
 
     def extras(self, completion: Completion) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from hone.transport.weights import Message, Receiver
 
 
 class EmbeddedSampler(Sampler):
-    can = frozenset(("checksum", "adapters", "progress", "routing", "raw_logprobs"))
+    can = frozenset(("checksum", "adapters", "progress", "routing", "raw_logprobs", "forms"))
 
     def __init__(self, service: EngineService) -> None:
         self.service, self.streams = service, Streams(service)

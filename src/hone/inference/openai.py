@@ -20,6 +20,7 @@ from hone.inference.protocol import ChatRequest, CompletionRequest, DetokenizeRe
 from hone.inference.sampler import Sampler
 from hone.inference.served import Served
 from hone.records import Completion, ContextFull, GenerateRequest, other_seed
+from hone.text.forms import Following, of_call
 from hone.text.stops import StopStrings
 
 T = TypeVar("T")
@@ -297,21 +298,37 @@ def _requests(
     so_far = (body.so_far if isinstance(body, ChatRequest) else None) or []
     name = body.request_name if isinstance(body, ChatRequest) else None
 
+    form = body.form()
+    if isinstance(body, ChatRequest) and body.must_call:
+        form = of_call(body.callable_tools(), tokenizer.require_template().call_style, tokenizer)
+    if form is not None:
+        served.sampler.require("forms")
+        form.check(tokenizer)
+
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False)
+
+    def endings(allows: Following | None) -> Callable[[list[int]], int | None] | None:
+        if body.stop:
+            return StopStrings(decode, body.stop)
+        if allows is not None and (body.ignore_eos or not stop_ids):  # nothing else would end it
+            return lambda ids: len(ids) if allows.is_whole(ids) else None
+        return None
 
     def request(i: int) -> GenerateRequest:
         before, draws = so_far[i].ids if so_far else [], seed + i
         if before:  # draws of its own: those of its first tokens are used up
             draws = other_seed(draws, len(before))
+        allows = Following(form, tokenizer, vocab_size, sorted(stop_ids), before) if form is not None else None
         return GenerateRequest(
             prompt_ids + before,
             body.sampling(max(1, (room if wanted is None else wanted) - len(before)), draws, vocab_size),
             stop_ids,
-            StopStrings(decode, body.stop) if body.stop else None,
+            endings(allows),
             body.timeout,
             None if body.model == served.name else body.model,
             f"{name}/{i}" if name else "",
+            allows,
         )
 
     return [request(i) for i in range(body.n or 1)]

@@ -4,19 +4,19 @@ Every key of OpenAI or vLLM is one of three: served (the fields here), refused b
 not served (NEUTRAL), or without a part in the answer, as `user`, and then ignored like keys that nobody knows.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, field_validator, model_validator
 
 from hone.records import Prompt, Sampling
+from hone.text.forms import Form, Kind
 
 NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # what the engine cannot do, with the values that ask for nothing
-    "response_format": (None, {"type": "text"}),
     **dict.fromkeys(
         (
-            "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend",
-            "structured_outputs", "suffix", "prompt_logprobs", "functions", "function_call", "audio", "prediction",
+            "guided_decoding_backend", "suffix", "prompt_logprobs", "functions", "function_call", "audio", "prediction",
             "use_beam_search", "truncate_prompt_tokens", "allowed_token_ids", "bad_words", "logits_processors",
             "documents", "continue_final_message", "add_special_tokens", "chat_template", "mm_processor_kwargs",
             "web_search_options", "prompt_embeds",
@@ -35,6 +35,15 @@ DRAW_KEYS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "min_tokens", "ignore_eos", "raw_logprobs",
 )  # fmt: skip
+
+
+def _as_json(schema: dict[str, Any] | str) -> Any:
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema)
+    except ValueError as error:
+        raise ValueError(f"the schema of answers is not JSON: {error}") from None
 
 
 def _keep_to_the_template(value: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -77,6 +86,34 @@ class Written(BaseModel):
         return self
 
 
+class JsonSchema(BaseModel):
+    """OpenAI's; `name`, `description` and `strict` have no part: the schema is always kept."""
+
+    model_config = ConfigDict(extra="allow")
+    json_schema: dict[str, Any] | bool = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> "ResponseFormat":
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise ValueError("json_schema: it goes with type json_schema, which needs it")
+        return self
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's: one of them."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class StreamOptions(BaseModel):
     include_usage: bool | None = None  # a last piece that has it
     continuous_usage_stats: bool | None = None  # every piece has it
@@ -111,6 +148,12 @@ class Request(BaseModel):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None  # these four are older spellings of structured_outputs
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(None, min_length=1)
+    guided_grammar: str | None = None
 
     @field_validator("stop")
     @classmethod
@@ -132,6 +175,26 @@ class Request(BaseModel):
         """How many of the likeliest tokens are told at each place."""
         raise NotImplementedError
 
+    def form(self) -> Form | None:
+        """That answers are to have. Raises ValueError where several are asked for."""
+        said, found = self.structured_outputs or StructuredOutputs.model_validate({}), []
+        if self.response_format is not None and self.response_format.type != "text":
+            asked = self.response_format.json_schema
+            found.append(Form("json", {"type": "object"} if asked is None else asked.json_schema))
+        for schema in (said.json_, self.guided_json):
+            if schema is not None:
+                found.append(Form("json", _as_json(schema)))
+        if said.json_object:
+            found.append(Form("json", {"type": "object"}))
+        kinds: tuple[tuple[Kind, Any], ...] = (
+            ("regex", said.regex), ("choice", said.choice), ("grammar", said.grammar), ("regex", self.guided_regex),
+            ("choice", self.guided_choice), ("grammar", self.guided_grammar),
+        )  # fmt: skip
+        found += [Form(kind, value) for kind, value in kinds if value is not None]
+        if len(found) > 1:
+            raise ValueError("response_format, structured_outputs and guided_…: give one form of answers alone")
+        return found[0] if found else None
+
     def sampling(self, max_tokens: int, seed: int, vocab_size: int) -> Sampling:
         """How to draw. Raises ValueError for tokens that the model does not have."""
         beyond = [i for i in [*(self.logit_bias or {}), *(self.stop_token_ids or [])] if not 0 <= i < vocab_size]
@@ -141,6 +204,17 @@ class Request(BaseModel):
         given["top_k"] = max(given.get("top_k", 0), 0)
         bias = tuple((self.logit_bias or {}).items())
         return Sampling(max_tokens=max_tokens, seed=seed, logit_bias=bias, top_logprobs=self.likeliest, **given)
+
+
+class NamedFunction(BaseModel):
+    name: str
+
+
+class ToolChoice(BaseModel):
+    """The one tool to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatRequest(Request):
@@ -155,7 +229,7 @@ class ChatRequest(Request):
     conversation_messages: int | None = Field(None, ge=1)  # so many of the messages: the last is the assistant's
     so_far: list[Written] | None = None  # of each of the n: what was written elsewhere, to go on from
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     chat_template_kwargs: TemplateArguments | None = None
 
     @model_validator(mode="after")
@@ -166,7 +240,25 @@ class ChatRequest(Request):
             raise ValueError("so_far, request_name and return_routing are for answers in one piece, without stream")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs = true")
+        if self.must_call:
+            names = [(tool.get("function") or {}).get("name") for tool in self.tools or []]
+            if not names:
+                raise ValueError("tool_choice: there are no tools to call")
+            if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
+                raise ValueError(f"tool_choice: {self.tool_choice.function.name!r} is none of the tools {names}")
+            if self.form() is not None:
+                raise ValueError("tool_choice asks for a call of a tool, and another form of answers is given too")
         return self
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
+
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Those of which one has to be called."""
+        if isinstance(self.tool_choice, ToolChoice):
+            return [one for one in self.tools or [] if one["function"]["name"] == self.tool_choice.function.name]
+        return self.tools or []
 
     @property
     def likeliest(self) -> int:

@@ -22,6 +22,7 @@ from hone.inference.answers import joined_pieces
 from hone.inference.sampler import Alternatives, Pause, Sampler
 from hone.inference.vllm_process import NAME, VllmProcess
 from hone.records import Completion, ContextFull, GenerateRequest, other_seed
+from hone.text.forms import Following
 from hone.text.stops import StopStrings
 from hone.transport.weights import Message
 
@@ -32,6 +33,8 @@ TOKEN = "token_id:"
 
 class VllmSampler(Sampler):
     """Over a vLLM that answers. Call `open` on the event loop."""
+
+    can = frozenset(("forms",))
 
     def __init__(self, process: VllmProcess, max_batch_size: int | None) -> None:
         self.process = process
@@ -118,6 +121,8 @@ class VllmSampler(Sampler):
         self._check(request)
         written: list[int] = []
         self.running += 1
+        # vLLM follows a form from its beginning alone: an answer that new weights cut short is written again.
+        is_anew, goes_on = request.allows is not None, False
         try:
             while True:
                 await self._open.wait()
@@ -126,9 +131,13 @@ class VllmSampler(Sampler):
                     async for piece in asked:
                         written = written + piece.ids
                         goes_on = piece.finish_reason == "abort" and updates != self._updates
-                        if goes_on:
+                        if goes_on and is_anew and not streamed:
+                            written = []
+                            continue
+                        if goes_on and not is_anew:
                             piece.finish_reason = ""
                         yield piece
+                    goes_on = goes_on and not (is_anew and streamed)
                 if not goes_on:
                     break
             self.completions += 1
@@ -172,7 +181,7 @@ class VllmSampler(Sampler):
             self.require("raw_logprobs")
 
     def _body(self, request: GenerateRequest, written: list[int]) -> dict[str, Any]:
-        how = request.sampling
+        how, form = request.sampling, request.allows
         room = self._context - len(request.prompt_ids)
         strings = request.ends.strings if isinstance(request.ends, StopStrings) else []
         return {
@@ -193,6 +202,7 @@ class VllmSampler(Sampler):
             "stop_token_ids": [] if how.ignore_eos else sorted(request.stop_ids),
             "stop": list(strings) or None,
             "include_stop_str_in_output": True,
+            "structured_outputs": {form.form.kind: form.form.value} if isinstance(form, Following) else None,
             "logprobs": how.top_logprobs,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -222,19 +232,18 @@ class VllmSampler(Sampler):
     async def update(self, place: Path, version: int, message: Message) -> None:
         async with self._changing:
             directory = await asyncio.to_thread(self.process.files.taken, place, version, message)
-            was_paused = self._paused
             self._open.clear()
             try:
                 self._updates += 1
-                await self._call("POST", f"/pause?mode={'keep' if was_paused else 'abort'}")
+                await self._call("POST", "/pause?mode=abort")
                 reload = {"method": "reload_weights", "kwargs": {"weights_path": str(directory.resolve())}}
                 await self._call("POST", "/collective_rpc", reload)
                 await self._call("POST", "/reset_prefix_cache")
                 self.version = version
-                if not was_paused:
-                    await self._call("POST", "/resume")
             finally:
-                self._open.set()
+                if not self._paused:
+                    await self._call("POST", "/resume")
+                    self._open.set()
 
     async def state(self, each: bool = False) -> dict[str, Any]:
         return {
@@ -247,11 +256,13 @@ class VllmSampler(Sampler):
 
     async def pause(self, mode: Pause) -> None:
         self._paused = True
+        self._open.clear()
         await self._call("POST", f"/pause?mode={mode}")
 
     async def resume(self) -> None:
         self._paused = False
         await self._call("POST", "/resume")
+        self._open.set()
 
     async def progress(self, known: dict[str, int]) -> dict[str, Any]:
         return {"running": self.running, "waiting": 0, "partials": {}}
