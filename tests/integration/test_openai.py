@@ -316,3 +316,28 @@ def test_a_form_that_cannot_be_followed_is_refused(server, trained, fields, word
     body = {"model": str(trained), "messages": MESSAGES, **fields}
     answer = http.post(f"{server.url}/chat/completions", json=body)
     assert answer.status_code == 400 and words in answer.text, answer.text
+
+
+def test_responses_in_their_plain_text_form(client, server, trained):
+    said = client.responses.create(
+        model=str(trained), instructions=MESSAGES[0]["content"], input="hello", temperature=0.0, max_output_tokens=40
+    )
+    chat = client.chat.completions.create(model=str(trained), messages=MESSAGES, temperature=0.0, max_tokens=40)
+    assert said.output_text == chat.choices[0].message.content and said.usage.input_tokens == chat.usage.prompt_tokens
+    assert said.status == ("completed" if chat.choices[0].finish_reason == "stop" else "incomplete")
+    parts = [{"type": "input_text", "text": "hel"}, {"type": "input_text", "text": "lo"}]
+    items = [{"role": "developer", "content": MESSAGES[0]["content"]}, {"role": "user", "content": parts}]
+    again = client.responses.create(model=str(trained), input=items, temperature=0.0, max_output_tokens=40)
+    assert again.output_text == said.output_text
+    form = {"type": "json_schema", "name": "c", "schema": COLOURS}
+    coloured = client.responses.create(model=str(trained), input="hello", text={"format": form}, max_output_tokens=300)
+    assert is_coloured(coloured.output_text)
+    for wrong, words in (
+        ({"stream": True}, "stream = True"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": [{"type": "function_call_output", "output": "4"}]}, "not a message"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "text parts only"),
+        ({"model": "other"}, "is not served here"),
+    ):
+        answer = http.post(f"{server.url}/responses", json={"model": str(trained), "input": "a", **wrong})
+        assert answer.status_code in (400, 404) and words in answer.text, answer.text

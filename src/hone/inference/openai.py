@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from hone.inference import protocol
 from hone.inference.answers import Answer, ChatAnswer, TextAnswer, error_body, joined_pieces
 from hone.inference.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, TokensRequest
+from hone.inference.responses import ResponsesAnswer, ResponsesRequest
 from hone.inference.sampler import Sampler
 from hone.inference.served import Served
 from hone.records import Completion, ContextFull, GenerateRequest, other_seed
@@ -85,10 +86,25 @@ def add_openai(app: FastAPI, served: Served) -> None:
         body = await read(connection, TokensRequest)
         return await chat(body, connection, body.tokens)
 
-    async def chat(body: ChatRequest, connection: Request, prompt_ids: list[int] | None) -> Response:
+    @app.post("/v1/responses", response_model=None)
+    async def responses(connection: Request) -> Response:
+        body = await read(connection, ResponsesRequest)
+        try:
+            asked = body.as_chat()
+        except ValidationError as error:
+            raise RequestValidationError(error.errors()) from None
+        except ValueError as error:
+            return refuse_request(error)
+        return await chat(asked, connection, None, ResponsesAnswer)
+
+    async def chat(
+        body: ChatRequest, connection: Request, prompt_ids: list[int] | None, kind: type[ChatAnswer] = ChatAnswer
+    ) -> Response:
         check_model(body.model)
         tokenizer = served.tokenizer
         try:
+            if body.return_routing:
+                sampler.require("routing")
             prompt = body.prompt()
             if prompt_ids is None:
                 prompt_ids = await beside(
@@ -101,7 +117,7 @@ def add_openai(app: FastAPI, served: Served) -> None:
                 room = min(room, body.max_total_tokens)
                 wanted = max(1, min(wanted or room, room - len(prompt_ids)))
             requests = _requests(body, prompt_ids, served, wanted, room)
-            answer = ChatAnswer(body, prompt, prompt_ids, tokenizer)
+            answer = kind(body, prompt, prompt_ids, tokenizer)
             if body.stream:
                 return await streamed(sampler, answer, requests)
             completions = await unless_gone(connection, *(sampler.generate(request) for request in requests))

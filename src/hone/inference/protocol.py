@@ -104,6 +104,9 @@ class ResponseFormat(BaseModel):
         return self
 
 
+FORMS = {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+
+
 class StructuredOutputs(BaseModel):
     """vLLM's: one of them."""
 
@@ -177,6 +180,8 @@ class Request(BaseModel):
 
     def form(self) -> Form | None:
         """That answers are to have. Raises ValueError where several are asked for."""
+        if not self.model_fields_set & FORMS:
+            return None
         said, found = self.structured_outputs or StructuredOutputs.model_validate({}), []
         if self.response_format is not None and self.response_format.type != "text":
             asked = self.response_format.json_schema

@@ -5,6 +5,7 @@
     POST /v1/chat/completions           a conversation; whole or streamed, ends when the client hangs up
     POST /v1/chat/completions/tokens    the same with the token ids of the prompt as `tokens`
     POST /v1/completions                texts or token ids
+    POST /v1/responses                  a conversation in the words of OpenAI's newer API, plain text alone
     POST /tokenize, /detokenize
     GET  /metrics                       for Prometheus
     and the control routes of inference/control.py
