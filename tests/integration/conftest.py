@@ -139,11 +139,11 @@ def port_8000():
 class Server:
     """An `inference` process on a free port, or another program that takes its options."""
 
-    def __init__(self, *options, log, program=(BIN / "inference",)):
+    def __init__(self, *options, log, program=(BIN / "inference",), seconds=60):
         self.log = log
         self.process = start(*program, *options, "--server.port", "0", log=log.open("w"))
         try:
-            until(lambda: " at http://" in log.read_text(), self.process, words=log.read_text)
+            until(lambda: " at http://" in log.read_text(), self.process, seconds, log.read_text)
             self.url = "http" + log.read_text().split(" at http")[1].split()[0]
             until(lambda: answers(self.url), self.process, words=log.read_text)
         except BaseException:

@@ -32,7 +32,9 @@ def serve(kind, model, log):
     if kind == "transformers":
         program = (sys.executable, str(Path(__file__).parent / "transformers_sampler.py"))
         return Server("--model.name", model, log=log, program=program)
-    return Server("--model.name", model, *LENGTH, *(VLLM if kind == "vllm" else ()), log=log)
+    if kind == "vllm":  # imports torch twice, and the rest of vLLM
+        return Server("--model.name", model, *LENGTH, *VLLM, log=log, seconds=200)
+    return Server("--model.name", model, *LENGTH, log=log)
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -122,6 +122,7 @@ def test_a_server_started_again_gets_weights_from_memory(trained, tmp_path, star
     os.kill(run.pid_of("inference"), signal.SIGKILL)
     assert run.process.wait(patience(90)) == 0, run.log.read_text()
     log = run.log.read_text()
+    assert "did not answer within" not in log  # a server that is gone is known to be at once
     assert "inference was killed (SIGKILL); started again" in log and " is back, with version " in log
     assert len(metrics(tmp_path / "run")) == 20
 

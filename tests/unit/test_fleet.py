@@ -50,6 +50,9 @@ class Client:
     async def is_up(self, timeout=5.0):
         return self.alive
 
+    async def why_down(self, timeout):
+        return "" if self.alive else f"/health did not answer within {timeout:.0f} s"
+
     async def __aexit__(self, *_):
         pass
 

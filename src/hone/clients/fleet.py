@@ -250,8 +250,9 @@ class Fleet:
             await asyncio.gather(asyncio.sleep(LOOK), *map(look, self.up))
 
     async def _is_there(self, server: Server) -> None:
-        if not await server.client.is_up(machine.silence()):
-            self.lost(server, f"/health did not answer within {machine.silence():.0f} s")
+        why = await server.client.why_down(machine.silence())
+        if why:
+            self.lost(server, why)
 
     async def _hear(self, server: Server) -> None:
         known = {

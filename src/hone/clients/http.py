@@ -150,11 +150,19 @@ class HttpClient:
 
     async def is_up(self, timeout: float = 5.0) -> bool:
         """Whether the server answers on /health within some seconds."""
+        return not await self.why_down(timeout)
+
+    async def why_down(self, timeout: float) -> str:
+        """Why it does not answer on /health: it is gone, which shows at once, or silent; "" where it does."""
         try:
             answer = await self.pools[0].get(f"{self.base_url.removesuffix('/v1')}/health", timeout=timeout)
-        except httpx.HTTPError:
-            return False
-        return answer.status_code == 200
+        except httpx.ConnectError:
+            return "it is gone: nothing listens there"
+        except httpx.TimeoutException:
+            return f"/health did not answer within {timeout:.0f} s"
+        except httpx.HTTPError as error:
+            return f"it is gone: /health: {_words(error)}"
+        return "" if answer.status_code == 200 else f"/health answered {answer.status_code}"
 
     async def _post(
         self, url: str, body: dict[str, Any], timeout: float | None = None, retries: int = 0

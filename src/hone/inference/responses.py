@@ -9,7 +9,7 @@ from hone.inference.answers import ChatAnswer
 from hone.inference.protocol import ChatRequest
 from hone.records import Completion
 
-ABSENT = (None, False, [], {}, "", "disabled")
+ABSENT: tuple[Any, ...] = (None, False, [], {}, "", "disabled")
 REFUSED = (  # keys that would change the answer, and that this server does nothing for
     "stream", "tools", "previous_response_id", "conversation", "background", "prompt", "reasoning", "truncation",
     "max_tool_calls", "top_logprobs", "include",
