@@ -63,9 +63,15 @@ def command(out: Path, model: Path, steps: int, level: int, vllm: str | None) ->
 
 
 def vllm_of(server: int) -> int | None:
-    """The vLLM that a server has started."""
+    """The vLLM that a server has started: the child of the one that keeps it."""
     alive = processes_now()
-    return next((pid for pid, (parent, words) in alive.items() if parent == server and "--uds" in words), None)
+    keepers = {pid for pid, (parent, _) in alive.items() if parent == server}
+    return next((pid for pid, (parent, words) in alive.items() if parent in keepers and "--uds" in words), None)
+
+
+def engines() -> set[int]:
+    """vLLM's own processes, whoever started them."""
+    return {pid for pid, (_, words) in processes_now().items() if words[0].startswith("VLLM::")}
 
 
 def newest(out: Path) -> int:
@@ -92,7 +98,7 @@ def is_over(out: Path, steps: int) -> bool:
 
 def run(out: Path, model: Path, steps: int, level: int, parts: list[str], draw: random.Random, vllm: str | None) -> int:
     """Runs to the end, killing these parts one after the other; returns how many kills there were."""
-    done, attempts, seen = 0, 0, 0
+    done, attempts, seen, others = 0, 0, 0, engines()
     while not is_over(out, steps):
         attempts += 1
         if attempts > len(parts) + 3 or (attempts > 1 and {"inference", "worker"} >= set(parts)):
@@ -116,7 +122,7 @@ def run(out: Path, model: Path, steps: int, level: int, parts: list[str], draw: 
                     rest = 10.0 if {"inference"} >= set(parts) else 0.0  # five kills within a minute end a run
                     moment = time.monotonic() + rest + draw.uniform(*PAUSE[parts[min(done, len(parts) - 1)]])
         deadline = time.monotonic() + 20
-        while any(pid_of(other, out, 0) for other in ("inference", "orchestrator", "trainer")):
+        while any(pid_of(other, out, 0) for other in ("inference", "orchestrator", "trainer")) or engines() - others:
             if time.monotonic() > deadline:
                 raise SystemExit(f"{out}: something of an ended run lives on")
             time.sleep(0.05)

@@ -82,7 +82,6 @@ class Vllm:
     """A vLLM that is started here, behind the same routes."""
 
     def __init__(self, config: InferenceConfig) -> None:
-        from hone.engine.memory import cpu_gib
         from hone.inference.vllm import VllmSampler
         from hone.inference.vllm_process import VllmProcess
         from hone.models.hf import resolve_model
@@ -92,7 +91,7 @@ class Vllm:
             raise ValueError("adapters: those are served by Hone's engine alone (backend hone)")
         directory = resolve_model(config.model.name)
         tokenizer = Tokenizer(directory)
-        self.process = VllmProcess(config, directory, config.kv_cache_gib or cpu_gib())
+        self.process = VllmProcess(config, directory)
         self.sampler = VllmSampler(self.process, config.max_batch_size)
         self.served = Served(self.sampler, tokenizer, config.model.name, config.allowed_dirs)
 
@@ -124,11 +123,10 @@ class Vllm:
     @staticmethod
     def work(config: InferenceConfig) -> None:
         """Copies of the model for a server on another machine, until they end or are ended."""
-        from hone.engine.memory import cpu_gib
         from hone.inference.vllm_process import VllmProcess
         from hone.models.hf import resolve_model
 
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        with VllmProcess(config, resolve_model(config.model.name), config.kv_cache_gib or cpu_gib()) as process:
+        with VllmProcess(config, resolve_model(config.model.name)) as process:
             process.process.wait()
             raise ValueError(f"vLLM has ended ({process.cause()})")

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from hone.engine.memory import FEW, cpu_gib
 from hone.models.families import FAMILIES, parse_model_config
 from hone.models.hf import empty_model, find_weights, hf_tensors, write_weights
 from hone.models.spec import read_model_config
@@ -37,6 +38,13 @@ class VllmFiles:
         self.has_to_untie = is_on_cpu and self.spec is not None and self.spec.tie_word_embeddings
         self.receivers: dict[str, Receiver] = {}  # by the kind of their messages
         self._host: Tensors | None = None  # weights on their way from a transport other than files
+
+    def cache_gib(self, sequences: int | None, length: int | None) -> float:
+        """On a CPU, where vLLM takes it all when it starts: what the longest sequences need, if there is room."""
+        if self.spec is None:
+            return cpu_gib()
+        tokens = (sequences or FEW) * (length or self.spec.max_position_embeddings)
+        return min(cpu_gib(), tokens * self.spec.cache_numbers * self.dtype.itemsize / 2**30)
 
     def first(self) -> Path:
         return self._untied(self.model) if self.has_to_untie else self.model

