@@ -8,6 +8,7 @@
     POST /v1/responses                  a conversation in the words of OpenAI's newer API, plain text alone
     POST /tokenize, /detokenize
     GET  /metrics                       for Prometheus
+    GET  /openapi.json                  the routes and their bodies
     and the control routes of inference/control.py
 
 Every refusal is a 4xx with a message in the OpenAI error form.
@@ -32,6 +33,7 @@ from hone.config.inference import InferenceConfig
 from hone.config.sections import API_KEY_VARIABLE, LOOPBACK
 from hone.inference.backends import Embedded, Vllm, takes_vllm
 from hone.inference.control import add_control
+from hone.inference.description import describe
 from hone.inference.metrics import text
 from hone.inference.openai import add_openai, refuse
 from hone.inference.served import Served
@@ -41,7 +43,7 @@ BODY, BODY_A_TOKEN = 2**24, 256  # bytes of a body: at least, and for each token
 
 
 def build_app(served: Served, api_key: str | None = None) -> FastAPI:
-    app = FastAPI(title="hone inference", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="hone inference", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
 
     app.add_middleware(Limit, served=served)
     if api_key is not None:  # asked first, before a body is read
@@ -74,6 +76,7 @@ def build_app(served: Served, api_key: str | None = None) -> FastAPI:
         return PlainTextResponse(text(await served.sampler.numbers()), media_type="text/plain; version=0.0.4")
 
     add_openai(app, served)
+    describe(app)
     return app
 
 

@@ -1,0 +1,49 @@
+"""The OpenAPI description of the server: `GET /openapi.json`. Routes whose bodies are read by hand are told of here."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+
+from hone.inference.protocol import ChatRequest, CompletionRequest, TokensRequest
+from hone.inference.responses import ResponsesRequest
+
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/chat/completions/tokens": TokensRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+}
+CODES = {
+    "400": "What was asked for is refused, in words.",
+    "401": "The API key is wrong or missing.",
+    "403": "Control routes answer to this machine alone, unless the server has an API key.",
+    "404": "There is no such model here.",
+    "413": "The body is larger than any request could be.",
+}
+
+
+def describe(app: FastAPI) -> None:
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _description(app)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _description(app: FastAPI) -> dict[str, Any]:
+    said = get_openapi(title=app.title, version="1", routes=app.routes)
+    schemas = said.setdefault("components", {}).setdefault("schemas", {})
+    for path, kind in BODIES.items():
+        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= schema.pop("$defs", {})
+        schemas[kind.__name__] = schema
+        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+        said["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+    for operations in said["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # such a request is answered 400
+            operation["responses"] |= {code: {"description": words} for code, words in CODES.items()}
+    return said
