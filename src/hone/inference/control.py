@@ -58,7 +58,7 @@ Sequence = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2)]
 
 class Ids(BaseModel):
     ids: Sequence | list[Sequence] = Field(min_length=1)
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, le=100)
 
 
 def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:

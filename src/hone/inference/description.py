@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from hone.inference.protocol import ChatRequest, CompletionRequest, TokensRequest
 from hone.inference.responses import ResponsesRequest
+from hone.inference.served import Served
 
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
@@ -24,24 +25,23 @@ CODES = {
 }
 
 
-def describe(app: FastAPI) -> None:
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _description(app)
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
+def describe(app: FastAPI, served: Served) -> None:
+    app.openapi = lambda: _description(app, served.names)  # type: ignore[method-assign]
 
 
-def _description(app: FastAPI) -> dict[str, Any]:
+def _description(app: FastAPI, names: list[str]) -> dict[str, Any]:
     said = get_openapi(title=app.title, version="1", routes=app.routes)
     schemas = said.setdefault("components", {}).setdefault("schemas", {})
     for path, kind in BODIES.items():
         schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas |= schema.pop("$defs", {})
+        schema["properties"]["model"]["enum"] = names
         schemas[kind.__name__] = schema
         content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
-        said["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+        post = said["paths"][path]["post"]
+        post["requestBody"] = {"required": True, "content": content}
+        if "stream" in schema["properties"]:
+            post["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     for operations in said["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # such a request is answered 400

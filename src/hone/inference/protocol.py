@@ -132,10 +132,10 @@ class Request(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)  # -1 and 0: all
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: FiniteFloat | None = Field(None, gt=0)
-    presence_penalty: FiniteFloat | None = None
-    frequency_penalty: FiniteFloat | None = None
-    logit_bias: dict[int, FiniteFloat] | None = None
+    repetition_penalty: FiniteFloat | None = Field(None, gt=0, le=1e6)
+    presence_penalty: FiniteFloat | None = Field(None, ge=-1e6, le=1e6)
+    frequency_penalty: FiniteFloat | None = Field(None, ge=-1e6, le=1e6)
+    logit_bias: dict[int, Annotated[FiniteFloat, Field(ge=-1e6, le=1e6)]] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None

@@ -57,7 +57,13 @@ class Served:
         return await self.state()
 
     def _check(self, directory: Path) -> None:
-        """Raises ValueError for a directory that is not among the allowed."""
+        """Raises ValueError for what is no directory, or is not among the allowed."""
+        try:
+            is_there = directory.is_dir()
+        except OSError:  # a name that no file can have
+            is_there = False
+        if not is_there:
+            raise ValueError(f"{directory} is not a directory here")
         if self.allowed is not None and not any(directory.resolve().is_relative_to(one) for one in self.allowed):
             known = ", ".join(map(str, self.allowed)) or "none"
             raise ValueError(

@@ -71,12 +71,12 @@ def build_app(served: Served, api_key: str | None = None) -> FastAPI:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return PlainTextResponse(text(await served.sampler.numbers()), media_type="text/plain; version=0.0.4")
 
     add_openai(app, served)
-    describe(app)
+    describe(app, served)
     return app
 
 
