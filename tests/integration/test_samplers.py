@@ -23,6 +23,8 @@ MESSAGES = [
     {"role": "system", "content": "Reverse the text character-by-character. Put your answer in <reversed_text> tags."},
     {"role": "user", "content": "hello"},
 ]
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": NOTHING}}]
 VLLM = ("--backend", "vllm", "--vllm-python", os.environ.get("VLLM_PYTHON", ""), "--enforce-eager")
 LENGTH = ("--max-model-len", 512)
 KINDS = ["hone", "transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
@@ -221,6 +223,8 @@ def test_answers_have_the_form_that_is_asked_for_or_it_is_refused(sampler, kind,
     of_regex = ask(sampler, structured_outputs={"regex": "[ab]{4}"}, max_tokens=20).json()["choices"][0]
     assert re.fullmatch("[ab]{4}", of_regex["message"]["content"])
     scored = of_model(trained, ask(sampler, max_tokens=1).json()["prompt_token_ids"] + of_regex["token_ids"])
+    called = ask(sampler, tools=TOOLS, tool_choice="required", max_tokens=100).json()["choices"][0]
+    assert called["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
     if kind == "hone":  # vLLM's are renormalised over what the form allows
         assert of_regex["token_logprobs"][:4] == pytest.approx(scored[-len(of_regex["token_ids"]) :][:4], abs=2e-3)
 

@@ -41,7 +41,7 @@ def _description(app: FastAPI, names: list[str]) -> dict[str, Any]:
         post = said["paths"][path]["post"]
         post["requestBody"] = {"required": True, "content": content}
         if "stream" in schema["properties"]:
-            post["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+            post["responses"]["200"]["content"]["text/event-stream"] = {"schema": {}}
     for operations in said["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # such a request is answered 400

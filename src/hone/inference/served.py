@@ -51,6 +51,7 @@ class Served:
         """Takes a LoRA adapter; requests name it as their model."""
         if name == self.name:
             raise ValueError(f"lora_name: {name!r} is the name of the model itself")
+        self.sampler.require("adapters")
         self._check(directory)
         await self.sampler.load_adapter(name, directory)
         log.info("Took adapter %s from %s", name, directory)

@@ -5,11 +5,12 @@
             └── pieces ◄── engine.progress({name: known}), now and then, on the compute thread
 
 A look costs the engine as much for a hundred streams as for one, so what a stream hands on is what came since the last
-look, a few tokens at a time.
+look, a few tokens at a time; the more there is to hand on, the longer until the next.
 """
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,8 +20,8 @@ from hone.records import Completion, GenerateRequest
 from hone.text.stops import cut, held_back
 from hone.text.tokenizer import Tokenizer
 
-LOOK = 0.01  # seconds between two looks …
-LOOK_EACH = 0.0005  # … and more for each stream: handing on is work for the loop that serves
+LOOK, SELDOM = 0.01, 0.5  # seconds between two looks, at least and at most: …
+SHARE = 12  # … so many times as long as handing on takes, which is work beside what computes
 
 
 @dataclass
@@ -82,7 +83,10 @@ class Streams:
                     one = self.open[name]
                     one.known += len(piece.ids)
                     one.pieces.put_nowait((one.index, piece))
-            await asyncio.sleep(LOOK + LOOK_EACH * len(self.open))
+            start = time.perf_counter()
+            for _ in range(3):  # those who wait take their pieces, write them, and wait again
+                await asyncio.sleep(0)
+            await asyncio.sleep(min(max(LOOK, SHARE * (time.perf_counter() - start)), SELDOM))
 
 
 class Spelling:

@@ -203,6 +203,8 @@ def flags(config: InferenceConfig, model: Path, dtype: str, kv_cache_gib: float,
         "generation_config": "vllm",  # requests say how to draw, not a file of the model
         "logprobs_mode": "processed_logprobs",  # log-softmax(logits / T), as Hone's engine has it
         "max_logprobs": 20,
+        # llguidance, as here; its older versions know no bound for the whitespace of JSON but none at all.
+        "structured_outputs_config": {"backend": "guidance", "disable_any_whitespace": True},
         "disable_uvicorn_access_log": True,
         "load_format": "dummy" if config.model.random_init else None,
         "enforce_eager": config.enforce_eager,
