@@ -31,31 +31,53 @@ def body(model: str, i: int, tokens: int, is_streamed: bool) -> dict:
     return {"model": model, "messages": messages, "max_tokens": tokens, "seed": i, "stream": is_streamed, **DRAWN}
 
 
+class Connection:
+    """One connection to a server, whose answers stay bytes: what it costs is little beside what is measured."""
+
+    def __init__(self, url: str) -> None:
+        self.host, self.port = url.split("//")[1].split("/")[0].split(":")
+
+    async def open(self) -> "Connection":
+        self.reader, self.writer = await asyncio.open_connection(self.host, int(self.port), limit=2**24)
+        return self
+
+    async def post(self, asked: bytes) -> bytes:
+        self.writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(asked) + asked
+        )
+        head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
+        assert head.startswith(b"http/1.1 200"), head
+        if b"content-length:" in head:
+            return await self.reader.readexactly(int(head.split(b"content-length:")[1].split(b"\r\n")[0]))
+        return await self.reader.readuntil(b"\r\n0\r\n\r\n")
+
+
+def tokens_of(answer: bytes) -> int:
+    """That have a logprob."""
+    if answer.startswith(b"{"):
+        return len(json.loads(answer)["choices"][0]["logprobs"]["content"])
+    parts = []
+    while size := int((head := answer.partition(b"\r\n"))[0], 16):
+        parts.append(head[2][:size])
+        answer = head[2][size + 2 :]
+    lines = b"".join(parts).decode().splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    found = [choice.get("logprobs") or {} for event in events for choice in event["choices"]]
+    return sum(len(one.get("content") or []) for one in found)
+
+
 async def load(url: str, model: str, requests: int, tokens: int, is_streamed: bool) -> float:
-    """Tokens a second."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    clients = [httpx.AsyncClient(timeout=600, limits=limits, trust_env=False) for _ in range(-(-requests // 32))]
-
-    async def one(i: int) -> int:
-        asked, client = body(model, i, tokens, is_streamed), clients[i // 32]
-        if not is_streamed:
-            answer = await client.post(f"{url}/chat/completions", json=asked)
-            assert answer.status_code == 200, answer.text
-            return len(answer.json()["choices"][0]["logprobs"]["content"])
-        count = 0
-        async with client.stream("POST", f"{url}/chat/completions", json=asked) as answer:
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    for choice in json.loads(line[6:])["choices"]:
-                        count += len((choice.get("logprobs") or {}).get("content") or [])
-        return count
-
+    """Tokens a second, until the last byte of the last answer is there."""
+    bodies = [json.dumps(body(model, i, tokens, is_streamed)).encode() for i in range(requests)]
+    connections = [await Connection(url).open() for _ in bodies]
     start = time.perf_counter()
-    counts = await asyncio.gather(*map(one, range(requests)))
+    answers = await asyncio.gather(*(one.post(asked) for one, asked in zip(connections, bodies)))
     seconds = time.perf_counter() - start
-    for client in clients:
-        await client.aclose()
-    assert set(counts) == {tokens}, sorted(set(counts))
+    for one in connections:
+        one.writer.close()
+    counts = {tokens_of(answer) for answer in answers}
+    assert counts == {tokens}, counts
     return requests * tokens / seconds
 
 

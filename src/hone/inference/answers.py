@@ -6,6 +6,7 @@
 Whole or in pieces, the same tokens give the same text, logprobs and tool calls.
 """
 
+import itertools
 import json
 import math
 import time
@@ -21,7 +22,8 @@ from hone.text.stops import cut
 from hone.text.tokenizer import Tokenizer
 
 Choice = dict[str, Any]
-PLACE = uuid.uuid4().hex  # nobody outside knows it
+PLACE = uuid.uuid4().hex  # of which nobody outside knows the second half
+NUMBERS = itertools.count()
 
 
 class Answer:
@@ -35,7 +37,7 @@ class Answer:
         self.has_form = request.form() is not None or (isinstance(request, ChatRequest) and request.must_call)
         self._written: dict[str, str] = {}  # what is JSON already, by what stands for it
         self.head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "id": f"{self.prefix}-{PLACE[:16]}{next(NUMBERS):016x}",
             "created": int(time.time()),  # noqa: TID251
             "model": request.model,
         }
@@ -130,14 +132,15 @@ class ChatAnswer(Answer):
     def around(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompts[0]} if self.request.return_token_ids else {}
 
-    def choice(self, index: int, completion: Completion) -> Choice:
+    def _message(self, completion: Completion) -> tuple[dict[str, Any], str]:
+        """What was said, and why it ended."""
         turn = self.tokenizer.turn(self.prompt, self.prompts[0], completion, self.text(completion))
         called = bool(turn.tool_calls) and completion.finish_reason == "stop"
-        choice = {
-            "message": turn.message,
-            "finish_reason": "tool_calls" if called else completion.finish_reason,
-            "logprobs": self._logprobs(completion),
-        }
+        return turn.message, "tool_calls" if called else completion.finish_reason
+
+    def choice(self, index: int, completion: Completion) -> Choice:
+        message, reason = self._message(completion)
+        choice = {"message": message, "finish_reason": reason, "logprobs": self._logprobs(completion)}
         return choice | ({"routing": completion.routing} if self.chat.return_routing else {})
 
     @property
@@ -155,12 +158,11 @@ class ChatAnswer(Answer):
         return choice | {"logprobs": self._logprobs(piece), **self.extras(piece)}
 
     def last(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
-        choice = self.choice(index, whole)
-        message: dict[str, Any] = choice["message"]
+        message, reason = self._message(whole)
         calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls") or [])]
         said = spelling.rest(message["content"])
         delta = {**({"content": said} if said else {}), **({"tool_calls": calls} if calls else {})}
-        done = {"index": index, "delta": delta, "finish_reason": choice["finish_reason"]}
+        done = {"index": index, "delta": delta, "finish_reason": reason}
         return done | {"logprobs": self._logprobs(piece), **self.extras(piece)}
 
     def _logprobs(self, completion: Completion) -> dict[str, Any] | None:

@@ -5,21 +5,22 @@ request ─► token ids (in a thread where the text is long) ─► GenerateReq
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 
 from hone.inference import protocol
-from hone.inference.answers import Answer, ChatAnswer, TextAnswer, error_body, joined_pieces
+from hone.inference.answers import Answer, ChatAnswer, TextAnswer, error_body
+from hone.inference.connection import HungUp, unless_gone
 from hone.inference.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, TokensRequest
 from hone.inference.responses import ResponsesAnswer, ResponsesRequest
 from hone.inference.sampler import Sampler
 from hone.inference.served import Served
+from hone.inference.streaming import streamed
 from hone.records import Completion, ContextFull, GenerateRequest, other_seed
 from hone.text.forms import Following, of_call
 from hone.text.stops import StopStrings
@@ -33,10 +34,6 @@ class Refusal(ValueError):
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.param = status, param
-
-
-class HungUp(Exception):
-    """The client has gone."""
 
 
 def refuse(
@@ -119,7 +116,7 @@ def add_openai(app: FastAPI, served: Served) -> None:
             requests = _requests(body, prompt_ids, served, wanted, room)
             answer = kind(body, prompt, prompt_ids, tokenizer)
             if body.stream:
-                return await streamed(sampler, answer, requests)
+                return await streamed(connection, sampler, answer, requests)
             completions = await unless_gone(connection, *(sampler.generate(request) for request in requests))
             if body.so_far:
                 completions = [joined(one, rest) for one, rest in zip(body.so_far, completions, strict=True)]
@@ -144,7 +141,7 @@ def add_openai(app: FastAPI, served: Served) -> None:
             wanted = body.max_tokens if "max_tokens" in body.model_fields_set else 16
             requests = [r for ids in prompts for r in _requests(body, ids, served, wanted, room)]
             if body.stream and body.max_tokens != 0:
-                return await streamed(sampler, TextAnswer(body, prompts, tokenizer), requests)
+                return await streamed(connection, sampler, TextAnswer(body, prompts, tokenizer), requests)
             echoed = await _echoed(body, prompts, sampler) if body.echo and body.logprobs is not None else None
             if body.max_tokens == 0:
                 done = [Completion([], [], [], "length", []) for _ in requests]
@@ -188,65 +185,6 @@ def add_openai(app: FastAPI, served: Served) -> None:
         return {"prompt": served.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
 
-async def streamed(sampler: Sampler, answer: Answer, requests: Sequence[GenerateRequest]) -> Response:
-    """Server-sent events; a refusal comes before the first of them, as a refusal of its own. Raises ValueError."""
-    events = _events(sampler, answer, requests)
-    head = await anext(events)
-
-    async def all_of_them() -> AsyncIterator[str]:
-        async with aclosing(events):
-            yield head
-            async for event in events:
-                yield event
-
-    return StreamingResponse(all_of_them(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-
-async def _events(sampler: Sampler, answer: Answer, requests: Sequence[GenerateRequest]) -> AsyncGenerator[str, None]:
-    options, count = answer.request.stream_options, len(requests)
-    each_usage = options is not None and bool(options.continuous_usage_stats)
-    spellings = [answer.spelling() for _ in requests]
-    pieces: list[list[Completion]] = [[] for _ in requests]
-    written = 0
-
-    def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
-        usage = {"usage": answer.usage(written)} if each_usage else {}
-        return _event(answer, answer.chunk(choices, **usage, **more))
-
-    def opening() -> str:
-        firsts = [choice for i in range(count) if (choice := answer.first(i)) is not None]
-        return "".join(chunk([choice], **answer.around()) for choice in firsts)
-
-    begun = False
-    try:
-        async with aclosing(sampler.stream(requests)) as found:
-            async for i, piece in found:
-                said = "" if begun else opening()
-                begun = True
-                spelling, offset = spellings[i], spellings[i].sent
-                pieces[i].append(piece)
-                written += len(piece.ids)
-                if piece.finish_reason:
-                    whole = joined_pieces(pieces[i])
-                    said += chunk([answer.last(i, spelling, piece, whole)])
-                else:
-                    said += chunk([answer.piece(i, spelling.more(piece.ids), piece, offset)])
-                yield said
-    except Exception as error:
-        if not begun:
-            raise
-        # The engine failed: the client learns of it in the stream.
-        yield _event(answer, error_body(500, f"{type(error).__name__}: {error}", "server_error"))
-        return
-    if options is not None and options.include_usage:
-        yield _event(answer, answer.chunk([], usage=answer.usage(written)))
-    yield "data: [DONE]\n\n"
-
-
-def _event(answer: Answer, value: dict[str, Any]) -> str:
-    return f"data: {answer.encode(value)}\n\n"
-
-
 def whole(answer: Answer, completions: Sequence[Completion]) -> Response:
     return Response(answer.encode(answer.body(completions)), media_type="application/json")
 
@@ -281,22 +219,6 @@ async def beside(work: Callable[[], T], size: int, served: Served | None = None)
 def _size(messages: Sequence[protocol.ChatMessage]) -> int:
     """Characters, about."""
     return sum(len(one.content) if isinstance(one.content, str) else len(str(one.content)) for one in messages)
-
-
-async def unless_gone(connection: Request, *work: Coroutine[Any, Any, T]) -> list[T]:
-    """The results, in order. When the client hangs up first, all of it is cancelled. Raises HungUp."""
-    results = asyncio.gather(*work)
-    hung_up = asyncio.ensure_future(connection.receive())  # after the body this says only that the client is gone
-    hung_up.add_done_callback(lambda _: results.cancel())
-    try:
-        return await results
-    except asyncio.CancelledError:
-        me = asyncio.current_task()
-        if not hung_up.done() or me is None or me.cancelling():
-            raise  # the server is being ended
-        raise HungUp from None
-    finally:
-        hung_up.cancel()
 
 
 def _requests(

@@ -20,8 +20,8 @@ from hone.records import Completion, GenerateRequest
 from hone.text.stops import cut, held_back
 from hone.text.tokenizer import Tokenizer
 
-LOOK, SELDOM = 0.01, 0.5  # seconds between two looks, at least and at most: …
-SHARE = 12  # … so many times as long as handing on takes, which is work beside what computes
+LOOK, LOOK_EACH = 0.01, 0.0004  # seconds between two looks, at least: for one stream, and for each …
+SHARE, SELDOM = 20, 0.5  # … so many times as long as handing on took, which is work beside what computes; at most
 
 
 @dataclass
@@ -86,7 +86,8 @@ class Streams:
             start = time.perf_counter()
             for _ in range(3):  # those who wait take their pieces, write them, and wait again
                 await asyncio.sleep(0)
-            await asyncio.sleep(min(max(LOOK, SHARE * (time.perf_counter() - start)), SELDOM))
+            pause = max(LOOK, LOOK_EACH * len(self.open), SHARE * (time.perf_counter() - start))
+            await asyncio.sleep(min(pause, SELDOM))
 
 
 class Spelling:

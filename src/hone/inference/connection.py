@@ -1,0 +1,82 @@
+"""The connection of one request: the client that hangs up, and the one that reads while there is something to read."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from starlette.types import Message, Receive, Scope, Send
+
+T = TypeVar("T")
+DONE = "data: [DONE]\n\n"
+HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class HungUp(Exception):
+    """The client has gone."""
+
+
+class Listening:
+    """While it is open, the task that opened it is cancelled when the client hangs up, which raises HungUp there.
+
+    After the body of a request all that is received is that the client is gone.
+    """
+
+    def __init__(self, connection: Request) -> None:
+        self.connection = connection
+
+    def __enter__(self) -> "Listening":
+        self.task, self.was_cut = asyncio.current_task(), False
+        self.hung_up = asyncio.ensure_future(self.connection.receive())
+        self.hung_up.add_done_callback(self._cut)
+        return self
+
+    def _cut(self, hung_up: "asyncio.Future[Any]") -> None:
+        if not hung_up.cancelled() and self.task is not None:
+            self.was_cut = True
+            self.task.cancel()
+
+    def close(self) -> None:
+        self.hung_up.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+        if kind is asyncio.CancelledError and self.was_cut and self.task is not None and not self.task.uncancel():
+            raise HungUp from None
+
+
+async def unless_gone(connection: Request, *work: Coroutine[Any, Any, T]) -> list[T]:
+    """The results, in order. When the client hangs up first, all of it is cancelled. Raises HungUp."""
+    with Listening(connection):
+        return [await work[0]] if len(work) == 1 else await asyncio.gather(*work)
+
+
+class EventStream(Response):
+    """Server-sent events as they come, the last of which ends with DONE. When the client hangs up, `events` is closed
+    at once."""
+
+    def __init__(self, head: str, events: AsyncGenerator[str, None], listening: Listening) -> None:
+        super().__init__(media_type="text/event-stream")
+        self.head, self.events, self.listening = head, events, listening
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(self.events):
+                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                await send(self._part(self.head))
+                async for event in self.events:
+                    await send(self._part(event))
+        except BaseException as error:
+            try:
+                self.listening.__exit__(type(error), error, None)
+            except HungUp:
+                return
+            raise
+
+    def _part(self, event: str) -> Message:
+        is_last = event.endswith(DONE)
+        if is_last:
+            self.listening.close()  # that the answer is over is not that the client is gone
+        return {"type": "http.response.body", "body": event.encode(), "more_body": not is_last}

@@ -1,0 +1,77 @@
+"""Answers as server-sent events, while they are written.
+
+Sampler.stream ── pieces ──► Spelling: what can be said of them ──► chunks ──► EventStream
+"""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request, Response
+
+from hone.inference.answers import Answer, error_body, joined_pieces
+from hone.inference.connection import DONE, EventStream, Listening
+from hone.inference.sampler import Sampler
+from hone.records import Completion, GenerateRequest
+
+
+async def streamed(
+    connection: Request, sampler: Sampler, answer: Answer, requests: Sequence[GenerateRequest]
+) -> Response:
+    """Server-sent events; a refusal comes before the first, as a refusal of its own. Raises ValueError, HungUp."""
+    events, listening = _events(sampler, answer, requests), Listening(connection).__enter__()
+    try:
+        head = await anext(events)
+    except BaseException as error:
+        await events.aclose()
+        listening.__exit__(type(error), error, None)
+        raise
+    return EventStream(head, events, listening)  # which listens on
+
+
+async def _events(sampler: Sampler, answer: Answer, requests: Sequence[GenerateRequest]) -> AsyncGenerator[str, None]:
+    options, count = answer.request.stream_options, len(requests)
+    each_usage = options is not None and bool(options.continuous_usage_stats)
+    spellings = [answer.spelling() for _ in requests]
+    pieces: list[list[Completion]] = [[] for _ in requests]
+    written, left = 0, len(requests)
+
+    def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
+        usage = {"usage": answer.usage(written)} if each_usage else {}
+        return _event(answer, answer.chunk(choices, **usage, **more))
+
+    def opening() -> str:
+        firsts = [choice for i in range(count) if (choice := answer.first(i)) is not None]
+        return "".join(chunk([choice], **answer.around()) for choice in firsts)
+
+    def closing() -> str:
+        has_usage = options is not None and options.include_usage
+        return (_event(answer, answer.chunk([], usage=answer.usage(written))) if has_usage else "") + DONE
+
+    begun = False
+    try:
+        async with aclosing(sampler.stream(requests)) as found:
+            async for i, piece in found:
+                said = "" if begun else opening()
+                begun = True
+                spelling, offset = spellings[i], spellings[i].sent
+                pieces[i].append(piece)
+                written += len(piece.ids)
+                if piece.finish_reason:
+                    whole = joined_pieces(pieces[i])
+                    said += chunk([answer.last(i, spelling, piece, whole)])
+                    left -= 1
+                else:
+                    said += chunk([answer.piece(i, spelling.more(piece.ids), piece, offset)])
+                if not left:
+                    said += closing()
+                yield said
+    except Exception as error:
+        if not begun:
+            raise
+        # The engine failed: the client learns of it in the stream.
+        yield _event(answer, error_body(500, f"{type(error).__name__}: {error}", "server_error")) + DONE
+
+
+def _event(answer: Answer, value: dict[str, Any]) -> str:
+    return f"data: {answer.encode(value)}\n\n"
