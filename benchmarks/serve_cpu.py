@@ -11,11 +11,13 @@ import argparse
 import asyncio
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -82,12 +84,16 @@ async def load(url: str, model: str, requests: int, tokens: int, is_streamed: bo
 
 
 @contextmanager
-def running(words: list[str], port: int, model: str, env: dict[str, str]) -> Iterator[tuple[str, float]]:
-    """The address, and seconds until the first answer."""
-    url, start = f"http://127.0.0.1:{port}/v1", time.perf_counter()
+def running(words: list[str], port: str, model: str, env: dict[str, str]) -> Iterator[tuple[str, float]]:
+    """The address, and seconds until the first answer. `port`: the option that names it."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        number = sock.getsockname()[1]
+    url, start = f"http://127.0.0.1:{number}/v1", time.perf_counter()
     process = subprocess.Popen(
-        words, env={**os.environ, **env}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+        [*words, port, str(number)], env={**os.environ, **env}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
     try:
         while True:
             try:
@@ -104,6 +110,8 @@ def running(words: list[str], port: int, model: str, env: dict[str, str]) -> Ite
     finally:
         process.terminate()
         process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # engines that outlive their server
 
 
 def measure(url: str, model: str, requests: int, tokens: int, rounds: int) -> dict[str, list[float]]:
@@ -126,12 +134,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--port", type=int, default=8777)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     amount = (args.requests, args.tokens, args.rounds)
-    words = [str(BIN / "inference"), "--model.name", args.model, "--server.port", str(args.port)]
-    with running(words, args.port, args.model, {}) as (url, startup):
+    words = [str(BIN / "inference"), "--model.name", args.model]
+    with running(words, "--server.port", args.model, {}) as (url, startup):
         ours = measure(url, args.model, *amount)
     whole, streamed, alone = (median(ours[key]) for key in ("whole", "streamed", "alone_ms"))
     print(f"Hone: {whole:.0f} tokens/s, streamed {streamed:.0f} ({streamed / whole:.2f}), alone {alone:.2f} ms a "
@@ -142,9 +149,9 @@ def main() -> None:
         for binding in args.peer_bindings.split(","):
             env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": binding}
             words = [args.peer, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, "--dtype", dtype,
-                     "--max-model-len", "512", "--port", str(args.port + 1), "--host", "127.0.0.1",
+                     "--max-model-len", "512", "--host", "127.0.0.1",
                      "--enforce-eager"]  # fmt: skip
-            with running(words, args.port + 1, args.model, env) as (url, startup):
+            with running(words, "--port", args.model, env) as (url, startup):
                 peer = measure(url, args.model, *amount)
             print(f"vLLM, {dtype}, {binding}: {max(peer['whole']):.0f} tokens/s at best, streamed "
                   f"{max(peer['streamed']):.0f}, alone {min(peer['alone_ms']):.2f} ms a token, first answer after "

@@ -328,6 +328,14 @@ def test_several_servers_share_the_groups(trained, tmp_path):
             server.stop()
 
 
+def test_a_run_starts_several_servers_of_its_own(trained, tmp_path):
+    out = tmp_path / "run"
+    processes(out, trained, "--max-steps", 3, "--inference-replicas", 2)
+    assert len(metrics(out)) == 3 and gone(out, 0.5)
+    logs = [(out / "logs" / f"inference_{i}.log").read_text() for i in range(2)]
+    assert all("Took version 3" in log for log in logs)
+
+
 def test_control_routes(server, trained):
     root, chat = server.url.removesuffix("/v1"), f"{server.url}/chat/completions"
     assert http.post(f"{root}/pause?mode=never").status_code == 400

@@ -132,8 +132,11 @@ class RLConfig(ResumableConfig):
     max_async_level: AsyncLevel = 1
     """Steps that sampling may be ahead of training, in separate processes; 0 waits for each new version, more keeps
     both sides busy on older weights. In one process sampling never runs ahead."""
+    inference_replicas: Free[Positive] = 1
+    """Inference servers to start; groups of rollouts are spread over them, and each gets its part of
+    inference_gpu_ids."""
     inference_gpu_ids: Free[Annotated[list[int], BeforeValidator(as_list)]] = Field(default=[0])
-    """GPUs of the inference server, by number."""
+    """GPUs of the inference servers, by number."""
     trainer_gpu_ids: Free[Annotated[list[int], BeforeValidator(as_list)]] = Field(default=[1])
     """GPUs of the trainer, by number, with one process for each; without GPUs, as many processes on the CPU."""
     weights: Free[WeightsConfig] = WeightsConfig()

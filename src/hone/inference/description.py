@@ -38,10 +38,14 @@ def _description(app: FastAPI, names: list[str]) -> dict[str, Any]:
         schema["properties"]["model"]["enum"] = names
         schemas[kind.__name__] = schema
         content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
-        post = said["paths"][path]["post"]
-        post["requestBody"] = {"required": True, "content": content}
-        if "stream" in schema["properties"]:
-            post["responses"]["200"]["content"]["text/event-stream"] = {"schema": {}}
+        kinds = ["application/json", *(["text/event-stream"] if "stream" in schema["properties"] else [])]
+        said["paths"][path] = {
+            "post": {
+                "summary": kind.__doc__ or path,
+                "requestBody": {"required": True, "content": content},
+                "responses": {"200": {"description": "The answer.", "content": {one: {"schema": {}} for one in kinds}}},
+            }
+        }
     for operations in said["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # such a request is answered 400

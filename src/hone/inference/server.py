@@ -14,6 +14,7 @@
 Every refusal is a 4xx with a message in the OpenAI error form.
 """
 
+import asyncio
 import hmac
 import logging
 import os
@@ -40,6 +41,7 @@ from hone.inference.served import Served
 
 log = logging.getLogger("hone.inference")
 BODY, BODY_A_TOKEN = 2**24, 256  # bytes of a body: at least, and for each token of the context
+STILL, OPEN = 60.0, 8192  # seconds that a client may send or read nothing; requests that may be open together
 
 
 def build_app(served: Served, api_key: str | None = None) -> FastAPI:
@@ -97,29 +99,52 @@ class KeyGuard:
 
 
 class Limit:
-    """Refuses bodies that are larger than any request that could be answered."""
+    """Refuses bodies that are larger than any request that could be answered or do not come, and requests beyond those
+    that a server may have open; lets go of clients that do not read."""
 
     def __init__(self, app: ASGIApp, served: Served) -> None:
-        self.app, self.served = app, served
+        self.app, self.served, self.open = app, served, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] == "/health":
             return await self.app(scope, receive, send)
-        most, read = max(BODY, BODY_A_TOKEN * self.served.sampler.context), 0
+        most = max(BODY, BODY_A_TOKEN * self.served.sampler.context)
         words = f"the body is over {most} bytes, more than a request can use"
         told = dict(scope["headers"]).get(b"content-length", b"")
         if told.isdigit() and int(told) > most:
             return await refuse(413, words)(scope, receive, send)
+        if self.open >= OPEN:
+            busy = f"{OPEN} requests are open, more than this server takes; ask again later"
+            return await refuse(429, busy, "rate_limit_error")(scope, receive, send)
+        read, is_whole = 0, False
 
         async def counted() -> Message:
-            nonlocal read
-            message = await receive()
+            nonlocal read, is_whole
+            if is_whole:  # what comes is that the client hangs up
+                return await receive()
+            try:
+                async with asyncio.timeout(STILL):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"nothing of the body has come for {STILL:.0f} s") from None
             read += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
             if read > most:
                 raise HTTPException(413, words)
             return message
 
-        await self.app(scope, counted, send)
+        async def read_by_somebody(message: Message) -> None:
+            try:
+                async with asyncio.timeout(STILL):
+                    await send(message)
+            except TimeoutError:
+                raise ConnectionError(f"a client has read nothing for {STILL:.0f} s: it is let go") from None
+
+        self.open += 1
+        try:
+            await self.app(scope, counted, read_by_somebody)
+        finally:
+            self.open -= 1
 
 
 def bind(host: str, port: int) -> socket.socket:

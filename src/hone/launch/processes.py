@@ -1,6 +1,6 @@
 """`rl` as processes: starts inference, orchestrator and trainer, watches them, and ends them all when one ends badly.
 
-    rl ─┬─ inference      (unless a running server is used)    logs/inference.log
+    rl ─┬─ inference      (unless running servers are used)    logs/inference.log, or inference_0.log, …
         ├─ orchestrator   ── HTTP ──► inference                logs/orchestrator.log, console
         └─ trainer        ── files of the run directory ──     logs/trainer.log, console; a process for each of its GPUs
 
@@ -56,7 +56,7 @@ def launch(config: RLConfig) -> None:
     keys = {API_KEY_VARIABLE: key} if key else {}
     configs = component_configs(config, has_key=bool(key))
     run.write_config(to_toml(config))
-    gpus = {"inference": config.inference_gpu_ids, "trainer": config.trainer_gpu_ids}
+    gpus: dict[str, list[int] | None] = {"trainer": config.trainer_gpu_ids, **gpus_of_servers(config)}
     children: list[Child] = []
 
     def interrupt(number: int, _: object) -> None:
@@ -69,7 +69,8 @@ def launch(config: RLConfig) -> None:
             file = run.write_config(to_toml(component), name)
             environment = keys | threads(config) | visible_gpus(gpus.get(name), config)
             ranks = environments_of_ranks(len(config.trainer_gpu_ids)) if name == "trainer" else [{}]
-            children += [Child(name, file, environment | rank, run.logs) for rank in ranks]
+            command = "inference" if name.startswith("inference") else name
+            children += [Child(name, command, file, environment | rank, run.logs) for rank in ranks]
         log.info("Started %s; logs in %s", ", ".join(f"{c.name} ({c.process.pid})" for c in children), run.logs)
         watch(children)
     finally:
@@ -96,26 +97,46 @@ def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
     orchestrator["wandb"] = config.wandb and config.wandb.model_dump()
     if config.inference is not None:
         server = config.inference.server
-        port = server.port or free_port()
         allowed = config.inference.allowed_dirs or [config.output_dir]
         if server.host not in (*EVERYWHERE, *LOOPBACK) and not has_key:
             raise ValueError(
                 f"inference.server.host {server.host}: control routes answer to loopback alone without a key; "
                 f"give one with --inference.api-key or {API_KEY_VARIABLE}"
             )
-        configs["inference"] = InferenceConfig.model_validate(
-            config.inference.model_dump()
-            | beside_trainer(config)
-            | {"server": {"host": server.host, "port": port}, "allowed_dirs": allowed}
-            | {key: common[key] for key in ("model", "seed", "log_level")}
-        )
-        host = "localhost" if server.host in (*EVERYWHERE, *LOOPBACK) else server.host
-        orchestrator["client"]["base_url"] = [f"http://{host}:{port}/v1"]
+        host, urls = "localhost" if server.host in (*EVERYWHERE, *LOOPBACK) else server.host, []
+        for i, name in enumerate(names_of_servers(config)):
+            port = server.port + i if server.port else free_port()
+            urls.append(f"http://{host}:{port}/v1")
+            configs[name] = InferenceConfig.model_validate(
+                config.inference.model_dump()
+                | beside_trainer(config)
+                | {"server": {"host": server.host, "port": port}, "allowed_dirs": allowed}
+                | {key: common[key] for key in ("model", "seed", "log_level")}
+            )
+        orchestrator["client"]["base_url"] = urls
         if has_key:
             orchestrator["client"]["api_key_var"] = API_KEY_VARIABLE
     configs["orchestrator"] = OrchestratorRunConfig.model_validate(orchestrator)
     configs["trainer"] = TrainerRunConfig.model_validate(config.trainer.model_dump() | common | own)
     return configs
+
+
+def names_of_servers(config: RLConfig) -> list[str]:
+    count = config.inference_replicas
+    return ["inference"] if count == 1 else [f"inference_{i}" for i in range(count)]
+
+
+def gpus_of_servers(config: RLConfig) -> dict[str, list[int]]:
+    """The GPUs of each server: as many for one as for another. Raises ValueError where they cannot be divided."""
+    ids, names = config.inference_gpu_ids, names_of_servers(config)
+    if len(names) == 1 or not visible_gpus(ids, config):
+        return dict.fromkeys(names, ids)
+    each, rest = divmod(len(ids), len(names))
+    if rest or not each:
+        raise ValueError(
+            f"inference_gpu_ids: {len(ids)} GPUs cannot be divided among {len(names)} servers (inference_replicas)"
+        )
+    return {name: ids[i * each : (i + 1) * each] for i, name in enumerate(names)}
 
 
 def beside_trainer(config: RLConfig) -> dict[str, Any]:
@@ -134,7 +155,7 @@ def free_port() -> int:
 
 def threads(config: RLConfig) -> dict[str, str]:
     """OMP_NUM_THREADS, which divides the cores among the trainer's ranks and the inference server."""
-    count = len(config.trainer_gpu_ids) + (config.inference is not None)
+    count = len(config.trainer_gpu_ids) + (config.inference_replicas if config.inference is not None else 0)
     return {"OMP_NUM_THREADS": str(max(1, machine.cores() // count))}
 
 
@@ -175,13 +196,13 @@ async def require_servers(config: RLConfig) -> None:
 class Child:
     """A component's process, and what it last said."""
 
-    def __init__(self, name: str, config: Path, environment: dict[str, str], logs: Path) -> None:
-        self.name, self.said = name, deque[str](maxlen=50)
+    def __init__(self, name: str, command: str, config: Path, environment: dict[str, str], logs: Path) -> None:
+        self.name, self.is_server, self.said = name, command == "inference", deque[str](maxlen=50)
         self.title = f"{name} rank {environment['RANK']}" if "RANK" in environment else name
-        self.words = [sys.executable, "-m", "hone", name, "@", str(config)]
+        self.words = [sys.executable, "-m", "hone", command, "@", str(config)]
         self.environment = os.environ | environment | {"HONE_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         # Trainer and orchestrator keep their own logs and speak on the console; inference is heard from its log alone.
-        self.log = (logs / f"{name}.log").open("w") if name == "inference" else None
+        self.log = (logs / f"{name}.log").open("w") if self.is_server else None
         self.start()
 
     def start(self) -> None:
@@ -223,15 +244,15 @@ def watch(children: list[Child]) -> None:
     while True:
         for child in children:
             code = child.process.poll()
-            if child.name == "inference" and code is not None and (code < 0 or code == BACKEND_LOST):
+            if child.is_server and code is not None and (code < 0 or code == BACKEND_LOST):
                 kills.append(time.monotonic())
                 if len(kills) < KILLS or kills[-1] - kills[0] > WITHIN:
                     log.warning("%s; started again", child.cause())
                     child.start()
                     continue
-            if code is not None and (code != 0 or child.name == "inference"):
+            if code is not None and (code != 0 or child.is_server):
                 raise ValueError(child.cause())
-        if all(child.process.poll() == 0 for child in children if child.name != "inference"):
+        if all(child.process.poll() == 0 for child in children if not child.is_server):
             return
         time.sleep(0.1)
 
