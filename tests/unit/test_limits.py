@@ -1,4 +1,4 @@
-"""What a server bears of its clients: bodies that do not come or do not end, readers that do not read, too many at once."""
+"""What a server bears of its clients: bodies that do not come or do not end, who does not read, too many at once."""
 
 import asyncio
 import json
