@@ -13,7 +13,8 @@ unexport PYTHONDONTWRITEBYTECODE
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml uv.lock | $(UV)
-	$(UV) sync --locked --inexact  # what was installed beside, as your own environments, stays
+	@# What was installed beside, as your own environments, stays. llguidance has no build for systems before glibc 2.31.
+	$(UV) sync --locked --inexact --extra forms --no-build-package llguidance || $(UV) sync --locked --inexact
 	$(RUN) python -m hone.launch.kernels
 	@touch $@
 

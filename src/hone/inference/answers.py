@@ -34,7 +34,7 @@ class Answer:
     def __init__(self, request: Request, prompts: list[list[int]], tokenizer: Tokenizer) -> None:
         self.request, self.prompts, self.tokenizer = request, prompts, tokenizer
         self.skip = request.skip_special_tokens is not False
-        self.has_form = request.form() is not None or (isinstance(request, ChatRequest) and request.must_call)
+        self.has_form = request.has_form
         self._written: dict[str, str] = {}  # what is JSON already, by what stands for it
         self.head = {
             "id": f"{self.prefix}-{PLACE[:16]}{next(NUMBERS):016x}",

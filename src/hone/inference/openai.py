@@ -127,7 +127,7 @@ def add_openai(app: FastAPI, served: Served) -> None:
             if body.max_total_tokens is not None:
                 room = min(room, body.max_total_tokens)
                 wanted = max(1, min(wanted or room, room - len(prompt_ids)))
-            requests = _requests(body, prompt_ids, served, wanted, room)
+            requests = await _made(body, [prompt_ids], served, wanted, room)
             answer = kind(body, prompt, prompt_ids, tokenizer)
             if body.stream:
                 return await streamed(connection, sampler, answer, requests)
@@ -153,7 +153,7 @@ def add_openai(app: FastAPI, served: Served) -> None:
 
             prompts = await beside(lambda: [encode(one) for one in texts], max(map(len, texts)), served)
             wanted = body.max_tokens if "max_tokens" in body.model_fields_set else 16
-            requests = [r for ids in prompts for r in _requests(body, ids, served, wanted, room)]
+            requests = await _made(body, prompts, served, wanted, room)
             if body.stream and body.max_tokens != 0:
                 return await streamed(connection, sampler, TextAnswer(body, prompts, tokenizer), requests)
             echoed = await _echoed(body, prompts, sampler) if body.echo and body.logprobs is not None else None
@@ -233,6 +233,18 @@ async def beside(work: Callable[[], T], size: int, served: Served | None = None)
 def _size(messages: Sequence[protocol.ChatMessage]) -> int:
     """Characters, about."""
     return sum(len(one.content) if isinstance(one.content, str) else len(str(one.content)) for one in messages)
+
+
+async def _made(
+    body: protocol.Request, prompts: list[list[int]], served: Served, wanted: int | None, room: int
+) -> list[GenerateRequest]:
+    """The requests of all prompts. Raises ValueError. The grammar of a form is made in a thread: it may be large, and
+    the first one looks at the whole vocabulary."""
+
+    def make() -> list[GenerateRequest]:
+        return [request for ids in prompts for request in _requests(body, ids, served, wanted, room)]
+
+    return await asyncio.to_thread(make) if body.has_form else make()
 
 
 def _requests(

@@ -178,6 +178,10 @@ class Request(BaseModel):
         """How many of the likeliest tokens are told at each place."""
         raise NotImplementedError
 
+    @property
+    def has_form(self) -> bool:
+        return self.form() is not None
+
     def form(self) -> Form | None:
         """That answers are to have. Raises ValueError where several are asked for."""
         if not self.model_fields_set & FORMS:
@@ -254,6 +258,10 @@ class ChatRequest(Request):
             if self.form() is not None:
                 raise ValueError("tool_choice asks for a call of a tool, and another form of answers is given too")
         return self
+
+    @property
+    def has_form(self) -> bool:
+        return super().has_form or self.must_call
 
     @property
     def must_call(self) -> bool:

@@ -125,5 +125,5 @@ def _library() -> Any:
     try:
         import llguidance
     except ModuleNotFoundError:
-        raise ValueError("answers of a given form need the package llguidance: pip install llguidance") from None
+        raise ValueError('answers of a given form need llguidance: pip install "hone-rl[forms]"') from None
     return llguidance
