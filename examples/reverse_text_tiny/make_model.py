@@ -5,8 +5,8 @@ usage: python examples/reverse_text_tiny/make_model.py [DIR]
 One token a byte; the instruction and the answer's tags are single tokens, so that prompts stay short.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -77,4 +77,6 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "model")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("place", type=Path, nargs="?", default=Path(__file__).parent / "model", metavar="DIR")
+    main(parser.parse_args().place)

@@ -263,6 +263,7 @@ def is_coloured(text):
     return set(found) == {"colour", "count"} and found["colour"] in ("red", "green") and 0 <= found["count"] < 100
 
 
+MANY = {"type": "object", "properties": {f"a{i}": {"enum": [1]} for i in range(3000)}, "additionalProperties": False}
 CHOICES = ["yes", "no", "maybe \U0001f600"]
 FORMS = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": COLOURS}}}, is_coloured),
@@ -282,7 +283,7 @@ has_forms = pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, r
 def test_answers_have_the_form_that_is_asked_for(server, trained, asked, fits):
     body = {"model": str(trained), "messages": MESSAGES, "temperature": 1.0, "seed": 5, "max_tokens": 300, "n": 4}
     body |= {"top_k": 1000, **asked}
-    for extra in ({}, {"ignore_eos": True}, {"temperature": 0.0}):
+    for extra in ({}, {"ignore_eos": True}, {"temperature": 0.0}, {"min_tokens": 150}):
         answer = http.post(f"{server.url}/chat/completions", json={**body, **extra})
         assert answer.status_code == 200, answer.text
         for choice in answer.json()["choices"]:
@@ -321,11 +322,17 @@ def test_a_call_of_a_tool_can_be_required(client, trained, choice):
         ({"tool_choice": "required"}, "no tools to call"),
         ({"tool_choice": {"type": "function", "function": {"name": "mul"}}, "tools": TOOLS}, "none of the tools"),
         ({"tool_choice": "required", "tools": TOOLS, "guided_regex": "a"}, "another form"),
+        ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tools: each is"),
+        ({"tool_choice": "required", "tools": [{"type": "function", "function": "x"}]}, "tools: each is"),
+        ({"guided_json": "[" * 20000}, "not JSON"),
+        ({"n": 1024, "guided_regex": "a", "max_tokens": 1, "prompt": [[1]] * 1000}, "1000 prompts x n = 1024"),
+        ({"guided_json": MANY, "max_tokens": 400, "temperature": 0}, "could not be followed to its end"),
     ],
 )
 def test_a_form_that_cannot_be_followed_is_refused(server, trained, fields, words):
     body = {"model": str(trained), "messages": MESSAGES, **fields}
-    answer = http.post(f"{server.url}/chat/completions", json=body)
+    route = "completions" if "prompt" in fields else "chat/completions"
+    answer = http.post(f"{server.url}/{route}", json=body)
     assert answer.status_code == 400 and words in answer.text, answer.text
 
 
@@ -379,3 +386,9 @@ def test_random_requests_and_streams_that_are_cut():
     done = command("python", "-m", "tests.fuzz", "--requests", 600, "--streams", 64, "--seed", 1)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["wrong"] == 0 and found["statuses"]["200"] > 200 and found["statuses"]["400"] > 100
+
+
+def test_where_one_of_several_is_refused_the_others_are_ended(server, trained):
+    body = {"model": str(trained), "prompt": ["abc", ""], "max_tokens": 500, "ignore_eos": True}
+    assert http.post(f"{server.url}/completions", json=body).status_code == 400
+    until(lambda: control(server, "progress").json()["running"] == 0, seconds=1)

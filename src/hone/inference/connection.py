@@ -50,7 +50,14 @@ class Listening:
 async def unless_gone(connection: Request, *work: Coroutine[Any, Any, T]) -> list[T]:
     """The results, in order. When the client hangs up first, all of it is cancelled. Raises HungUp."""
     with Listening(connection):
-        return [await work[0]] if len(work) == 1 else await asyncio.gather(*work)
+        if len(work) == 1:
+            return [await work[0]]
+        tasks = [asyncio.ensure_future(one) for one in work]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # where one is refused, nobody waits for the others
+                task.cancel()
 
 
 class EventStream(Response):

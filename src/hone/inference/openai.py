@@ -6,6 +6,7 @@ request ─► token ids (in a thread where the text is long) ─► GenerateReq
 import asyncio
 import os
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -21,13 +22,14 @@ from hone.inference.protocol import ChatRequest, CompletionRequest, DetokenizeRe
 from hone.inference.responses import ResponsesAnswer, ResponsesRequest
 from hone.inference.sampler import Sampler
 from hone.inference.served import Served
-from hone.inference.streaming import streamed
+from hone.inference.streaming import check_forms, streamed
 from hone.records import Completion, ContextFull, GenerateRequest, other_seed
-from hone.text.forms import Following, of_call
+from hone.text.forms import Following, FormEnds, of_call
 from hone.text.stops import StopStrings
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
+MOST = 4096  # completions of one request
 LONG = 32768  # characters of a request from which on a thread makes tokens of it: the loop serves others meanwhile
 
 
@@ -120,7 +122,7 @@ def add_openai(app: FastAPI, served: Served) -> None:
             if prompt_ids is None:
                 prompt_ids = await beside(
                     lambda: tokenizer.prompt_ids(prompt, **(body.chat_template_kwargs or {})),
-                    _size(body.messages),
+                    _size(body.messages) + len(str(body.tools or "")) + len(str(body.chat_template_kwargs or "")),
                     served,
                 )
             room, wanted = sampler.context, body.max_completion_tokens or body.max_tokens
@@ -134,6 +136,7 @@ def add_openai(app: FastAPI, served: Served) -> None:
             completions = await unless_gone(connection, *(sampler.generate(request) for request in requests))
             if body.so_far:
                 completions = [joined(one, rest) for one, rest in zip(body.so_far, completions, strict=True)]
+            check_forms(requests)
             return whole(answer, completions)
         except HungUp:
             return Response(status_code=499)  # nobody reads it
@@ -151,16 +154,19 @@ def add_openai(app: FastAPI, served: Served) -> None:
             def encode(one: str | list[int]) -> list[int]:
                 return tokenizer.encode(one, body.add_special_tokens) if isinstance(one, str) else one
 
-            prompts = await beside(lambda: [encode(one) for one in texts], max(map(len, texts)), served)
+            prompts = await beside(lambda: [encode(one) for one in texts], sum(map(len, texts)), served)
             wanted = body.max_tokens if "max_tokens" in body.model_fields_set else 16
             requests = await _made(body, prompts, served, wanted, room)
             if body.stream and body.max_tokens != 0:
                 return await streamed(connection, sampler, TextAnswer(body, prompts, tokenizer), requests)
-            echoed = await _echoed(body, prompts, sampler) if body.echo and body.logprobs is not None else None
+            echoed = None
+            if body.echo and body.logprobs is not None:
+                (echoed,) = await unless_gone(connection, _echoed(body, prompts, sampler))
             if body.max_tokens == 0:
                 done = [Completion([], [], [], "length", []) for _ in requests]
             else:
                 done = await unless_gone(connection, *(sampler.generate(request) for request in requests))
+            check_forms(requests)
             return whole(TextAnswer(body, prompts, tokenizer, echoed), done)
         except HungUp:
             return Response(status_code=499)  # nobody reads it
@@ -241,6 +247,9 @@ async def _made(
     """The requests of all prompts. Raises ValueError. The grammar of a form is made in a thread: it may be large, and
     the first one looks at the whole vocabulary."""
 
+    if len(prompts) * (body.n or 1) > MOST:
+        raise ValueError(f"{len(prompts)} prompts x n = {body.n or 1}: a request may ask for {MOST} completions")
+
     def make() -> list[GenerateRequest]:
         return [request for ids in prompts for request in _requests(body, ids, served, wanted, room)]
 
@@ -267,28 +276,25 @@ def _requests(
         form = of_call(body.callable_tools(), tokenizer.require_template().call_style, tokenizer)
     if form is not None:
         served.sampler.require("forms")
-        form.check(tokenizer)
+    follows = None if form is None else Following(form, tokenizer, vocab_size, sorted(stop_ids))
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False)
-
-    def endings(allows: Following | None) -> Callable[[list[int]], int | None] | None:
-        if body.stop:
-            return StopStrings(decode, body.stop)
-        if allows is not None and (body.ignore_eos or not stop_ids):  # nothing else would end it
-            return lambda ids: len(ids) if allows.is_whole(ids) else None
-        return None
 
     def request(i: int) -> GenerateRequest:
         before, draws = so_far[i].ids if so_far else [], seed + i
         if before:  # draws of its own: those of its first tokens are used up
             draws = other_seed(draws, len(before))
-        allows = Following(form, tokenizer, vocab_size, sorted(stop_ids), before) if form is not None else None
+        sampling = body.sampling(max(1, (room if wanted is None else wanted) - len(before)), draws, vocab_size)
+        ends: Any = StopStrings(decode, body.stop) if body.stop else None
+        allows = None if follows is None else follows.another(before)
+        if allows is not None:  # the form says what the end is, not a number of tokens
+            sampling, ends = replace(sampling, min_tokens=0), FormEnds(ends, allows)
         return GenerateRequest(
             prompt_ids + before,
-            body.sampling(max(1, (room if wanted is None else wanted) - len(before)), draws, vocab_size),
+            sampling,
             stop_ids,
-            endings(allows),
+            ends,
             body.timeout,
             None if body.model == served.name else body.model,
             f"{name}/{i}" if name else "",

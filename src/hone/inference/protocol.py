@@ -42,7 +42,7 @@ def _as_json(schema: dict[str, Any] | str) -> Any:
         return schema
     try:
         return json.loads(schema)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the schema of answers is not JSON: {error}") from None
 
 
@@ -250,7 +250,10 @@ class ChatRequest(Request):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs = true")
         if self.must_call:
-            names = [(tool.get("function") or {}).get("name") for tool in self.tools or []]
+            functions = [tool.get("function") for tool in self.tools or []]
+            names = [one.get("name") if isinstance(one, dict) else None for one in functions]
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError("tools: each is {type: function, function: {name, parameters}}")
             if not names:
                 raise ValueError("tool_choice: there are no tools to call")
             if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:

@@ -13,6 +13,7 @@ from hone.inference.answers import Answer, error_body, joined_pieces
 from hone.inference.connection import DONE, EventStream, Listening
 from hone.inference.sampler import Sampler
 from hone.records import Completion, GenerateRequest
+from hone.text.forms import Following
 
 
 async def streamed(
@@ -64,6 +65,7 @@ async def _events(sampler: Sampler, answer: Answer, requests: Sequence[GenerateR
                 else:
                     said += chunk([answer.piece(i, spelling.more(piece.ids), piece, offset)])
                 if not left:
+                    check_forms(requests)
                     said += closing()
                 yield said
     except Exception as error:
@@ -71,6 +73,13 @@ async def _events(sampler: Sampler, answer: Answer, requests: Sequence[GenerateR
             raise
         # The engine failed: the client learns of it in the stream.
         yield _event(answer, error_body(500, f"{type(error).__name__}: {error}", "server_error")) + DONE
+
+
+def check_forms(requests: Sequence[GenerateRequest]) -> None:
+    """Raises ValueError where an answer could not be given the form that was asked for."""
+    failures = [one.allows.failure for one in requests if isinstance(one.allows, Following) and one.allows.failure]
+    if failures:
+        raise ValueError(f"the form of the answer could not be followed to its end: {failures[0]}")
 
 
 def _event(answer: Answer, value: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from hone.inference.answers import joined_pieces
 from hone.inference.sampler import Alternatives, Pause, Sampler
 from hone.inference.vllm_process import NAME, VllmProcess
 from hone.records import Completion, ContextFull, GenerateRequest, other_seed
-from hone.text.forms import Following
+from hone.text.forms import Following, FormEnds
 from hone.text.stops import StopStrings
 from hone.transport.weights import Message
 
@@ -80,9 +80,10 @@ class VllmSampler(Sampler):
         try:
             async with asyncio.timeout(request.timeout):
                 async with aclosing(self._pieces(request, streamed=request.timeout is not None)) as found:
-                    pieces += [piece async for piece in found]
+                    async for piece in found:
+                        pieces.append(piece)
         except TimeoutError:
-            pieces.append(Completion([], [], [], "timeout", [] if request.sampling.top_logprobs else None))
+            pieces.append(_end(request, "timeout"))
         return _trimmed(request, pieces)
 
     async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
@@ -90,9 +91,12 @@ class VllmSampler(Sampler):
 
         async def one(i: int, request: GenerateRequest) -> None:
             try:
-                async with aclosing(self._pieces(request, streamed=True)) as found:
-                    async for piece in found:
-                        queue.put_nowait((i, piece))
+                async with asyncio.timeout(request.timeout):
+                    async with aclosing(self._pieces(request, streamed=True)) as found:
+                        async for piece in found:
+                            queue.put_nowait((i, piece))
+            except TimeoutError:
+                queue.put_nowait((i, _end(request, "timeout")))
             except Exception as error:
                 queue.put_nowait((i, error))
 
@@ -122,23 +126,28 @@ class VllmSampler(Sampler):
         written: list[int] = []
         self.running += 1
         # vLLM follows a form from its beginning alone: an answer that new weights cut short is written again.
-        is_anew, goes_on = request.allows is not None, False
+        is_anew = request.allows is not None
         try:
             while True:
                 await self._open.wait()
-                updates = self._updates
+                updates, reason = self._updates, ""
                 async with aclosing(self._ask(request, written, streamed)) as asked:
                     async for piece in asked:
+                        reason = piece.finish_reason
+                        # One answer in one piece, asked before an update and not ended by it, may be of either version.
+                        if updates != self._updates and not streamed and (reason != "abort" or is_anew):
+                            reason, written = "abort", []
+                            break
                         written = written + piece.ids
-                        goes_on = piece.finish_reason == "abort" and updates != self._updates
-                        if goes_on and is_anew and not streamed:
-                            written = []
-                            continue
-                        if goes_on and not is_anew:
+                        if reason == "abort" and updates != self._updates and not is_anew:
                             piece.finish_reason = ""
                         yield piece
-                    goes_on = goes_on and not (is_anew and streamed)
-                if not goes_on:
+                # Of an answer that is ended before its first token a stream says nothing.
+                if reason not in ("", "abort"):
+                    break
+                if updates == self._updates or (is_anew and streamed):
+                    if not reason:
+                        yield _end(request, "abort")
                     break
             self.completions += 1
             self.tokens_read += len(request.prompt_ids)
@@ -183,7 +192,7 @@ class VllmSampler(Sampler):
     def _body(self, request: GenerateRequest, written: list[int]) -> dict[str, Any]:
         how, form = request.sampling, request.allows
         room = self._context - len(request.prompt_ids)
-        strings = request.ends.strings if isinstance(request.ends, StopStrings) else []
+        strings = request.ends.strings if isinstance(request.ends, (StopStrings, FormEnds)) else []
         return {
             "model": NAME,
             "prompt": request.prompt_ids + written,
@@ -222,7 +231,11 @@ class VllmSampler(Sampler):
         if len(ids) >= self._context:  # vLLM reads no prompt that leaves no room for a token
             raise ContextFull(f"This model's maximum context length is {self._context} tokens, there are {len(ids)}")
         body = {"model": NAME, "prompt": ids, "max_tokens": 1, "prompt_logprobs": number, "add_special_tokens": False}
-        read = (await self._call("POST", "/v1/completions", body))["choices"][0]["prompt_logprobs"][1:]
+        read = None
+        while read is None:  # new weights have ended it
+            await self._open.wait()
+            read = (await self._call("POST", "/v1/completions", body))["choices"][0]["prompt_logprobs"]
+        read = read[1:]
         own = [place[str(token)]["logprob"] for place, token in zip(read, ids[1:], strict=True)]
         every = [[(int(token), one["logprob"]) for token, one in place.items()] for place in read]
         return own, [_most(place, number) for place in every]
@@ -233,17 +246,21 @@ class VllmSampler(Sampler):
         async with self._changing:
             directory = await asyncio.to_thread(self.process.files.taken, place, version, message)
             self._open.clear()
+            self._updates += 1
             try:
-                self._updates += 1
                 await self._call("POST", "/pause?mode=abort")
                 reload = {"method": "reload_weights", "kwargs": {"weights_path": str(directory.resolve())}}
                 await self._call("POST", "/collective_rpc", reload)
                 await self._call("POST", "/reset_prefix_cache")
                 self.version = version
-            finally:
                 if not self._paused:
                     await self._call("POST", "/resume")
-                    self._open.set()
+            except BaseException:
+                # What it computes with now is neither the old version nor the new one: it ends, and is started again.
+                self.process.process.terminate()
+                raise
+            if not self._paused:
+                self._open.set()
 
     async def state(self, each: bool = False) -> dict[str, Any]:
         return {
@@ -255,14 +272,16 @@ class VllmSampler(Sampler):
         }
 
     async def pause(self, mode: Pause) -> None:
-        self._paused = True
-        self._open.clear()
-        await self._call("POST", f"/pause?mode={mode}")
+        async with self._changing:
+            self._paused = True
+            self._open.clear()
+            await self._call("POST", f"/pause?mode={mode}")
 
     async def resume(self) -> None:
-        self._paused = False
-        await self._call("POST", "/resume")
-        self._open.set()
+        async with self._changing:
+            self._paused = False
+            await self._call("POST", "/resume")
+            self._open.set()
 
     async def progress(self, known: dict[str, int]) -> dict[str, Any]:
         return {"running": self.running, "waiting": 0, "partials": {}}
@@ -335,6 +354,11 @@ def _completion(choice: dict[str, Any], version: int, number: int) -> Completion
         places = ((place or {}).items() for place in found.get("top_logprobs") or [])
         alternatives = [_most([(int(name.removeprefix(TOKEN)), x) for name, x in one], number) for one in places]
     return Completion(ids, logprobs, [version] * len(ids), choice.get("finish_reason") or "", alternatives)
+
+
+def _end(request: GenerateRequest, reason: str) -> Completion:
+    """The end of an answer, without a token."""
+    return Completion([], [], [], reason, [] if request.sampling.top_logprobs else None)
 
 
 def _most(place: Alternatives, number: int) -> Alternatives:

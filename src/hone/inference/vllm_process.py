@@ -42,8 +42,11 @@ print(json.dumps([names[0], m.version(names[0])] if names else None))
 KEEPER = """
 import os, signal, subprocess, sys, threading, time
 
+gone = threading.Event()
+
 def follow():
     sys.stdin.buffer.read()
+    gone.set()
     child.terminate()
     time.sleep(10)
     os.killpg(0, signal.SIGKILL)
@@ -57,6 +60,9 @@ child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=kill
 signal.signal(signal.SIGTERM, lambda *_: child.terminate())
 threading.Thread(target=follow, daemon=True).start()
 code = child.wait()
+time.sleep(0.5)
+if gone.is_set():
+    os.killpg(0, signal.SIGKILL)
 os._exit(code if code >= 0 else 128 - code)
 """
 
@@ -81,9 +87,12 @@ class VllmProcess:
         self.socket = self.home / "socket"
         self.files = VllmFiles(model, self.home, self.dtype, self.is_on_cpu)
         kv_cache_gib = config.kv_cache_gib or self.files.cache_gib(config.max_batch_size, config.max_model_len)
+        # Engines for a server elsewhere are vLLM's own command's affair.
+        program = ["vllm.entrypoints.openai.api_server", "--uds", str(self.socket)]
+        if config.headless:
+            program = ["vllm.entrypoints.cli.main", "serve"]
         self.command = [
-            self.python, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(self.socket),
-            *flags(config, self.files.first(), self.dtype, kv_cache_gib, self.is_on_cpu),
+            self.python, "-m", *program, *flags(config, self.files.first(), self.dtype, kv_cache_gib, self.is_on_cpu),
         ]  # fmt: skip
         self.environment = os.environ | environment(kv_cache_gib)
         self.is_headless, self.is_loud = config.headless, config.log_level == "debug"
@@ -223,6 +232,8 @@ def flags(config: InferenceConfig, model: Path, dtype: str, kv_cache_gib: float,
     }
     words = []
     for key, value in given.items():
+        if value is False and key in config.vllm_args:
+            words.append(f"--no-{key.replace('_', '-')}")
         if value is None or value is False:
             continue
         words.append(f"--{key.replace('_', '-')}")

@@ -19,6 +19,10 @@ def uses_processes(config: RLConfig) -> bool:
         if config.deployment == "colocated":
             raise ValueError("deployment colocated: in one process samples Hone's engine; vLLM needs processes")
         return True
+    if config.inference is not None and config.inference_replicas > 1:
+        if config.deployment == "colocated":
+            raise ValueError("inference_replicas: in one process there is one sampler; several servers need processes")
+        return True
     if config.deployment != "auto":
         return config.deployment == "processes"
     import torch

@@ -6,6 +6,7 @@ of several choices, a grammar, or a call of a tool.
 The grammars are llguidance's, which reads JSON Schema, Rust's regular expressions and Lark.
 """
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hone.records import Tool
+from hone.text.stops import StopStrings
 from hone.text.tokenizer import Tokenizer
 
 SPACE = "\\n? {0,16}"  # between the parts of JSON: what is written by hand, and no more without an end
@@ -42,46 +44,64 @@ class Form:
         except (ValueError, TypeError) as error:
             raise ValueError(f"the {self.kind} that answers are to follow: {error}") from None
 
-    def check(self, tokenizer: Tokenizer) -> None:
-        """Raises ValueError, in words, for a form that cannot be followed."""
-        wrong = _library().LLMatcher.validate_grammar(self.grammar(), _vocabulary(tokenizer))
-        if wrong:
-            first = next(line for line in str(wrong).splitlines() if line.strip())
-            raise ValueError(f"the {self.kind} that answers are to follow: {first.strip()}")
-
 
 class Following:
-    """Asked of the tokens so far, more each time, which may come next: true at those token ids. For one sequence, that
-    goes on from the tokens `before`."""
+    """Asked of the tokens so far, more each time, which may come next: true at those token ids. For one sequence.
 
-    def __init__(
-        self, form: Form, tokenizer: Tokenizer, vocabulary: int, stops: Sequence[int], before: Sequence[int] = ()
-    ) -> None:
+    `vocabulary`: how many token ids the model has. Raises ValueError, in words, for a form that cannot be followed.
+    """
+
+    def __init__(self, form: Form, tokenizer: Tokenizer, vocabulary: int, stops: Sequence[int]) -> None:
         self.form, self.vocabulary, self.stops = form, vocabulary, [i for i in stops if i < vocabulary]
         self.tokens = _vocabulary(tokenizer)
-        self.matcher = _library().LLMatcher(self.tokens, form.grammar())
+        self.matcher = _library().LLMatcher(self.tokens, form.grammar(), log_level=0)
+        self.read, self.failure = 0, ""
+        self.may: NDArray[np.bool_] | None = None  # after as many tokens as were read
+        if self.matcher.is_error():
+            first = next(line for line in self.matcher.get_error().splitlines() if line.strip())
+            raise ValueError(f"the {form.kind} that answers are to follow: {first.strip()}")
+
+    def another(self, before: Sequence[int] = ()) -> "Following":
+        """For one more sequence, that goes on from these tokens."""
+        other = copy.copy(self)
+        other.matcher = self.matcher.deep_copy()
         if before:
-            self.matcher.try_consume_tokens(list(before))
-        self.read = 0
+            other.matcher.try_consume_tokens(list(before))
+        return other
 
     def __call__(self, ids: Sequence[int]) -> NDArray[np.bool_]:
-        if new := list(ids[self.read :]):
-            self.matcher.try_consume_tokens(new)
-            self.read = len(ids)
-        may = np.zeros(self.vocabulary, dtype=bool)
-        if self.matcher.is_error():  # what has been written is of no such form, as a draw at the last bit may make it
+        if self.may is not None and len(ids) == self.read:
+            return self.may
+        self.matcher.try_consume_tokens(list(ids[self.read :]))
+        self.read = len(ids)
+        may = self.may = np.zeros(self.vocabulary, dtype=bool)
+        packed = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+        if self.matcher.is_error():  # the form is beyond what llguidance follows: whoever asked is told
+            self.failure = self.failure or self.matcher.get_error().strip().splitlines()[0]
             may[self.stops] = True
             return may
-        packed = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
         bits = np.unpackbits(packed, bitorder="little", count=min(8 * len(packed), self.vocabulary)).astype(bool)
         may[: len(bits)] = bits
-        may[self.stops] = bool(may[self.tokens.eos_token])
+        if may[self.tokens.eos_token]:
+            may[self.stops] = True
         return may
 
-    def is_whole(self, ids: Sequence[int]) -> bool:
+    def is_over(self, ids: Sequence[int]) -> bool:
         """Whether nothing but the end may follow these tokens."""
         self(ids)
-        return bool(self.matcher.is_stopped())
+        return bool(self.failure or self.matcher.is_stopped())
+
+
+class FormEnds:
+    """Asked of the tokens so far, as `records.GenerateRequest.ends`: stop strings, and the end of a form."""
+
+    def __init__(self, stops: StopStrings | None, follows: Following) -> None:
+        self.stops, self.follows = stops, follows
+        self.strings = [] if stops is None else stops.strings
+
+    def __call__(self, ids: list[int]) -> int | None:
+        kept = None if self.stops is None else self.stops(ids)
+        return len(ids) if kept is None and self.follows.is_over(ids) else kept
 
 
 def of_call(tools: Sequence[Tool], style: str, tokenizer: Tokenizer) -> Form:
