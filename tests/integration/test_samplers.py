@@ -230,6 +230,44 @@ def test_answers_have_the_form_that_is_asked_for_or_it_is_refused(sampler, kind,
         assert of_regex["token_logprobs"][:4] == pytest.approx(scored[-len(of_regex["token_ids"]) :][:4], abs=2e-3)
 
 
+def streamed(sampler, found, **fields):
+    body = {"model": sampler.model, "messages": MESSAGES, "stream": True, "return_token_ids": True, **fields}
+    with http.stream("POST", f"{sampler.url}/chat/completions", json=body, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                found["ids"] = found.get("ids", []) + (choice.get("token_ids") or [])
+                found["reason"] = choice["finish_reason"]
+
+
+def test_a_time_limit_and_an_abort_end_what_runs_and_what_waits(sampler, trained, kind):
+    if kind == "transformers":
+        pytest.skip("it has no time limits, and ends what runs alone")
+    take(sampler, trained, 50)
+    long = {"ignore_eos": True, "max_tokens": 480, "temperature": 1.0}
+    (choice,) = ask(sampler, **long, timeout=0.05).json()["choices"]
+    assert len(choice["token_ids"]) < 480 and choice["finish_reason"] == "timeout", choice["finish_reason"]
+    found = {}
+    streamed(sampler, found, **long, timeout=0.05)
+    assert len(found["ids"]) < 480 and found["reason"] == "timeout"
+
+    control(sampler, "pause?mode=keep")
+    waiting, whole = {}, []
+    asking = [
+        threading.Thread(target=streamed, args=(sampler, waiting), kwargs=long),
+        threading.Thread(target=lambda: whole.append(ask(sampler, **long).json())),
+    ]
+    for one in asking:
+        one.start()
+    time.sleep(0.5)
+    control(sampler, "pause?mode=abort")
+    for one in asking:
+        one.join(20)
+    control(sampler, "resume")
+    assert waiting["reason"] == "abort" and whole[0]["choices"][0]["finish_reason"] == "abort"
+    assert ask(sampler).status_code == 200
+
+
 def test_what_it_cannot_do_is_refused_in_words(sampler, kind):
     full = ask(sampler, max_tokens=10**6)
     assert full.status_code == 400 and full.json()["error"]["code"] == "context_length_exceeded"

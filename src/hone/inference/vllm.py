@@ -48,6 +48,7 @@ class VllmSampler(Sampler):
         self._open = asyncio.Event()  # to requests; closed while weights change
         self._open.set()
         self._updates = self.completions = self.tokens_read = self.tokens_written = self.running = 0
+        self._aborts = 0  # of all that waits, by a pause
         self.version, self._paused = 0, False
         self._changing = asyncio.Lock()
 
@@ -129,7 +130,9 @@ class VllmSampler(Sampler):
         is_anew = request.allows is not None
         try:
             while True:
-                await self._open.wait()
+                if not await self._is_open():
+                    yield _end(request, "abort")
+                    break
                 updates, reason = self._updates, ""
                 async with aclosing(self._ask(request, written, streamed)) as asked:
                     async for piece in asked:
@@ -154,6 +157,15 @@ class VllmSampler(Sampler):
             self.tokens_written += len(written)
         finally:
             self.running -= 1
+
+    async def _is_open(self) -> bool:
+        """Waits until requests may be sent; whether they may, or all that wait are to end."""
+        aborts = self._aborts
+        while not self._open.is_set():
+            if aborts != self._aborts:
+                return False
+            await asyncio.sleep(0.02)
+        return True
 
     async def _ask(
         self, request: GenerateRequest, written: list[int], streamed: bool
@@ -275,6 +287,7 @@ class VllmSampler(Sampler):
         async with self._changing:
             self._paused = True
             self._open.clear()
+            self._aborts += mode == "abort"
             await self._call("POST", f"/pause?mode={mode}")
 
     async def resume(self) -> None:
