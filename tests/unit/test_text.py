@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
-from tokenizers import decoders, models, pre_tokenizers
 
 from hone.engine.engine import Engine
 from hone.inference.answers import ChatAnswer, joined_pieces
@@ -23,6 +23,7 @@ from hone.models.proof import checksum
 from hone.models.transformer import Transformer
 from hone.records import Completion, Prompt
 from hone.text.chat import ChatTemplate
+from hone.text.forms import Following, of_call
 from hone.text.tokenizer import Tokenizer
 from hone.text.tool_calls import parse_tool_calls
 
@@ -326,3 +327,25 @@ def test_a_conversation_with_calls_goes_on_in_the_tokens_that_were_sampled(save)
     plain = ChatAnswer(ChatRequest(**body, tool_choice="none"), Prompt(messages), ids, tokenizer)
     plain = plain.body([turn.completion])
     assert plain["choices"][0]["finish_reason"] == "stop" and "tool_calls" not in plain["choices"][0]["message"]
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_tags_of_tool_calls_may_be_tokens_of_their_own(tmp_path, is_special):
+    for file in MODEL.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    encoder = Encoder.from_file(str(tmp_path / "tokenizer.json"))
+    tags = [AddedToken(tag, special=is_special) for tag in ("<tool_call>", "</tool_call>")]
+    (encoder.add_special_tokens if is_special else encoder.add_tokens)(tags)
+    encoder.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(CALLING)
+    tokenizer = Tokenizer(tmp_path)
+    text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    ids = tokenizer.encode(text) + tokenizer.stop_ids[:1]
+    assert len(ids) < len(text)  # the tags are a token each
+    turn = tokenizer.turn(Prompt([], ADD), [1], Completion(ids, [], [], "stop"))
+    assert [call["function"]["name"] for call in turn.tool_calls] == ["add"] and "tool_call" not in turn.text
+    pytest.importorskip("llguidance")
+    follows = Following(of_call(ADD, "hermes", tokenizer), tokenizer, tokenizer.vocab_size, tokenizer.stop_ids)
+    for i in range(len(ids) - 1):
+        assert follows(ids[:i])[ids[i]], tokenizer.decode(ids[: i + 1])
+    assert follows.is_over(ids[:-1])

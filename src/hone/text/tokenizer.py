@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Encoder
 
 from hone.records import Completion, Message, Prompt, Turn
 from hone.text.chat import ChatTemplate
-from hone.text.tool_calls import parse_tool_calls
+from hone.text.tool_calls import TAGS, parse_tool_calls
 
 
 class Tokenizer:
@@ -46,6 +46,10 @@ class Tokenizer:
         self.directory = directory
         self.vocab_size = self.encoder.get_vocab_size(with_added_tokens=True)
         self.stop_ids = self._stop_ids(specials, _read_json(directory / "generation_config.json"))
+        added = self.encoder.get_added_tokens_decoder()
+        special = {number for number, token in added.items() if token.special}
+        tags = {number for number in special if added[number].content in TAGS}
+        self._dropped = special - tags if tags else None  # without special tokens; None: as the library does
         self.kept: dict[Any, Any] = {}  # what servers know of its tokens
         self._chat_cache: OrderedDict[str, list[int]] = OrderedDict()
 
@@ -75,6 +79,9 @@ class Tokenizer:
         return list(self.encoder.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of tokens. Tags of tool calls are a part of it also where the tokenizer counts them as special."""
+        if skip_special_tokens and self._dropped is not None:
+            ids, skip_special_tokens = [i for i in ids if i not in self._dropped], False
         return str(self.encoder.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str:

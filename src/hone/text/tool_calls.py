@@ -11,6 +11,7 @@ from typing import Any
 
 from hone.records import Message
 
+TAGS = ("<tool_call>", "</tool_call>", "<|python_tag|>")
 HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
