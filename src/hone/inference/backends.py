@@ -27,12 +27,11 @@ def takes_vllm(config: InferenceConfig) -> bool:
         return config.backend == "vllm"
     if config.needs_vllm:
         return True
-    from hone.models.families import FAMILIES
+    from hone.models.families import is_known
     from hone.models.hf import resolve_model
     from hone.models.spec import read_model_config
 
-    architectures = read_model_config(resolve_model(config.model.name)).get("architectures") or [""]
-    return architectures[0] not in FAMILIES and is_installed(config)
+    return not is_known(read_model_config(resolve_model(config.model.name))) and is_installed(config)
 
 
 def is_installed(config: InferenceConfig) -> bool:

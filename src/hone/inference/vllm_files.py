@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hone.engine.memory import FEW, cpu_gib
-from hone.models.families import FAMILIES, parse_model_config
+from hone.models.families import is_known, parse_model_config
 from hone.models.hf import empty_model, find_weights, hf_tensors, write_weights
 from hone.models.spec import read_model_config
 from hone.transport.ways import make_receiver
@@ -33,8 +33,7 @@ class VllmFiles:
     def __init__(self, model: Path, home: Path, dtype: str, is_on_cpu: bool) -> None:
         self.model, self.home, self.dtype = model, home, getattr(torch, dtype)
         self.config = read_model_config(model)
-        is_ours = (self.config.get("architectures") or [""])[0] in FAMILIES
-        self.spec = parse_model_config(self.config, str(model / "config.json")) if is_ours else None
+        self.spec = parse_model_config(self.config, str(model / "config.json")) if is_known(self.config) else None
         self.has_to_untie = is_on_cpu and self.spec is not None and self.spec.tie_word_embeddings
         self.receivers: dict[str, Receiver] = {}  # by the kind of their messages
         self._host: Tensors | None = None  # weights on their way from a transport other than files

@@ -7,7 +7,7 @@ from hone.config.inference import InferenceConfig
 from hone.config.rl import RLConfig, TrainerRunConfig
 from hone.config.sections import ModelConfig
 from hone.config.sft import SFTConfig
-from hone.models.families import parse_model_config
+from hone.models.families import is_known, parse_model_config
 from hone.models.spec import ModelSpec, read_model_config
 from hone.trainer.memory import FEW_TOKENS, Estimate, estimate, estimate_rl
 
@@ -18,7 +18,10 @@ def memory_lines(config: Config) -> list[str]:
     model = getattr(config, "model", None)
     if not isinstance(model, ModelConfig) or (directory := _directory(model.name)) is None:
         return []
-    spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))
+    shape = read_model_config(directory)
+    if isinstance(config, InferenceConfig) and config.backend != "hone" and not is_known(shape):
+        return []  # vLLM's affair
+    spec = parse_model_config(shape, str(directory / "config.json"))
     is_single = model.dtype == "float32" or (model.dtype == "auto" and model.device == "cpu")
     itemsize, kind = (4, "float32") if is_single else (2, "bfloat16")
     found = []

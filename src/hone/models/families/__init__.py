@@ -14,6 +14,11 @@ FAMILIES: dict[str, type[ModelSpec]] = {
 ELSEWHERE = "; vLLM samples from other models (--backend vllm)"
 
 
+def is_known(config: dict[str, Any]) -> bool:
+    """Whether a `config.json` is of one of Hone's families."""
+    return (config.get("architectures") or [""])[0] in FAMILIES
+
+
 def parse_model_config(config: dict[str, Any], origin: str = "config.json") -> ModelSpec:
     """`config.json` as a ModelSpec.
 
