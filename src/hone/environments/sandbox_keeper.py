@@ -247,9 +247,10 @@ def run(code, names):
         sys.stderr.write((f"Traceback (most recent call last):\n{place}" if place else "") + said)
 
 
-def kill_the_rest(keep):
+def kill_the_rest(keep, told=set()):  # noqa: B006
     """Ends all processes of the namespace but this one and `keep`; says how many there were. Those that have ended but
-    that the session has not asked for keep their numbers: nothing is left when the numbers stay the same."""
+    that the session has not asked for keep their numbers: nothing is left when the numbers stay the same, and they are
+    not told of again."""
     count, before, same = 0, None, 0
     while True:
         probe = os.fork()  # numbers are given in order, so nothing is beyond this one
@@ -267,8 +268,11 @@ def kill_the_rest(keep):
                 pid, _ = os.waitpid(-1, os.WNOHANG)
                 if pid in (0, keep):
                     break
-        count, same, before = max(count, len(found)), same + 1 if found == before else 0, found
+        new = [pid for pid in found if pid not in told]
+        count, same, before = max(count, len(new)), same + 1 if found == before else 0, found
         if not found or same == 3:
+            told.clear()
+            told.update(found)
             return count
         time.sleep(0.001)
 
