@@ -52,7 +52,7 @@ def test_a_session_keeps_its_names_and_shows_its_last_value():
         ("while True: pass", "did not end within 1 s"),
         ("import sys\nfor i in range(1000): sys.stdout.write('a' * 10**6)", "more bytes]"),
         ("open('/etc/passwd').read()", "No such file or directory"),
-        ("import os; os.listdir('/root/.ssh')", "Error"),
+        ("import os; os.listdir('/var/lib')", "Error"),
         ("open('/usr/bin/mine', 'w')", "Read-only file system"),
         ("import socket; socket.create_connection(('127.0.0.1', 80), 1)", "Error"),
         ("import socket; socket.create_connection(('1.1.1.1', 80), 1)", "Network is unreachable"),

@@ -168,9 +168,7 @@ class Engine:
         tokens, logprobs = self.slots.generated([s.slot for s in wanted], max(counts), self.slots.snapshot())
         found = {}
         for s, n, ids, values in zip(wanted, counts, tokens, logprobs, strict=True):
-            start, whole = known[s.request.name], s.completion(ids[:n], values[:n], "")
-            others = None if whole.alternatives is None else whole.alternatives[start:]
-            found[s.request.name] = Completion(ids[start:n], values[start:n], whole.versions[start:], "", others)
+            found[s.request.name] = s.completion(ids[:n], values[:n], "").part(known[s.request.name])
         return found
 
     def abort_all(self) -> None:

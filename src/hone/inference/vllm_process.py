@@ -69,10 +69,6 @@ os._exit(code if code >= 0 else 128 - code)
 log = logging.getLogger("hone.inference")
 
 
-class Ended(RuntimeError):
-    """vLLM has ended by itself."""
-
-
 class VllmProcess:
     """Used as a context manager; raises ValueError where vLLM is missing or does not come up."""
 

@@ -1,7 +1,7 @@
 """Answers of a given form: which tokens may come next so that the text is of a JSON schema, a regular expression, one
 of several choices, a grammar, or a call of a tool.
 
-    request ─► Form (kind, value) ─ follow(tokenizer) ─► Following: asked of the tokens so far which may come next
+    request ─► Form (kind, value) ─► Following, of a tokenizer: asked of the tokens so far which may come next
 
 The grammars are llguidance's, which reads JSON Schema, Rust's regular expressions and Lark.
 """
