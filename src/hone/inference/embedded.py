@@ -16,8 +16,8 @@ from hone.models.hf import empty_model, hf_tensors
 from hone.models.proof import checksum_of, fingerprints, likeliest, scores
 from hone.models.spec import read_model_config
 from hone.records import Completion, GenerateRequest
-from hone.transport.ways import make_receiver
-from hone.transport.weights import Message, Receiver
+from hone.transport.ways import Receivers
+from hone.transport.weights import Message
 
 
 class EmbeddedSampler(Sampler):
@@ -25,7 +25,7 @@ class EmbeddedSampler(Sampler):
 
     def __init__(self, service: EngineService) -> None:
         self.service, self.streams = service, Streams(service)
-        self.receivers: dict[str, Receiver] = {}  # by the kind of their messages
+        self.receivers = Receivers()
 
     @property
     def engine(self) -> Engine:
@@ -72,10 +72,7 @@ class EmbeddedSampler(Sampler):
         model, weight = engine.model, engine.model.embed.weight
         if spec != model.spec:
             model = empty_model(spec, weight.dtype, weight.device)
-        kind = message.get("type", "")
-        if kind not in self.receivers:
-            self.receivers[kind] = make_receiver(kind)
-        self.receivers[kind].receive(message, version, place, dict(hf_tensors(model)))
+        self.receivers.receive(message, version, place, dict(hf_tensors(model)))
         if model is engine.model:
             engine.set_version(version)
         else:

@@ -20,8 +20,8 @@ from hone.engine.memory import FEW, cpu_gib
 from hone.models.families import is_known, parse_model_config
 from hone.models.hf import empty_model, find_weights, hf_tensors, write_weights
 from hone.models.spec import read_model_config
-from hone.transport.ways import make_receiver
-from hone.transport.weights import Message, Receiver, Tensors
+from hone.transport.ways import Receivers
+from hone.transport.weights import Message, Tensors
 
 EMBEDDING, HEAD, INDEX = "model.embed_tokens.weight", "lm_head.weight", "model.safetensors.index.json"
 NO_SHAPE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")  # keys of a config.json
@@ -35,7 +35,7 @@ class VllmFiles:
         self.config = read_model_config(model)
         self.spec = parse_model_config(self.config, str(model / "config.json")) if is_known(self.config) else None
         self.has_to_untie = is_on_cpu and self.spec is not None and self.spec.tie_word_embeddings
-        self.receivers: dict[str, Receiver] = {}  # by the kind of their messages
+        self.receivers = Receivers()
         self._host: Tensors | None = None  # weights on their way from a transport other than files
 
     def cache_gib(self, sequences: int | None, length: int | None) -> float:
@@ -73,12 +73,9 @@ class VllmFiles:
         return dict(hf_tensors(empty_model(self.spec, self.dtype, device)))
 
     def _received(self, place: Path, version: int, message: Message) -> Path:
-        kind = message.get("type", "")
-        if kind not in self.receivers:
-            self.receivers[kind] = make_receiver(kind)
         if self._host is None:
             self._host = self._empty("cpu")
-        self.receivers[kind].receive(message, version, place, self._host)
+        self.receivers.receive(message, version, place, self._host)
         directory = self.home / "received"
         directory.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.home) as fresh:

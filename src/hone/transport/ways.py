@@ -8,7 +8,7 @@ from hone.config.sections import BroadcastConfig, FilesystemConfig, NcclConfig
 from hone.transport.adapter import AdapterReceiver, AdapterSender
 from hone.transport.files import FileReceiver, FileSender
 from hone.transport.network import NetworkReceiver, NetworkSender
-from hone.transport.weights import Receiver, Sender, Tensors
+from hone.transport.weights import Message, Receiver, Sender, Tensors
 
 RECEIVERS: dict[str, type[Receiver]] = {"filesystem": FileReceiver, "adapter": AdapterReceiver, "nccl": NetworkReceiver}
 
@@ -20,6 +20,20 @@ def make_sender(config: BroadcastConfig, write_adapter: Callable[[Tensors, Path]
             return NetworkSender(config.host, log)
         case FilesystemConfig():
             return FileSender() if write_adapter is None else AdapterSender(write_adapter)
+
+
+class Receivers:
+    """A server's receivers, one for each kind of message, kept from one version to the next."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, Receiver] = {}
+
+    def receive(self, message: Message, version: int, place: Path, into: Tensors) -> None:
+        """Fills the tensors with a version, in the way of its message. Raises as `Receiver.receive`."""
+        kind = message.get("type", "")
+        if kind not in self._kinds:
+            self._kinds[kind] = make_receiver(kind)
+        self._kinds[kind].receive(message, version, place, into)
 
 
 def make_receiver(kind: str) -> Receiver:
