@@ -1,6 +1,22 @@
 """Hone: post-train language models with reinforcement learning."""
 
+import importlib
 import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hone.config.vf_rl import RLTrainerArgs as RLConfig
+    from hone.launch.rl_trainer import RLTrainer
 
 __version__ = "0.1.0"
+__all__ = ["RLConfig", "RLTrainer"]
 STARTED = time.perf_counter()  # for "ready after … s", imports included
+_PLACES = {"RLConfig": ("hone.config.vf_rl", "RLTrainerArgs"), "RLTrainer": ("hone.launch.rl_trainer", "RLTrainer")}
+
+
+def __getattr__(name: str) -> Any:
+    """What Python users train with, imported when it is asked for."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _PLACES[name]
+    return getattr(importlib.import_module(module), attribute)

@@ -7,6 +7,7 @@ hone                   the same as subcommands
 
 import errno
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -21,35 +22,43 @@ def _entry(command: str) -> Callable[[], None]:
     return lambda: _exit(_run(command, sys.argv[1:]))
 
 
-sft, rl, trainer, orchestrator, inference = map(_entry, ("sft", "rl", "trainer", "orchestrator", "inference"))
+sft, rl, vf_rl, trainer, orchestrator, inference = map(
+    _entry, ("sft", "rl", "vf-rl", "trainer", "orchestrator", "inference")
+)
 
 
 def vf_eval() -> None:
     from hone.evals.vf_eval import main
 
     machine.prepare()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what it has started, too
     _exit(_guard("vf-eval", lambda: main(sys.argv[1:])))
 
 
 def hone() -> None:
-    names = [*COMMANDS, "vf-eval", "env"]
+    names = [*COMMANDS, "vf-eval", "eval", "env", "lab"]
     command, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
     if command in COMMANDS:
         _exit(_run(command, arguments))
-    elif command == "vf-eval":
-        sys.argv = ["vf-eval", *arguments]
+    elif command == "vf-eval" or (command == "eval" and arguments[:1] == ["run"]):
+        sys.argv = ["vf-eval", *arguments[command == "eval" :]]
         vf_eval()
-    elif command == "env":
-        from hone.authoring.commands import main
-
+    elif command == "eval":
+        print("usage: hone eval run ENV -m MODEL …   (vf-eval by another name; hone eval run --help)")
+        _exit(0 if arguments[:1] in ([], ["--help"], ["-h"]) else 2)
+    elif command in ("env", "lab"):
+        main = import_object("hone.authoring.commands:main" if command == "env" else "hone.launch.lab:main")
         machine.prepare()
-        _exit(_guard("hone env", lambda: main(arguments or ["--help"])))
+        _exit(_guard(f"hone {command}", lambda: main(arguments or ["--help"])))
     elif command in ("--help", "-h"):
         print("usage: hone COMMAND …\n")
         for name in COMMANDS:
             print(f"  {name:<12} {COMMANDS[name][2]}")
         print("  vf-eval      Evaluate a served model on an environment.")
-        print("  env          Make, install, list and check environments.\n\n`hone COMMAND --help` lists its keys.")
+        print("  eval run     The same.")
+        print("  env          Make, install, list and check environments.")
+        print("  lab          Make a folder to train in; run job files of hosted training.")
+        print("\n`hone COMMAND --help` lists its keys.")
     else:
         import difflib
 
@@ -74,7 +83,7 @@ def _run(command: str, argv: list[str]) -> int:
 
         config = load_config(config_class, [word for word in argv if word != "--dry-run"])
         if "--dry-run" in argv:
-            _dry_run(command, config)
+            _dry_run(command, config.resolved())
         else:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
             from hone.monitors.log import start_logging
@@ -98,10 +107,8 @@ def _out_of_memory(error: Exception, config) -> str:  # type: ignore[no-untyped-
     from hone.launch.estimate import memory_lines
 
     said = ". ".join(str(error).split(". ")[:2]).removesuffix(".")
-    expected = "".join(f"\n  about: {line}" for line in memory_lines(config))
-    helps = "trainer.micro_batch_tokens (data.micro_batch_size of sft), activation_checkpointing, lora.rank, seq_len, "
-    helps += "max_batch_size, kv_cache_gib or gpu_memory_utilization of inference"
-    return f"out of memory: {said}{expected}\n  what makes it less: {helps}"
+    expected = "".join(f"\n  about: {line}" for line in memory_lines(config.resolved()))
+    return f"out of memory: {said}{expected}\n  what makes it less: {config.MEMORY_KEYS}"
 
 
 def end_with_parent() -> None:
@@ -110,7 +117,6 @@ def end_with_parent() -> None:
     if not parent:
         return
     is_direct = os.getppid() == parent
-    import signal
     import threading
 
     def watch() -> None:
@@ -146,7 +152,7 @@ def _dry_run(command: str, config) -> None:  # type: ignore[no-untyped-def]
     for line in memory_lines(config):
         print(f"# memory, about: {line}")
     if hasattr(config, "clean"):  # it would make a run
-        run = RunDirectory(config.output_dir, "sft" if command == "sft" else "rl")
+        run = RunDirectory(config.output_dir, "sft" if command == "sft" else "rl", config.layout)
         if run.earlier_run():
             print(f"# not written: {run.path} holds an earlier {run.command} run")
         else:

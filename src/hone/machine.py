@@ -52,6 +52,15 @@ def cores() -> int:
     return max(1, min(count, int(_quota(Path("/sys/fs/cgroup")) or count)))
 
 
+def gpus() -> list[str]:
+    """The GPUs that may be used, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+        visible = ",".join(str(i) for i in range(count))
+    return [device for device in visible.split(",") if device]
+
+
 def memory(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that processes here may take together: what the machine has, or the control group allows of it."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

@@ -2,6 +2,7 @@
 
     configs/COMMAND.toml  logs/  metrics.jsonl (rl), metrics_sft.jsonl (sft)  rollouts/step_N/  bad_steps/step_N.jsonl
     weights/step_N/  checkpoints/step_N/ (rl), checkpoints_sft/step_N/ (sft)
+    (with layout trainer: checkpoint-N/ instead of weights/step_N/, runs/ instead of logs/)
     run_COMMAND.json: what this run wrote, so that --clean removes that and nothing else
 
 `sft` and `rl` may share a directory, one after the other, as the examples do.
@@ -18,16 +19,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hone.config.sections import Layout
+
 UserError = (ValueError, ConnectionError)  # what a command reports in one message; anything else is a bug of ours
 
 
 class RunDirectory:
-    def __init__(self, path: Path, command: str) -> None:
-        self.path, self.command = path, command
+    def __init__(self, path: Path, command: str, layout: Layout = "hone") -> None:
+        self.path, self.command, self.layout = path, command, layout
         self.id = ""  # of the run that this process takes part in
         self.manifest = path / f"run_{command}.json"
         self.metrics = path / ("metrics.jsonl" if command == "rl" else f"metrics_{command}.jsonl")
-        self.logs, self.configs, self.weights = path / "logs", path / "configs", path / "weights"
+        self.configs = path / "configs"
+        self.logs, self.weights = (path / "logs", path / "weights") if layout == "hone" else (path / "runs", path)
         self.bad_steps = path / "bad_steps"
         self.rollouts, self.broadcasts = path / "rollouts", path / "broadcasts"
         self.checkpoints = path / ("checkpoints" if command == "rl" else f"checkpoints_{command}")
@@ -63,7 +67,7 @@ class RunDirectory:
         """
         own = self._read_manifest()["weights"]
         for step in weight_steps:
-            directory = self.weights / f"step_{step}"
+            directory = self.weights_of(step)
             if directory.exists() and directory.name not in own:
                 raise ValueError(f"{directory} was written by another run; move it away or use another --output-dir")
         if self.earlier_run() and not (resume or clean):
@@ -104,9 +108,12 @@ class RunDirectory:
         file.write_text(toml)
         return file
 
+    def weights_of(self, step: int) -> Path:
+        return self.weights / (f"step_{step}" if self.layout == "hone" else f"checkpoint-{step}")
+
     def weights_for(self, step: int) -> Path:
         """Where the weights of this step go; the manifest knows them from now on."""
-        directory = self.weights / f"step_{step}"
+        directory = self.weights_of(step)
         manifest = self._read_manifest()
         if directory.name not in manifest["weights"]:
             self._write_manifest(manifest | {"weights": [*manifest["weights"], directory.name]})
@@ -151,14 +158,20 @@ def rewrite(file: Path, text: str) -> None:
     partial.replace(file)
 
 
-def steps_in(parent: Path) -> dict[int, Path]:
+def steps_in(parent: Path, prefix: str = "step_") -> dict[int, Path]:
     """Its whole step_N directories, in order; none where there is no such directory."""
     try:
         names = os.listdir(parent)
     except FileNotFoundError:
         return {}
-    steps = sorted(int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdigit())
-    return {step: parent / f"step_{step}" for step in steps}
+    start = len(prefix)
+    steps = sorted(int(name[start:]) for name in names if name.startswith(prefix) and name[start:].isdigit())
+    return {step: parent / f"{prefix}{step}" for step in steps}
+
+
+def checkpoints_in(parent: Path) -> dict[int, Path]:
+    """The weights of a run with the layout trainer, by step, in order."""
+    return steps_in(parent, "checkpoint-")
 
 
 def _changes(pulse: Path) -> bool:

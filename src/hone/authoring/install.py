@@ -25,7 +25,7 @@ def install(env: str, place: Path, isolated: bool, extra: list[str]) -> int:
     home = isolated_place(name)
     python = home / "bin" / "python"
     if not python.exists():
-        uv = _uv()
+        uv = find_uv()
         words = [uv, "venv", "--quiet", "--python", sys.executable, str(home)] if uv else [
             sys.executable, "-m", "venv", str(home)
         ]  # fmt: skip
@@ -38,11 +38,11 @@ def install(env: str, place: Path, isolated: bool, extra: list[str]) -> int:
     return code
 
 
-def _uv() -> str | None:
+def find_uv() -> str | None:
     own = Path(sysconfig.get_path("scripts")).parent.parent / ".uv" / "bin" / "uv"
     return shutil.which("uv") or (str(own) if own.is_file() else None)
 
 
 def _installer(python: str) -> list[str]:
-    uv = _uv()
+    uv = find_uv()
     return [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]

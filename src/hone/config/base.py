@@ -14,7 +14,7 @@ import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -34,11 +34,20 @@ class ConfigError(ValueError):
 class Config(BaseModel):
     """Base of every configuration section: unknown keys are errors, the docstring under a key documents it."""
 
+    MEMORY_KEYS: ClassVar[str] = (
+        "trainer.micro_batch_tokens (data.micro_batch_size of sft), activation_checkpointing, lora.rank, seq_len, "
+        "max_batch_size, kv_cache_gib or gpu_memory_utilization of inference"
+    )  # that help where memory is short
+
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
     def public(self) -> dict[str, Any]:
         """The values as plain data, without secrets: what may be written down."""
         return _without_secrets(self.model_dump(mode="json"))
+
+    def resolved(self) -> "Config":
+        """The configuration that it stands for; most stand for themselves. Raises ConfigError."""
+        return self
 
     @classmethod
     def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
@@ -79,11 +88,15 @@ def load_config(cls: type[C], argv: list[str]) -> C:
     """The configuration of a command from its arguments. Raises ConfigError."""
     values, origins = parse_argv(argv, users_keys(cls))
     files_for = {one[2:] for one, two in itertools.pairwise(argv) if one.startswith("--") and two.startswith("@")}
-    values = cls.prepare(values, origins, files_for)
+    return validated(cls, cls.prepare(values, origins, files_for), origins)
+
+
+def validated(cls: type[C], values: dict[str, Any], origins: dict[str, str] | None = None) -> C:
+    """Raises ConfigError. `origins`: where a dotted key's value came from."""
     try:
         return cls.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explain(error, cls, origins)) from None
+        raise ConfigError(explain(error, cls, origins or {})) from None
 
 
 def parse_argv(argv: list[str], free: dict[str, bool]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -180,15 +193,23 @@ def _merge_file(
 
 def users_keys(cls: type[Config]) -> dict[str, bool]:
     """Names of the keys whose tables have keys of the user's own (of environments, adapters, arguments), which stay as
-    they are written; and whether what these hold is a section, with keys of ours again."""
+    they are written; and whether what these hold is a section, with keys of ours again. A name that is a section
+    elsewhere in the configuration is none of them."""
     found: dict[str, bool] = {}
-    for name, field in cls.model_fields.items():
-        section = section_type(field.annotation)
-        if dict in (field.annotation, getattr(field.annotation, "__origin__", None)):
-            found[name] = section is not None
-        if section is not None:
-            found |= users_keys(section)
-    return found
+    sections: set[str] = set()
+
+    def look(at: type[Config]) -> None:
+        for name, field in at.model_fields.items():
+            section = section_type(field.annotation)
+            if dict in (field.annotation, getattr(field.annotation, "__origin__", None)):
+                found[name] = section is not None
+            elif section is not None:
+                sections.add(name)
+            if section is not None:
+                look(section)
+
+    look(cls)
+    return {name: holds for name, holds in found.items() if name not in sections}
 
 
 def _path(name: str, free: dict[str, bool]) -> list[str]:

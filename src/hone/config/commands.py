@@ -10,6 +10,11 @@ COMMANDS = {  # name: (configuration, what runs it, summary)
         "Train on conversations: loss on what the assistant says.",
     ),
     "rl": ("hone.config.rl:RLConfig", "hone.launch.rl:main", "Train on rewards: sample, score, step, repeat."),
+    "vf-rl": (
+        "hone.config.vf_rl:VfRLConfig",
+        "hone.launch.rl_trainer:main",
+        "Train on rewards, from a file of verifiers' RLTrainer: LoRA on one device.",
+    ),
     "trainer": (
         "hone.config.rl:TrainerRunConfig",
         "hone.trainer.rl.train:main",

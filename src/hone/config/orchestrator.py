@@ -145,6 +145,8 @@ class OrchestratorConfig(GroupConfig):
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
     """Groups sampled at once, as a multiple of what a step needs; above 1 a step does not wait for the slowest groups,
     which go into later steps."""
+    max_prompt_tokens: Positive | None = None
+    """Leave out examples whose first prompt has more tokens; none unless given."""
     max_off_policy_steps: Annotated[int, Field(ge=0)] = 8
     """Most steps by which a group's oldest tokens may lag behind the trained weights; older groups are discarded and
     sampled again."""

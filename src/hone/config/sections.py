@@ -9,11 +9,13 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from hone.config.base import COMMAND_LINE, Config, Free, untyped
+from hone.records import Sampling
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 OnBadStep = Literal["stop", "skip"]
 Sharding = Literal["auto", "full", "none"]
+Layout = Literal["hone", "trainer"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # this machine, as a host
 BACKEND_LOST = 75  # exit code of a server whose vLLM has died under it: start it again
 API_KEY_VARIABLE = "HONE_API_KEY"  # gives a server its key without showing it in the list of processes
@@ -164,6 +166,22 @@ class SamplingConfig(Config):
     at the same temperature."""
     max_tokens: Positive = 128
     """Most tokens in a completion; a longer one is cut there."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the likeliest tokens alone that have this probability together. This key and the next five change what
+    is drawn and not the logprobs that are trained on, so that the importance ratio leaves them out."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Draw from this many of the likeliest tokens alone; 0 draws from all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Draw only tokens with at least this share of the likeliest token's probability."""
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Divide positive logits of tokens that the prompt or the completion has, and multiply negative ones, by this."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Take this off the logits of tokens that the completion has."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Take this off the logits of tokens for each time that the completion has them."""
+
+    def draws(self, seed: int) -> Sampling:
+        return Sampling(**self.model_dump(), seed=seed)
 
 
 E = TypeVar("E", bound=EnvConfig)
@@ -330,13 +348,17 @@ class RunConfig(Config):
     """Directory of the run: its logs, metrics, rollouts, weights and checkpoints are written there."""
     clean: Free[bool] = False
     """Delete what an earlier run of the same command left in output_dir, and start again."""
+    layout: Free[Layout] = "hone"
+    """Names of what is written to output_dir. hone: weights/step_N and logs/. trainer: as transformers' Trainer and
+    verifiers' RLTrainer have them, checkpoint-N, which holds the adapter alone where one is trained, and
+    trainer_state.json, and runs/ for the logs."""
     seed: int = 0
     """Seed of every random choice: initial weights, order of the data, sampling."""
     wandb: Free[WandbConfig | None] = None
     log_level: Free[Literal["debug", "info", "warning"]] = "info"
     """Least important kind of message that is printed and logged."""
-    log_interval: Free[Positive] = 1
-    """Print the lines of every this many steps; log files have every step."""
+    log_interval: Free[Annotated[int, Field(ge=0)]] = 1
+    """Print the lines of every this many steps, and of the last; 0 prints none. Log files have every step."""
 
 
 class ResumableConfig(RunConfig):

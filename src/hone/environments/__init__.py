@@ -6,6 +6,7 @@ vf.SingleTurnEnv(dataset=…, system_prompt=…, parser=vf.XMLParser(["answer"])
 What v0 does with an environment (`rollout`, `generate`, `evaluate`) is Hone's own: see `environment.py`.
 """
 
+import importlib
 from typing import Any
 
 from hone.environments.env_group import EnvGroup
@@ -26,6 +27,14 @@ from hone.environments.rubric import RewardError, Rubric, RubricGroup
 from hone.environments.tools import StatefulToolEnv, ToolEnv, ToolRubric
 from hone.environments.turns import MultiTurnEnv, SingleTurnEnv, cleanup, stop, teardown
 from hone.records import Example, Message
+
+
+def __getattr__(name: str) -> Any:
+    """`vf.RLTrainer` and `vf.RLConfig`, where users of verifiers look for them."""
+    if name in ("RLTrainer", "RLConfig"):
+        return getattr(importlib.import_module("hone"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 Messages = list[Message]
 Info = dict[str, Any]

@@ -44,6 +44,8 @@ class Environment(ABC):
     """Base of environments. `dataset` and `eval_dataset` are Hugging Face data sets, lists of rows, or functions that
     give one. `call_timeout`: seconds that an answer of the environment, a tool or a reward function may take."""
 
+    name = ""  # the id that it was loaded by
+
     def __init__(
         self,
         dataset: Rows | Callable[[], Rows] | None = None,

@@ -20,8 +20,17 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("env", nargs="?", help="environment id, as in reverse-text; or a TOML file with [[eval]] entries")
-    add("-m", "--model", default="default", help="model name, or an alias of the endpoint registry")
-    add("-b", "--api-base-url", help="server, as in http://localhost:8000/v1")
+    add(
+        "-m",
+        "--model",
+        default="default",
+        help="model name, an alias of the endpoint registry; or a directory or hub id, loaded here",
+    )
+    add(
+        "-b",
+        "--api-base-url",
+        help="server, as in http://localhost:8000/v1; unless given, the registry's, or one for this model alone",
+    )
     add(
         "-k",
         "--api-key-var",

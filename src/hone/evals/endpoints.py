@@ -15,6 +15,8 @@ class Endpoint:
     base_url: str
     model: str
     api_key: str | None
+    is_default: bool = False  # taken since nothing else was named
+    is_own: bool = False  # started for this evaluation
 
 
 def find_endpoint(model: str, base_url: str | None, key_variable: str, registry: str) -> Endpoint:
@@ -32,7 +34,7 @@ def find_endpoint(model: str, base_url: str | None, key_variable: str, registry:
     if not url:
         raise ValueError(f"{registry}: endpoint {name!r} has neither 'url' nor 'base_url'")
     key = entry.get("api_key") or os.environ.get(entry.get("key", key_variable))
-    return Endpoint(url, entry.get("model", model), key)
+    return Endpoint(url, entry.get("model", model), key, is_default=name != model)
 
 
 def _read(path: Path) -> dict[str, dict[str, str]]:

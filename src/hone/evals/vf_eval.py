@@ -23,8 +23,9 @@ from hone.environments import Environment
 from hone.environments.registry import add_folder, load_environment
 from hone.environments.rows import row_of
 from hone.evals.arguments import entries, parse_arguments
-from hone.evals.endpoints import Endpoint, find_endpoint
+from hone.evals.endpoints import Endpoint
 from hone.evals.held_out import attempts
+from hone.evals.own_server import endpoint_for
 from hone.evals.progress import Progress
 from hone.evals.results import Folder, latest
 from hone.evals.statistics import SIGMAS, clustered_error, pass_at_k
@@ -62,7 +63,11 @@ def main(argv: list[str]) -> int:
 
 def one(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluates, prints and saves; what is in the metadata."""
-    endpoint = find_endpoint(args.model, args.api_base_url, args.api_key_var, args.endpoints_path)
+    with endpoint_for(args.model, args.api_base_url, args.api_key_var, args.endpoints_path) as endpoint:
+        return _one(args, endpoint)
+
+
+def _one(args: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
     add_folder(args.env_dir_path, args.env)
     environment = load_environment(args.env, **args.env_args)
     examples = environment.get_eval_dataset(args.num_examples)
@@ -72,7 +77,7 @@ def one(args: argparse.Namespace) -> dict[str, Any]:
         "env": args.env,
         "env_args": args.env_args,
         "model": endpoint.model,
-        "base_url": endpoint.base_url,
+        "base_url": "own server" if endpoint.is_own else endpoint.base_url,
         "num_examples": len(examples),
         "rollouts_per_example": args.rollouts_per_example,
         "temperature": args.sampling_args.get("temperature", args.temperature),

@@ -19,7 +19,6 @@ import hmac
 import logging
 import os
 import signal
-import socket
 import time
 
 import uvicorn
@@ -32,6 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hone import STARTED
 from hone.config.inference import InferenceConfig
 from hone.config.sections import API_KEY_VARIABLE, LOOPBACK
+from hone.inference.address import bind
 from hone.inference.backends import Embedded, Vllm, takes_vllm
 from hone.inference.control import add_control
 from hone.inference.description import describe
@@ -145,22 +145,6 @@ class Limit:
             await self.app(scope, counted, read_by_somebody)
         finally:
             self.open -= 1
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, before any weight is loaded. Raises ValueError when the address cannot be had."""
-    # The protocol is named: asyncio turns Nagle's algorithm off, which costs 40 ms an answer, only where it sees TCP.
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise ValueError(
-            f"server.port: cannot listen on {host}:{port}: {error.strerror}; "
-            "stop what listens there or choose another with --server.port"
-        ) from None
-    return sock
 
 
 def serve(config: InferenceConfig) -> None:

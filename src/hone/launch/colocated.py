@@ -22,6 +22,7 @@ from hone.evals.held_out import evaluate
 from hone.inference.service import EngineService, LocalClient
 from hone.kernels import cpu
 from hone.kernels.gpu.compiling import together
+from hone.launch.watching import Watcher
 from hone.models.loading import Loaded, load
 from hone.models.lora import Merged
 from hone.monitors.log import component_log
@@ -34,17 +35,20 @@ from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import Checkpoints, forget_after, progress_of, restore, resume_from
 from hone.trainer.performance import keep_freed_memory
 from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.saving import save_weights
 from hone.trainer.sharding import Export
 from hone.transport.waiting import Pulse
 
 
-def main(config: RLConfig) -> None:
+def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[str, Environment] | None = None) -> None:
+    """`watcher` is told of each step; `environments`: by name, instead of loading those of the configuration."""
     check_wandb(config.wandb)
     keep_freed_memory()
-    environments = load_environments(config.orchestrator.env)
-    held_out = load_environments(config.orchestrator.eval.env) if config.orchestrator.eval else {}
+    own, evaluation = environments, config.orchestrator.eval
+    environments = own or load_environments(config.orchestrator.env)
+    held_out = {} if evaluation is None else own or load_environments(evaluation.env)
     loaded = load(config.model, seed=config.seed)
-    run = RunDirectory(config.output_dir, "rl")
+    run = RunDirectory(config.output_dir, "rl", config.layout)
     trainer = RLTrainer(loaded.model, config.trainer, config.max_steps, run.bad_steps, seed=config.seed)
     limit, serving = loaded.model.spec.max_position_embeddings, config.inference or ServeConfig()
     length = min(config.seq_len, serving.max_model_len or limit, limit)
@@ -69,7 +73,7 @@ def main(config: RLConfig) -> None:
         progress = progress_of(sources, first - 1)
         steps = (first, weight_steps, progress)
         service.run_beside(
-            train(config, loaded, environments, held_out, service, trainer, sampled, run, metrics, *steps)
+            train(config, loaded, environments, held_out, service, trainer, sampled, run, metrics, watcher, *steps)
         )
 
 
@@ -83,6 +87,7 @@ async def train(
     sampled: Merged,
     run: RunDirectory,
     metrics: Metrics,
+    watcher: Watcher | None,
     first: int,
     weight_steps: list[int],
     progress: dict[str, Any] | None,
@@ -93,7 +98,10 @@ async def train(
     wanted = config.orchestrator.teacher
     limit = {"max_total_tokens": service.engine.max_model_len}
     teacher = Teacher(wanted, config.orchestrator.rollout_timeout, limit, orchestrator_log) if wanted else None
-    orchestrator = Orchestrator(config.orchestrator, environments, client, config.seed, teacher=teacher)
+    orchestrator = Orchestrator(
+        config.orchestrator, environments, client, config.seed, teacher=teacher,
+        count_tokens=lambda prompt: len(loaded.tokenizer.prompt_ids(prompt)),
+    )  # fmt: skip
     orchestrator.go_on(first, progress, run.rollouts)
     if teacher is not None:
         await teacher.check()
@@ -131,16 +139,22 @@ async def train(
         service.engine.set_version(step)
         seconds = time.perf_counter() - start
         values = {**collected.metrics, **trained, "time/step": seconds}
-        is_last = step == config.max_steps
         of_rollouts.sampled(step, values)
         of_training.trained(step, values)
         values |= await evaluated(step)
         of_rollouts.whole(step, values)  # before the checkpoint: a run that resumes from it has the row
-        if step in weight_steps:
-            await service.run(partial(export.save, loaded.directory, partial(run.weights_for, step), config.model.name))
+        goes_on = watcher is None or watcher.step({"step": step, **values})
+        is_last = step == config.max_steps or not goes_on
+        if step in weight_steps or not goes_on:
+            save = partial(save_weights, export, run, step, config.max_steps, loaded, config.model.name, values)
+            await service.run(save)
+            if watcher is not None:
+                watcher.saved(run.weights_of(step))
         await service.run(partial(checkpoints.save, step, is_last, config.public(), values, collected.progress))
+        if not goes_on:
+            break
     await orchestrator.close()
     for environment in held_out.values():
         await environment.close()
-    last = max(first - 1, config.max_steps)
-    trainer_log.info("Weights of step %d in %s", last, run.weights / f"step_{last}")
+    last = step if first <= config.max_steps else first - 1
+    trainer_log.info("Weights of step %d in %s", last, run.weights_of(last))

@@ -28,6 +28,8 @@ from hone.config.help import to_toml
 from hone.config.inference import InferenceConfig
 from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
 from hone.config.sections import API_KEY_VARIABLE, BACKEND_LOST, LOOPBACK
+from hone.inference.address import bind
+from hone.launch.watching import Follower, Watcher
 from hone.monitors.metrics import check_wandb
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import refuse_changes, resume_from
@@ -40,10 +42,11 @@ EVERYWHERE = (None, "0.0.0.0", "::")
 log = logging.getLogger("hone.rl")
 
 
-def launch(config: RLConfig) -> None:
-    """Runs the components to their end. Raises ValueError with the cause when one of them fails."""
+def launch(config: RLConfig, watcher: Watcher | None = None) -> None:
+    """Runs the components to their end, or until the watcher has them ended. Raises ValueError with the cause when one
+    of them fails."""
     check_wandb(config.wandb)
-    run = RunDirectory(config.output_dir, "rl")
+    run = RunDirectory(config.output_dir, "rl", config.layout)
     sources = resume_from(run, config.resume)
     if config.inference is None:
         asyncio.run(require_servers(config))
@@ -55,6 +58,9 @@ def launch(config: RLConfig) -> None:
     key = config.inference and (config.inference.api_key or os.environ.get(API_KEY_VARIABLE))
     keys = {API_KEY_VARIABLE: key} if key else {}
     configs = component_configs(config, has_key=bool(key))
+    for server in configs.values():  # before seconds of starting
+        if isinstance(server, InferenceConfig) and not server.headless:
+            bind(server.server.host or LOOPBACK[0], server.server.port).close()
     run.write_config(to_toml(config))
     gpus: dict[str, list[int] | None] = {"trainer": config.trainer_gpu_ids, **gpus_of_servers(config)}
     children: list[Child] = []
@@ -72,7 +78,13 @@ def launch(config: RLConfig) -> None:
             command = "inference" if name.startswith("inference") else name
             children += [Child(name, command, file, environment | rank, run.logs) for rank in ranks]
         log.info("Started %s; logs in %s", ", ".join(f"{c.name} ({c.process.pid})" for c in children), run.logs)
-        watch(children)
+        follower = None
+        if watcher is not None:
+            if config.inference is not None:
+                watcher.serving(configs["orchestrator"].client.base_url)
+            told = int(sources[0].name.removeprefix("step_")) if sources else 0
+            follower = Follower(watcher, run, weight_steps, told)
+        watch(children, follower)
     finally:
         end(children)
 
@@ -89,7 +101,7 @@ def refuse_other_rollouts(source: Path, config: RLConfig) -> None:
 def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
     """The configuration of each process, from that of the run. `has_key`: the server asks for one."""
     common = config.model_dump(
-        include={"model", "output_dir", "seed", "log_level", "log_interval", "max_steps", "max_async_level"}
+        include={"model", "output_dir", "layout", "seed", "log_level", "log_interval", "max_steps", "max_async_level"}
     )
     own = config.model_dump(include={"clean", "resume", "ckpt", "weights", "weight_broadcast", "ranks_timeout"})
     configs: dict[str, Any] = {}
@@ -171,11 +183,7 @@ def visible_gpus(ids: list[int] | None, config: RLConfig) -> dict[str, str]:
     """The environment that shows a component its GPUs: those of the configuration, out of those that are visible."""
     if ids is None or config.model.device == "cpu":
         return {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-        visible = ",".join(str(i) for i in range(count))
-    devices = [device for device in visible.split(",") if device]
+    devices = machine.gpus()
     if not devices:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices[i % len(devices)] for i in ids)}
@@ -235,8 +243,9 @@ class Child:
         return f"{self.title} {how}" + (f": {errors[-1]}" if code > 0 and errors else "")
 
 
-def watch(children: list[Child]) -> None:
-    """Returns when orchestrator and trainer have ended well. Raises ValueError with the cause when any ends badly.
+def watch(children: list[Child], follower: Follower | None = None) -> None:
+    """Returns when orchestrator and trainer have ended well, or the follower says so. Raises ValueError with the cause
+    when any ends badly.
 
     Inference that is killed is started again: the orchestrator gives it the current weights before it asks it anything.
     """
@@ -252,7 +261,8 @@ def watch(children: list[Child]) -> None:
                     continue
             if code is not None and (code != 0 or child.is_server):
                 raise ValueError(child.cause())
-        if all(child.process.poll() == 0 for child in children if not child.is_server):
+        have_ended = all(child.process.poll() == 0 for child in children if not child.is_server)
+        if (follower is not None and not follower.look()) or have_ended:
             return
         time.sleep(0.1)
 

@@ -21,7 +21,8 @@ class StepReport:
 
     def console(self, step: int) -> dict[str, Any]:
         """For `extra` of a line: whether this step's are printed."""
-        return {"console": step == self.max_steps or step % self.log_interval == 0}
+        is_shown = self.log_interval and (step == self.max_steps or step % self.log_interval == 0)
+        return {"console": bool(is_shown)}
 
     def sampled(self, step: int, values: dict[str, float]) -> None:
         """`values` are those of the rollouts; their throughput, by time/step, is added."""

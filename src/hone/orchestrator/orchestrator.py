@@ -9,9 +9,11 @@ and so its batch, follow from (seed, step) and the weights alone.
 """
 
 import asyncio
+import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,9 @@ from hone.orchestrator.replay import Replay
 from hone.orchestrator.rollouts_file import read_group
 from hone.orchestrator.schedule import Schedule, Task
 from hone.orchestrator.teacher import Teacher
-from hone.records import Batch, Rollout, Sampling
+from hone.records import Batch, Example, Prompt, Rollout
 
+log = logging.getLogger("hone.orchestrator")
 REFILLS = 4  # batches of groups without signal that a step replaces, before it goes on with fewer
 
 
@@ -63,10 +66,17 @@ class Orchestrator:
         seed: int,
         max_async_level: int = 0,
         teacher: Teacher | None = None,
+        count_tokens: Callable[[Prompt], int] | None = None,
     ) -> None:
+        """`count_tokens`: of a prompt; needed where the configuration limits them."""
         self.config, self.environments, self.client, self.seed = config, environments, client, seed
         self.max_async_level, self.teacher = max_async_level, teacher
         self.examples = {name: env.get_dataset() for name, env in environments.items()}
+        if config.max_prompt_tokens is not None and count_tokens is not None:
+            self.examples = {
+                name: short_enough(name, environments[name], examples, config.max_prompt_tokens, count_tokens)
+                for name, examples in self.examples.items()
+            }
         self.count = sum(map(len, self.examples.values()))
         if self.count < config.prompts_per_step:
             raise ValueError(
@@ -74,6 +84,12 @@ class Orchestrator:
                 "(batch_size / rollouts_per_example)"
             )
         self.settings = {env.known_as: config.of(env.known_as) for env in config.env}
+        for name, one in self.settings.items():
+            if one.sampling.draws(0).is_filtered:
+                log.warning(
+                    "%s: the sampling keys beside temperature and max_tokens change what is drawn, not the logprobs "
+                    "that are trained on; the importance ratio leaves that out", name,
+                )  # fmt: skip
         self.advantages = {name: make_advantage(settings) for name, settings in self.settings.items()}
         self.largest = max(settings.rollouts_per_example for settings in self.settings.values())
         # Group numbers and rollout seeds have the same meaning in a resumed run only if these values are equal.
@@ -236,7 +252,7 @@ class Orchestrator:
     async def _rollout(self, task: Task, seed: int, failures: Counter[str]) -> Rollout:
         """One rollout, retried when it fails. After the last retry its `error` has the cause, and the step omits it."""
         settings, example = self.settings[task.env], self.examples[task.env][task.example]
-        sampling = Sampling(settings.sampling.temperature, settings.sampling.max_tokens, seed)
+        sampling = settings.sampling.draws(seed)
         client: TokenClient = self.client
         if settings.sampler == "teacher" and self.teacher is not None:
             client = self.teacher.writing(self.version)
@@ -244,3 +260,17 @@ class Orchestrator:
         return await attempt(
             self.environments[task.env], client, example, sampling, *limits, failures, needs_tokens=True
         )
+
+
+def short_enough(
+    name: str, environment: Environment, examples: list[Example], most: int, count_tokens: Callable[[Prompt], int]
+) -> list[Example]:
+    """Those whose first prompt has at most so many tokens. Raises ValueError where none has."""
+    tools = getattr(environment, "oai_tools", None)
+    kept = [example for example in examples if count_tokens(Prompt(example.prompt, tools)) <= most]
+    if examples and not kept:
+        raise ValueError(f"{name}: every prompt has more than orchestrator.max_prompt_tokens {most} tokens")
+    if len(kept) < len(examples):
+        left = len(examples) - len(kept)
+        log.info("%s: %d of %d examples have prompts of over %d tokens: left out", name, left, len(examples), most)
+    return kept

@@ -11,6 +11,7 @@ import asyncio
 import gc
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from hone.orchestrator.orchestrator import Collected, Orchestrator
 from hone.orchestrator.rollouts_file import write_rollouts
 from hone.orchestrator.teacher import Teacher
 from hone.orchestrator.weights import Weights
+from hone.records import Prompt
 from hone.run_directory import RunDirectory, steps_in
 from hone.transport.batches import FileBatches, read_progress, write_progress
 from hone.transport.waiting import Pulse, Wait, Watch
@@ -36,7 +38,7 @@ def main(config: OrchestratorRunConfig) -> None:
     check_wandb(config.wandb)
     environments = load_environments(config.env)
     held_out = load_environments(config.eval.env) if config.eval else {}
-    run = RunDirectory(config.output_dir, "rl")
+    run = RunDirectory(config.output_dir, "rl", config.layout)
     asyncio.run(orchestrate(config, run, environments, held_out))
 
 
@@ -51,7 +53,8 @@ async def orchestrate(
     weights = Weights(run, config, clients, log)
     fleet = weights.fleet
     teacher = Teacher(config.teacher, config.rollout_timeout, limit, log) if config.teacher else None
-    orchestrator = Orchestrator(config, environments, fleet, config.seed, config.max_async_level, teacher)
+    counts = token_counter(config.model.name) if config.max_prompt_tokens else None
+    orchestrator = Orchestrator(config, environments, fleet, config.seed, config.max_async_level, teacher, counts)
     if teacher is not None:
         await teacher.check()
     await wait_for_servers(config, clients, log)
@@ -129,6 +132,15 @@ async def work(
     await weights.at_least(config.max_steps)
     async with weights.busy:  # with the evaluation of the last
         pass
+
+
+def token_counter(model: str) -> Callable[[Prompt], int]:
+    """Counts the tokens of prompts of a model, whose tokenizer is loaded."""
+    from hone.models.hf import resolve_model
+    from hone.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(resolve_model(model))
+    return lambda prompt: len(tokenizer.prompt_ids(prompt))
 
 
 def progress_before(run: RunDirectory, first: int) -> dict[str, Any] | None:

@@ -104,18 +104,25 @@ class Export:
                 copies[name].copy_(value)
         return self._copy
 
-    def save(self, source: Path, where: Callable[[], Path], base: str) -> None:
-        """Writes the model as a directory in HF format, in it the adapter if there is one (lora_adapters/).
+    def save(
+        self, source: Path, where: Callable[[], Path], base: str, adapter_alone: bool = False,
+        write_more: Callable[[Path], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Writes the model as a directory in HF format, in it the adapter if there is one (lora_adapters/); or the
+        adapter alone. `write_more` adds to the directory before it appears.
 
         Collective; the first rank writes, and alone asks `where`.
         """
-        model, adapter = self(), {} if self.lora is None else self.adapter()
-        if model is None:
+        model, adapter = None if adapter_alone else self(), {} if self.lora is None else self.adapter()
+        if not self.ranks.is_first:
             return
         with appearing(where()) as partial:
-            write_model(model, source, partial)
+            if model is not None:
+                write_model(model, source, partial)
             if self.lora is not None:
-                self.write_adapter(base, adapter, partial / "lora_adapters")
+                self.write_adapter(base, adapter, partial if adapter_alone else partial / "lora_adapters")
+            if write_more is not None:
+                write_more(partial)
 
     @property
     def lora(self) -> LoRAConfig | None:

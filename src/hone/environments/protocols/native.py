@@ -46,4 +46,5 @@ def load(env_id: str, module_name: str, arguments: dict[str, Any]) -> Environmen
         made.check()
     except ValueError as error:
         raise ValueError(f"environment {env_id!r}: {error}") from None
+    made.name = made.name or env_id
     return made

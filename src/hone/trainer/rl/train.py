@@ -33,6 +33,7 @@ from hone.trainer.checkpoint import Checkpoints, forget_after, metrics_of, progr
 from hone.trainer.performance import WARM_UP, Laps, keep_freed_memory, print_bench
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.saving import save_weights
 from hone.trainer.sharding import Export
 from hone.transport.batches import FileBatches, read_progress, write_progress
 from hone.transport.delivery import TEXT, Canary, Delivery, remove_before, write_delivery
@@ -45,7 +46,7 @@ def main(config: TrainerRunConfig) -> None:
     ranks = Ranks.join(config.batch_timeout + config.ranks_timeout)
     if config.bench:
         return bench(config, config.bench, ranks)
-    run = RunDirectory(config.output_dir, "rl")
+    run = RunDirectory(config.output_dir, "rl", config.layout)
     weight_steps = config.weights.steps(config.max_steps)
     sources = resume_from(run, config.resume)
     if ranks.is_first:  # before seconds of loading
@@ -93,7 +94,7 @@ def main(config: TrainerRunConfig) -> None:
             start = time.perf_counter()
             is_last = step == config.max_steps
             if step in weight_steps:
-                export.save(loaded.directory, partial(run.weights_for, step), config.model.name)
+                save_weights(export, run, step, config.max_steps, loaded, config.model.name, values)
             checkpoints.save(step, is_last, state, values, read_progress(run.rollouts / f"step_{step}"))
             publish(step, values | {"time/save": time.perf_counter() - start})
             if ranks.is_first:
@@ -101,7 +102,7 @@ def main(config: TrainerRunConfig) -> None:
                 batches.acknowledge(step)
         publish.finish()
         last = max(first - 1, config.max_steps)
-        log.info("Weights of step %d in %s", last, run.weights / f"step_{last}")
+        log.info("Weights of step %d in %s", last, run.weights_of(last))
     ranks.leave()
 
 

@@ -10,7 +10,6 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import Packed, pack
 from hone.trainer.performance import WARM_UP, Laps, keep_freed_memory, mfu, peak_memory_gib, print_bench
 from hone.trainer.ranks import Ranks
+from hone.trainer.saving import save_weights
 from hone.trainer.sft.data import (
     Conversations,
     Data,
@@ -65,7 +65,7 @@ def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
     ranks = Ranks.join(config.ranks_timeout)
     if config.bench:
         return bench(config, rows, ranks)
-    run = RunDirectory(config.output_dir, "sft")
+    run = RunDirectory(config.output_dir, "sft", config.layout)
     sources = resume_from(run, config.resume)
     loaded, optimizer = prepare(config, ranks)
     done = restore(sources, optimizer, config, ranks)
@@ -103,7 +103,7 @@ def prepare(config: SFTConfig, ranks: Ranks) -> tuple[Loaded, Optimizer]:
 def bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
     """Prints where the time of a step goes; writes nothing."""
     loaded, optimizer = prepare(config, ranks)
-    run = RunDirectory(config.output_dir, "sft")
+    run = RunDirectory(config.output_dir, "sft", config.layout)
     trainer = Trainer(config, loaded, optimizer, run, reporter(config), ranks)
     batches, measured = steps(trainer.data(rows), config.data, config.seed), []
     for step in range(1, WARM_UP + MEASURED + 1):
@@ -176,9 +176,7 @@ class Trainer:
                 "%d of %d conversations were left out: longer than %d tokens (data.seq-len, or the positions of the "
                 "model), or nothing to learn in them", data.dropped, data.read, self.longest,
             )  # fmt: skip
-        self.log.info(
-            "Weights of step %d in %s (%.1f s)", step, self.run.weights / f"step_{step}", time.perf_counter() - start
-        )
+        self.log.info("Weights of step %d in %s (%.1f s)", step, self.run.weights_of(step), time.perf_counter() - start)
 
     def _is_over(self, start: float) -> bool:
         """Whether max_seconds have passed, for one of the ranks and so for all."""
@@ -204,7 +202,8 @@ class Trainer:
         config = self.config
         self.checkpoints.save(step, is_last, config.public(), values)
         if is_last or (config.weights.interval and step % config.weights.interval == 0):
-            self.export.save(self.loaded.directory, partial(self.run.weights_for, step), config.model.name)
+            max_steps = self.report.max_steps
+            save_weights(self.export, self.run, step, max_steps, self.loaded, config.model.name, values)
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """The first rank samples, from the model itself unless that is split; the others wait."""

@@ -1,0 +1,99 @@
+"""A server for the time of an evaluation, where none is given and the model is one that can be loaded here.
+
+MODEL, or an adapter's directory ─► `inference` as a process on a free port of this machine ─► Endpoint; it ends with us
+"""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from hone.config.sections import LOOPBACK
+from hone.evals.endpoints import Endpoint, find_endpoint
+
+SERVING = re.compile(rb" at (http://\S+) \(ready after")
+
+
+def can_be_loaded(model: str) -> bool:
+    """Whether a name is a directory with a model or an adapter, or may be a model of the hub."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not path.exists() and model[0] not in "./~"
+
+
+@contextlib.contextmanager
+def endpoint_for(model: str, base_url: str | None, key_variable: str, registry: str) -> Iterator[Endpoint]:
+    """The server that is given or named; else, for a model that can be loaded here, one of its own, unless the default
+    one on this machine serves it. Raises ValueError where there is none."""
+    found = None
+    try:
+        found = find_endpoint(model, base_url, key_variable, registry)
+    except ValueError:
+        if base_url is not None or not can_be_loaded(model):
+            raise
+    is_here = Path(model).expanduser().is_dir() or found is None or httpx.URL(found.base_url).host in LOOPBACK
+    if found is not None and not (found.is_default and is_here and can_be_loaded(model) and not _serves(found)):
+        yield found
+        return
+    with own_server(model) as endpoint:
+        yield endpoint
+
+
+def _serves(endpoint: Endpoint) -> bool:
+    """Whether the server answers and has the model."""
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
+    try:
+        answer = httpx.get(f"{endpoint.base_url.rstrip('/')}/models", headers=headers, timeout=5.0)
+        return endpoint.model in [card["id"] for card in answer.json()["data"]]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return False
+
+
+@contextlib.contextmanager
+def own_server(model: str) -> Iterator[Endpoint]:
+    """Serves a model, or an adapter with the model that it names as its base. Raises ValueError with what the server
+    said where it does not come up."""
+    words, name = ["--model.name", model], model
+    adapter = Path(model).expanduser() / "adapter_config.json"
+    if adapter.is_file() and not (adapter.parent / "config.json").exists():
+        base = json.loads(adapter.read_text()).get("base_model_name_or_path")
+        if not base:
+            raise ValueError(f"{adapter} does not say of which model it is an adapter (base_model_name_or_path)")
+        words = ["--model.name", base, "--adapters", json.dumps({name: str(adapter.parent)})]
+    print(f"no server is given: {model} is loaded here for this evaluation", flush=True)
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hone", "inference", *words, "--port", "0"],
+            stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
+            env=os.environ | {"HONE_PARENT_PID": str(os.getpid()), "HONE_API_KEY": ""},
+        )  # fmt: skip
+        try:
+            yield Endpoint(f"{_url(process, said.fileno())}/v1", name, None, is_own=True)
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10.0)
+            process.kill()
+            process.wait()
+
+
+def _url(process: "subprocess.Popen[bytes]", said: int) -> str:
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+        text = os.pread(said, 1 << 20, 0)
+        found = SERVING.search(text)
+        if found:
+            return found[1].decode().removesuffix("/v1")
+        if process.returncode is not None:
+            lines = [line for line in text.decode(errors="replace").splitlines() if line.strip()]
+            wrong = [line for line in lines if "error:" in line] or lines[-1:]
+            raise ValueError(wrong[0].removeprefix("inference: error: ") if wrong else "the server did not start")

@@ -1,0 +1,50 @@
+"""The address of a server: had before any weight is loaded, and who has it where somebody else does."""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises ValueError when the address cannot be had, with who holds it where the system tells."""
+    # The protocol is named: asyncio turns Nagle's algorithm off, which costs 40 ms an answer, only where it sees TCP.
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ValueError(
+            f"server.port: cannot listen on {host}:{port}: {error.strerror}{_held(port)}; "
+            "stop what listens there or choose another with --server.port (of rl: --inference.server.port; of vf-rl: "
+            "--trainer.args.vllm-server-port)"
+        ) from None
+    return sock
+
+
+def _held(port: int) -> str:
+    """Whose process listens on a port, where /proc tells: ` by process 42 (python -m …)`."""
+    sockets = {f"socket:[{inode}]" for inode in _listening(port)}
+    for folder in Path("/proc").glob("[0-9]*") if sockets else ():
+        try:
+            if any(os.readlink(file) in sockets for file in (folder / "fd").iterdir()):
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                shown = b" ".join(words).decode(errors="replace").strip()[:80]
+                return f" by process {folder.name} ({''.join(c if c.isprintable() else '?' for c in shown)})"
+        except OSError:  # another user's, or gone
+            continue
+    return ""
+
+
+def _listening(port: int) -> Iterator[str]:
+    """The inodes of sockets that listen on a port."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            words = line.split()
+            if int(words[1].rpartition(":")[2], 16) == port and words[3] == "0A":
+                yield words[9]

@@ -1,0 +1,177 @@
+"""`hone lab`: a folder to train in, from templates that come with Hone, and the job files of hosted training.
+
+setup   pyproject.toml, configs/, environments/ (as sources), models/ ─ what is there and differs stays as it is
+run     configs/lab/JOB.toml ─► rl
+"""
+
+import argparse
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from hone.authoring.install import find_uv
+
+TEMPLATES = Path(__file__).parent / "workspace"
+SIX = ("alphabet_sort", "gsm8k", "math_python", "reverse_text", "wiki_search", "wordle")
+EXTRAS = ("cpu", "math")
+ALWAYS = ("configs/endpoints.py", "configs/lab", "environments/AGENTS.md", "models")
+PROJECT = """[project]
+name = "{name}"
+version = "0.1.0"
+requires-python = ">={python}"
+dependencies = []
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="hone lab", description="A folder to train in, and jobs in it.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    words = "Make this folder one to train in: a Python project, configurations, environments, a tiny model."
+    add = commands.add_parser("setup", help=words, description=words).add_argument
+    add("--vf-rl", action="store_true", help="with configs/vf-rl, for `vf-rl @ FILE`")
+    add("--prime-rl", action="store_true", help="with configs/prime-rl, for `rl @ FILE`")
+    add("--no-install", action="store_true", help="write files, install nothing")
+    words = "Run a job file of hosted training on this machine; keys of it may follow, as --max-steps 10."
+    one = commands.add_parser("run", help=words, description=words)
+    one.add_argument("file", help="as in configs/lab/reverse-text-tiny.toml")
+    args, rest = parser.parse_known_args(argv)
+    if args.command == "run":
+        return run(args.file, rest)
+    if rest:
+        parser.error(f"unknown: {' '.join(rest)}")
+    return setup(Path.cwd(), args.vf_rl, args.prime_rl, not args.no_install)
+
+
+def setup(place: Path, vf_rl: bool, prime_rl: bool, installs: bool) -> int:
+    """Prints a line for each part. Returns an exit code; raises ValueError where something cannot be written."""
+    if place == Path.home():
+        raise ValueError("hone lab setup: this is the home directory; make a folder for the project and go there")
+    project, wanted = place / "pyproject.toml", [*ALWAYS, *(["configs/vf-rl"] if vf_rl else [])]
+    wanted += ["configs/prime-rl"] if prime_rl else []
+    try:
+        was_there = project.exists()
+        if not was_there:
+            project.write_text(
+                PROJECT.format(name=project_name(place), python=".".join(map(str, sys.version_info[:2])))
+            )
+        _say("Python project is there" if was_there else "Created Python project")
+        written, kept = write(dict(templates(wanted)), place)
+    except OSError as error:
+        raise ValueError(f"hone lab setup: {error.filename}: {error.strerror}") from None
+    _say("Created workspace structure" if written else "Workspace structure is there")
+    _say(f"Wrote {written} files: configs/, environments/, models/" if written else "Wrote no file: all are there")
+    for path in kept:
+        print(f"  kept {path}, which differs from its template")
+    code = install(place) if installs else 0
+    if code == 0:
+        print(f"next: {_next(vf_rl, prime_rl)}")
+    return code
+
+
+def templates(wanted: list[str]) -> Iterator[tuple[str, bytes]]:
+    """The files of the templates by their place in a workspace: those and folders `wanted`, and the environments."""
+    for name in wanted:
+        source = TEMPLATES / name
+        for path in [source] if source.is_file() else sorted(source.rglob("*")):
+            if path.is_file() and path.suffix != ".pyc":
+                yield str(path.relative_to(TEMPLATES)), path.read_bytes()
+    sources = environment_sources()
+    for name in SIX:
+        for path in sorted((sources / name).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts and not path.match("*.egg-info/*"):
+                content = path.read_bytes()
+                if path.name == "pyproject.toml":  # in a checkout it says where its neighbour Hone is
+                    content = re.sub(rb"\n\[tool\.uv\.sources\][^\[]*\Z", b"", content)
+                yield f"environments/{path.relative_to(sources)}", content
+
+
+def environment_sources() -> Path:
+    """Where the sources of the six environments are: in the package, or in the checkout that it runs from."""
+    packaged = TEMPLATES / "environments"
+    return packaged if (packaged / SIX[0]).is_dir() else Path(__file__).parents[3] / "environments"
+
+
+def write(files: dict[str, bytes], place: Path) -> tuple[int, list[str]]:
+    """Writes what is not there; returns how many files, and which are there and differ, which stay as they are."""
+    written, kept = 0, []
+    for name, content in files.items():
+        path = place / name
+        if path.exists():
+            if not path.is_file() or path.read_bytes() != content:
+                kept.append(name)
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        written += 1
+    return written, kept
+
+
+def install(place: Path) -> int:
+    """Makes Hone, as it runs here, and the environments part of the project. Returns uv's exit code."""
+    uv, version = find_uv(), importlib.metadata.version("hone-rl")
+    if uv is None:
+        _say(f"hone-rl {version} is installed here; with uv it would be added to the project")
+        return 0
+    extras = [word for extra in EXTRAS for word in ("--extra", extra)]
+    commands = [
+        [uv, "add", "--quiet", *extras, *requirement()],
+        [uv, "add", "--quiet", "--editable", *(f"./environments/{name}" for name in SIX)],
+    ]
+    for command in commands:
+        done = subprocess.run(command, cwd=place, check=False)
+        if done.returncode:
+            print(f"hone lab setup: error: {' '.join(command)} failed; the files are written", file=sys.stderr)
+            return done.returncode
+    _say(f"Installed hone-rl {version} and {len(SIX)} environments")
+    return 0
+
+
+def requirement() -> list[str]:
+    """Hone as it is installed here, in the words of `uv add`: a checkout, a wheel, or a version of the index."""
+    distribution = importlib.metadata.distribution("hone-rl")
+    text = distribution.read_text("direct_url.json")
+    origin = json.loads(text) if text else {}
+    parts = urlsplit(origin.get("url", ""))
+    path = Path(unquote(parts.path))
+    if parts.scheme == "file" and path.exists():
+        return ["--editable", str(path)] if origin.get("dir_info", {}).get("editable") else [str(path)]
+    return [f"hone-rl=={distribution.version}"]
+
+
+def run(file: str, overrides: list[str]) -> int:
+    from hone.config.base import load_config
+    from hone.config.lab import LabConfig
+    from hone.environments.registry import add_folder
+    from hone.launch.rl import main as train
+    from hone.monitors.log import start_logging
+
+    config = load_config(LabConfig, ["@", file, *overrides])
+    for env in config.env:
+        add_folder("environments", env.id)
+    start_logging(config.log_level)
+    train(config.resolved())
+    return 0
+
+
+def project_name(place: Path) -> str:
+    """A name that a Python project may have, as near to the folder's as can be."""
+    name = re.sub(r"[^a-z0-9]+", "-", place.name.lower()).strip("-") or "lab"
+    return f"{name}-lab" if name in {"hone", "hone-rl", *(one.replace("_", "-") for one in SIX)} else name
+
+
+def _next(vf_rl: bool, prime_rl: bool) -> str:
+    if vf_rl:
+        return "uv run vf-rl @ configs/vf-rl/reverse-text-tiny.toml"
+    if prime_rl:
+        return "uv run rl @ configs/prime-rl/reverse-text-tiny.toml"
+    return "uv run hone lab run configs/lab/reverse-text-tiny.toml"
+
+
+def _say(text: str) -> None:
+    mark = "✓" if (sys.stdout.encoding or "").lower().startswith("utf") else "ok"
+    print(f"{mark} {text}", flush=True)

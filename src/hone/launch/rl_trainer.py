@@ -1,0 +1,197 @@
+"""`vf-rl` and `hone.RLTrainer`: the run of `rl` that a file, or a few arguments, of verifiers' RLTrainer stand for.
+
+VfRLConfig ─ as_rl ─► RLConfig ─► colocated.py or processes.py ─ each step's row ─► Console, callbacks
+"""
+
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from hone import machine
+from hone.config.base import validated
+from hone.config.rl import RLConfig
+from hone.config.vf_rl import RLTrainerArgs, VfRLConfig
+from hone.environments import Environment
+from hone.environments.registry import add_folder
+from hone.launch.watching import Watcher
+from hone.monitors.metrics import read_rows
+from hone.monitors.trainer_lines import loss_line, sample_block, step_line
+from hone.orchestrator.rollouts_file import FILE
+from hone.run_directory import RunDirectory, checkpoints_in
+
+Callback = Callable[[int, dict[str, Any]], object]
+FLAT_AFTER, FLAT = 20, 0.02  # steps after which a reward that has not risen by so much is remarked on
+UNSTABLE = 0.5  # share of masked tokens, or mismatch KL, from which on training is called unstable
+
+
+class RLTrainer:
+    """Trains a model on an environment's rewards: `RLTrainer(model, env, RLConfig(max_steps=100)).train()`.
+
+    `model`: a directory in Hugging Face format, or a hub id. `env`: an environment, or its id. `args`: the keys of
+    `[trainer.args]`; `inference`: flags of the sampler, as `[inference.args]`. `callbacks` are called after each step
+    with its number and its metrics, those of metrics.jsonl; one that returns False ends training there. Raises
+    ValueError for what does not fit together.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        env: str | Environment,
+        args: RLTrainerArgs | None = None,
+        *,
+        env_args: dict[str, Any] | None = None,
+        inference: dict[str, Any] | None = None,
+        callbacks: Iterable[Callback] = (),
+    ) -> None:
+        name = env if isinstance(env, str) else env.name or "environment"
+        self.environment = None if isinstance(env, str) else env
+        values = {
+            "model": str(model),
+            "env": {"id": name, "args": env_args or {}},
+            "inference": {"args": inference or {}},
+            "trainer": {"args": args or RLTrainerArgs()},
+        }
+        self.config = validated(VfRLConfig, values)
+        self.callbacks = list(callbacks)
+
+    @classmethod
+    def of(cls, config: VfRLConfig) -> "RLTrainer":
+        trainer = cls.__new__(cls)
+        trainer.config, trainer.environment, trainer.callbacks = config, None, []
+        return trainer
+
+    def train(self, resume: bool | str = False, clean: bool = False) -> list[dict[str, Any]]:
+        """Trains to the end and returns the history. `resume`: True, "auto" or a checkpoint's path go on where a run
+        was; `clean` removes an earlier run first."""
+        machine.prepare()
+        given = {key: value for key, value in (("resume", resume), ("clean", clean)) if value}
+        config = self.config.model_copy(update=given)
+        add_folder("environments", config.env.id)
+        run = config.resolved()
+        console = Console(config, run, self.callbacks)
+        console.begin()
+        from hone.launch.rl import main
+
+        main(run, console, None if self.environment is None else {config.env.known_as: self.environment})
+        return self.history
+
+    @property
+    def output_dir(self) -> Path:
+        return self.config.output_dir
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The metrics of each step, those of metrics.jsonl."""
+        return read_rows(self.output_dir / "metrics.jsonl")
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """The directories of the weights by step, oldest first."""
+        return checkpoints_in(self.output_dir)
+
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        """What was asked and written in a step, what it was worth and why: the rows of its rollouts.jsonl."""
+        return read_rows(self.output_dir / "rollouts" / f"step_{step}" / FILE)
+
+
+def main(config: VfRLConfig) -> None:
+    RLTrainer.of(config).train()
+
+
+class Console(Watcher):
+    """Tells a run as RLTrainer does, and calls the callbacks."""
+
+    def __init__(self, config: VfRLConfig, run: RLConfig, callbacks: list[Callback]) -> None:
+        self.config, self.run, self.callbacks = config, run, callbacks
+        self.files = RunDirectory(run.output_dir, "rl", run.layout)
+        self.first: list[float] = []
+        self.has_remarked = False
+
+    def begin(self) -> None:
+        print(f"Loading environment {self.config.env.id}...")
+        print(f"Loading model {self.config.model}...", flush=True)
+        if machine.gpus():
+            from hone.launch.estimate import memory_lines
+
+            for line in memory_lines(self.run):
+                print(f"Memory, about: {line}", flush=True)
+
+    def serving(self, urls: list[str]) -> None:
+        for url in urls:
+            print(f"Starting inference server on port {url.split(':')[-1].split('/')[0]}...")
+        print("Waiting for inference server to be ready...", flush=True)
+        threading.Thread(target=self._await, args=(urls,), daemon=True).start()
+
+    def _await(self, urls: list[str]) -> None:
+        import httpx
+
+        for url in urls:
+            while True:
+                try:
+                    if httpx.get(f"{url.removesuffix('/v1')}/health", timeout=2.0).status_code == 200:
+                        break
+                except httpx.HTTPError:
+                    pass
+                time.sleep(0.2)
+        print("Inference server is ready", flush=True)
+
+    def step(self, row: dict[str, Any]) -> bool:
+        args, step = self.config.trainer.args, row["step"]
+        if step % args.logging_steps == 0 or step == args.max_steps:
+            print(loss_line(row))
+            print(step_line(row, args.max_steps), flush=True)
+        if args.sample_steps and step % args.sample_steps == 0:
+            self._sample(step)
+        self._remark(row)
+        return all([callback(step, row) is not False for callback in self.callbacks])
+
+    def saved(self, directory: Path) -> None:
+        print(f"Saved {directory}", flush=True)
+
+    def _sample(self, step: int) -> None:
+        """One rollout of a step, drawn by the step's number."""
+        try:
+            lines = (self.files.rollouts / f"step_{step}" / FILE).read_text().splitlines()
+        except OSError:
+            return
+        if lines:
+            print(sample_block(step, json.loads(random.Random(step).choice(lines))), flush=True)
+
+    def _remark(self, row: dict[str, Any]) -> None:
+        """What the numbers say that somebody would otherwise look up under troubleshooting."""
+        if self.has_remarked:
+            return
+        log = logging.getLogger("hone.rl")
+        if row.get("is_masked/mean", 0.0) > UNSTABLE or row.get("mismatch_kl/mean", 0.0) > UNSTABLE:
+            self.has_remarked = True
+            log.warning(
+                "Step %d: training is unstable: %.0f %% of the tokens are masked; what helps: a lower learning_rate, a "
+                "larger rollouts_per_example or batch_size", row["step"], 100 * row.get("is_masked/mean", 0.0),
+            )  # fmt: skip
+        if "reward/mean" in row and len(self.first) < FLAT_AFTER:
+            self.first.append(row["reward/mean"])
+            if len(self.first) == FLAT_AFTER:
+                self._compare(row["step"], log)
+
+    def _compare(self, step: int, log: logging.Logger) -> None:
+        quarter = FLAT_AFTER // 4
+        before, now = (sum(part) / quarter for part in (self.first[:quarter], self.first[-quarter:]))
+        if now - before >= FLAT or before > 0.9:
+            return
+        self.has_remarked = True
+        if before - now > FLAT:
+            cause, helps = "the steps may be too large", "a lower learning_rate, a larger batch_size"
+        elif now < 0.05:
+            cause, helps = "the task may be too hard for this model", "easier examples, a supervised warm-up before"
+        else:
+            cause = "the steps may be too small, or the rollouts too alike"
+            helps = "a higher learning_rate, a higher temperature, more rollouts_per_example"
+        log.warning(
+            "Step %d: the reward has gone from %.3f to %.3f: %s; what helps: %s. How the model does without training: "
+            "hone eval run %s -m %s -n 20", step, before, now, cause, helps, self.config.env.id, self.config.model,
+        )  # fmt: skip

@@ -1,0 +1,52 @@
+"""What is told of a run while it goes on, to who started it: in the same process, or read from its files."""
+
+from pathlib import Path
+from typing import Any
+
+from hone.monitors.metrics import read_rows
+from hone.run_directory import RunDirectory
+from hone.transport.waiting import PulseOf
+
+
+class Watcher:
+    """Told of a run's events; takes none of them up unless a subclass does."""
+
+    def serving(self, urls: list[str]) -> None:
+        """Servers are being started there."""
+
+    def step(self, row: dict[str, Any]) -> bool:
+        """A step is done; its row of metrics.jsonl. Returns whether to go on."""
+        return True
+
+    def saved(self, directory: Path) -> None:
+        """Weights have been written."""
+
+
+class Follower:
+    """Tells a watcher of what appears in the files of a run, from the step after `told` on. What an earlier run left
+    there is not taken for it: nothing is told before the run's trainer has claimed the directory and lives."""
+
+    def __init__(self, watcher: Watcher, run: RunDirectory, weight_steps: list[int], told: int) -> None:
+        self.watcher, self.run, self.told = watcher, run, told
+        self.weights = [step for step in weight_steps if step > told]
+        self.before, self.trainer = run.id_on_disk(), PulseOf(run.pulse("trainer"))
+        self.is_there, self.size = False, -1
+
+    def look(self) -> bool:
+        """Whether to go on."""
+        if not self.is_there:
+            self.is_there = self.run.id_on_disk() != self.before and self.trainer.is_beating()
+            if not self.is_there:
+                return True
+        goes_on, file = True, self.run.metrics
+        size = file.stat().st_size if file.exists() else 0
+        if size != self.size:
+            self.size = size
+            for row in read_rows(file):
+                if row["step"] > self.told and "reward/mean" in row:
+                    self.told = row["step"]
+                    goes_on &= self.watcher.step(row)
+        for step in [step for step in self.weights if step <= self.told and self.run.weights_of(step).exists()]:
+            self.weights.remove(step)
+            self.watcher.saved(self.run.weights_of(step))
+        return goes_on

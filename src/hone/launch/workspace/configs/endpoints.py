@@ -1,0 +1,11 @@
+"""Servers by name for `vf-eval -m NAME` and `hone eval run ENV -m NAME`. "default" is asked for every other name."""
+
+import os
+
+ENDPOINTS = {
+    "default": {
+        "base_url": "http://localhost:8000/v1",  # `inference --model.name MODEL` on this machine
+        "api_key": os.getenv("HONE_API_KEY"),
+    },
+    # "judge": {"model": "MODEL", "base_url": "https://HOST/v1", "api_key": os.getenv("JUDGE_API_KEY")},
+}

@@ -1,0 +1,63 @@
+"""A step as transformers' Trainer and verifiers' RLTrainer tell it.
+
+{'loss': 0.0132, 'learning_rate': 0.005, 'epoch': 0.01}
+Step 1/100: reward=0.75, entropy=0.41, importance_ratio=1.00
+=== Step 5 Sample ===
+"""
+
+from typing import Any
+
+from hone.monitors.lines import why_no_signal
+
+NAMES = {  # theirs, and ours
+    "loss": "loss/mean",
+    "learning_rate": "optim/lr",
+    "epoch": "progress/epoch",
+    "grad_norm": "optim/grad_norm",
+    "reward": "reward/mean",
+    "entropy": "entropy/mean",
+    "importance_ratio": "importance_ratio/mean",
+    "tokens/masked_fraction": "is_masked/mean",
+}
+
+
+def told(row: dict[str, Any]) -> dict[str, Any]:
+    """What is told of a step, of a row of metrics.jsonl, by their names."""
+    return {theirs: row[ours] for theirs, ours in NAMES.items() if ours in row}
+
+
+def loss_line(row: dict[str, Any]) -> str:
+    shown = told(row)
+    return str({key: float(f"{shown[key]:.4g}") for key in ("loss", "learning_rate", "epoch") if key in shown})
+
+
+def step_line(row: dict[str, Any], max_steps: int) -> str:
+    """Of a step without anything to learn from also why that is."""
+    shown, is_idle = told(row), not row.get("batch/effective_batch_size", 1)
+    names = ("reward",) if is_idle else ("reward", "entropy", "importance_ratio")
+    line = f"Step {row['step']}/{max_steps}: " + ", ".join(f"{key}={shown[key]:.4f}" for key in names if key in shown)
+    return f"{line}\n{why_no_signal(row['step'], row)}" if is_idle else line
+
+
+def sample_block(step: int, rollout: dict[str, Any]) -> str:
+    """`rollout`: a line of rollouts.jsonl. Control characters of what was written are shown as escapes."""
+    asked = [message for message in rollout["prompt"] if message["role"] != "system"] or rollout["prompt"]
+    said = "\n".join(_text(message) for message in rollout["completion"])
+    return "\n".join(
+        [
+            f"=== Step {step} Sample ===",
+            f"Prompt: {printable(_text(asked[-1]))}",
+            f"Completion: {printable(said)}",
+            f"Reward: {rollout['reward']:.4g}" + (f" ({rollout['error']})" if rollout.get("error") else ""),
+        ]
+    )
+
+
+def _text(message: dict[str, Any]) -> str:
+    calls = "".join(f" {call['function']}" for call in message.get("tool_calls") or [])
+    return f"{message.get('content') or ''}{calls}"
+
+
+def printable(text: str) -> str:
+    """What a terminal shows as it is: all else, but for ends of lines, as an escape."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
