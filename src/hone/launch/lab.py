@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from hone.authoring.install import find_uv
+from hone.environments.registry import add_folder
 
 TEMPLATES = Path(__file__).parent / "workspace"
 SIX = ("alphabet_sort", "gsm8k", "math_python", "reverse_text", "wiki_search", "wordle")
@@ -71,6 +72,14 @@ def setup(place: Path, vf_rl: bool, prime_rl: bool, installs: bool) -> int:
     if code == 0:
         print(f"next: {_next(vf_rl, prime_rl)}")
     return code
+
+
+def prepare(place: Path | None = None) -> None:
+    """Writes environments/ and models/ as `setup` does, and makes the environments importable here; for notebooks."""
+    place = place or Path.cwd()
+    write(dict(templates(["models"])), place)
+    for name in SIX:
+        add_folder(str(place / "environments"), name)
 
 
 def templates(wanted: list[str]) -> Iterator[tuple[str, bytes]]:
@@ -146,7 +155,6 @@ def requirement() -> list[str]:
 def run(file: str, overrides: list[str]) -> int:
     from hone.config.base import load_config
     from hone.config.lab import LabConfig
-    from hone.environments.registry import add_folder
     from hone.launch.rl import main as train
     from hone.monitors.log import start_logging
 
