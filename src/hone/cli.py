@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from hone import STARTED, machine
+from hone import STARTED, leaving, machine
 from hone.config.commands import COMMANDS, import_object
 
 LAST_SECONDS = 10.0  # in which a process whose parent is gone may end what it has started
@@ -76,6 +76,7 @@ def _run(command: str, argv: list[str]) -> int:
         return _guard(command, lambda: print(help_text(command, summary, config_class), flush=True))
 
     machine.prepare()
+    leaving.listen()
     end_with_parent()
 
     def work() -> None:
@@ -166,6 +167,9 @@ def _guard(command: str, work: Callable[[], int | None]) -> int:
 
     try:
         return work() or 0
+    except leaving.Left as left:
+        print(f"{command}: {left}", flush=True)
+        return leaving.AGAIN
     except KeyboardInterrupt:
         print(f"{command}: interrupted", file=sys.stderr)
         return 130

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from hone.kernels import cpu
-from hone.launch.processes import free_port
+from hone.launch.plan import free_port
 from hone.models.attention import PackedAttention
 from hone.models.hf import load_model
 from tests.conftest import patience

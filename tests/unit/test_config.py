@@ -14,7 +14,7 @@ from hone.config.help import help_text, to_toml
 from hone.config.inference import InferenceConfig
 from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
 from hone.config.sft import SFTConfig
-from hone.launch.processes import component_configs
+from hone.launch.plan import component_configs
 from tests.conftest import patience
 
 RL = """

@@ -7,10 +7,13 @@ On-policy: step N is sampled by version N - 1. Rollouts are written to disk whil
 launched; in a thread beside it they would keep it from launching.
 """
 
+import asyncio
 import time
+from collections.abc import Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from hone import leaving
 from hone.config.help import to_toml
 from hone.config.rl import RLConfig
 from hone.config.sections import ServeConfig
@@ -38,6 +41,9 @@ from hone.trainer.rl.trainer import RLTrainer
 from hone.trainer.saving import save_weights
 from hone.trainer.sharding import Export
 from hone.transport.waiting import Pulse
+
+T = TypeVar("T")
+LOOK = 0.2  # seconds between looks whether the run is asked to end
 
 
 def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[str, Environment] | None = None) -> None:
@@ -126,13 +132,18 @@ async def train(
         of_rollouts.evaluated(version, found)
         return found
 
+    values: dict[str, float] = {}
     before = await evaluated(0) if first == 1 else {}
     if before:
         of_rollouts.row(0, before)
     for step in range(first, config.max_steps + 1):
         start = time.perf_counter()
         orchestrator.adopted(step - 1)
-        collected = await orchestrator.collect(step, config.max_steps)
+        collected = await unless_asked(orchestrator.collect(step, config.max_steps))
+        if collected is None:
+            await orchestrator.close()
+            await service.run(partial(checkpoints.leave, step - 1, config.public(), values, progress))
+            return
         write = partial(write_rollouts, collected.groups, run.rollouts / f"step_{step}")
         trained = await service.run(partial(trainer.step, collected.batch, meanwhile=write))
         await service.run(sampled.follow)
@@ -150,7 +161,8 @@ async def train(
             await service.run(save)
             if watcher is not None:
                 watcher.saved(run.weights_of(step))
-        await service.run(partial(checkpoints.save, step, is_last, config.public(), values, collected.progress))
+        progress = collected.progress
+        await service.run(partial(checkpoints.save, step, is_last, config.public(), values, progress))
         if not goes_on:
             break
     await orchestrator.close()
@@ -158,3 +170,15 @@ async def train(
         await environment.close()
     last = step if first <= config.max_steps else first - 1
     trainer_log.info("Weights of step %d in %s", last, run.weights_of(last))
+
+
+async def unless_asked(work: Coroutine[Any, Any, T]) -> T | None:
+    """What it gives; None where the run is asked to end meanwhile, or was before: then the work is given up."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        if leaving.is_asked():
+            task.cancel()
+            await asyncio.wait([task])
+            return None
+        await asyncio.wait([task], timeout=LOOK)
+    return task.result()

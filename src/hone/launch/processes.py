@@ -12,23 +12,21 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
 
-from hone import machine
+from hone import leaving
 from hone.clients.http import connect
 from hone.config.base import ConfigError, load_config
 from hone.config.help import to_toml
-from hone.config.inference import InferenceConfig
-from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
-from hone.config.sections import API_KEY_VARIABLE, BACKEND_LOST, LOOPBACK
+from hone.config.rl import RLConfig
+from hone.config.sections import BACKEND_LOST
 from hone.inference.address import bind
+from hone.launch.plan import Component, plan
 from hone.launch.watching import Follower, Watcher
 from hone.monitors.metrics import check_wandb
 from hone.run_directory import RunDirectory
@@ -36,8 +34,6 @@ from hone.trainer.checkpoint import refuse_changes, resume_from
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 KILLS, WITHIN = 5, 60.0  # so many kills of inference within so many seconds end a run
-SHARED_GPU_GIB = 8.0  # of keys and values
-EVERYWHERE = (None, "0.0.0.0", "::")
 
 log = logging.getLogger("hone.rl")
 
@@ -54,15 +50,12 @@ def launch(config: RLConfig, watcher: Watcher | None = None) -> None:
         refuse_other_rollouts(sources[0], config)
     weight_steps = config.weights.steps(config.max_steps)
     run.check(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
-    # The key travels in the environment: what is written down has no secrets.
-    key = config.inference and (config.inference.api_key or os.environ.get(API_KEY_VARIABLE))
-    keys = {API_KEY_VARIABLE: key} if key else {}
-    configs = component_configs(config, has_key=bool(key))
-    for server in configs.values():  # before seconds of starting
-        if isinstance(server, InferenceConfig) and not server.headless:
-            bind(server.server.host or LOOPBACK[0], server.server.port).close()
+    parts = plan(config)
+    for part in parts:  # before seconds of starting
+        if part.address:
+            host, _, port = part.address.rpartition(":")
+            bind(host, int(port)).close()
     run.write_config(to_toml(config))
-    gpus: dict[str, list[int] | None] = {"trainer": config.trainer_gpu_ids, **gpus_of_servers(config)}
     children: list[Child] = []
 
     def interrupt(number: int, _: object) -> None:
@@ -71,17 +64,13 @@ def launch(config: RLConfig, watcher: Watcher | None = None) -> None:
 
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        for name, component in configs.items():
-            file = run.write_config(to_toml(component), name)
-            environment = keys | threads(config) | visible_gpus(gpus.get(name), config)
-            ranks = environments_of_ranks(len(config.trainer_gpu_ids)) if name == "trainer" else [{}]
-            command = "inference" if name.startswith("inference") else name
-            children += [Child(name, command, file, environment | rank, run.logs) for rank in ranks]
+        for part in parts:
+            children.append(Child(part, run.write_config(to_toml(part.config), part.name), run.logs))
         log.info("Started %s; logs in %s", ", ".join(f"{c.name} ({c.process.pid})" for c in children), run.logs)
         follower = None
         if watcher is not None:
             if config.inference is not None:
-                watcher.serving(configs["orchestrator"].client.base_url)
+                watcher.serving([part.address for part in parts if part.address])
             told = int(sources[0].name.removeprefix("step_")) if sources else 0
             follower = Follower(watcher, run, weight_steps, told)
         watch(children, follower)
@@ -96,97 +85,6 @@ def refuse_other_rollouts(source: Path, config: RLConfig) -> None:
     except ConfigError:  # there is none, or of another version of Hone
         return
     refuse_changes(before.public(), config, source)
-
-
-def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
-    """The configuration of each process, from that of the run. `has_key`: the server asks for one."""
-    common = config.model_dump(
-        include={"model", "output_dir", "layout", "seed", "log_level", "log_interval", "max_steps", "max_async_level"}
-    )
-    own = config.model_dump(include={"clean", "resume", "ckpt", "weights", "weight_broadcast", "ranks_timeout"})
-    configs: dict[str, Any] = {}
-    orchestrator = config.orchestrator.model_dump() | common | {"seq_len": config.seq_len}
-    orchestrator["wandb"] = config.wandb and config.wandb.model_dump()
-    if config.inference is not None:
-        server = config.inference.server
-        allowed = config.inference.allowed_dirs or [config.output_dir]
-        if server.host not in (*EVERYWHERE, *LOOPBACK) and not has_key:
-            raise ValueError(
-                f"inference.server.host {server.host}: control routes answer to loopback alone without a key; "
-                f"give one with --inference.api-key or {API_KEY_VARIABLE}"
-            )
-        host, urls = "localhost" if server.host in (*EVERYWHERE, *LOOPBACK) else server.host, []
-        for i, name in enumerate(names_of_servers(config)):
-            port = server.port + i if server.port else free_port()
-            urls.append(f"http://{host}:{port}/v1")
-            configs[name] = InferenceConfig.model_validate(
-                config.inference.model_dump()
-                | beside_trainer(config)
-                | {"server": {"host": server.host, "port": port}, "allowed_dirs": allowed}
-                | {key: common[key] for key in ("model", "seed", "log_level")}
-            )
-        orchestrator["client"]["base_url"] = urls
-        if has_key:
-            orchestrator["client"]["api_key_var"] = API_KEY_VARIABLE
-    configs["orchestrator"] = OrchestratorRunConfig.model_validate(orchestrator)
-    configs["trainer"] = TrainerRunConfig.model_validate(config.trainer.model_dump() | common | own)
-    return configs
-
-
-def names_of_servers(config: RLConfig) -> list[str]:
-    count = config.inference_replicas
-    return ["inference"] if count == 1 else [f"inference_{i}" for i in range(count)]
-
-
-def gpus_of_servers(config: RLConfig) -> dict[str, list[int]]:
-    """The GPUs of each server: as many for one as for another. Raises ValueError where they cannot be divided."""
-    ids, names = config.inference_gpu_ids, names_of_servers(config)
-    if len(names) == 1 or not visible_gpus(ids, config):
-        return dict.fromkeys(names, ids)
-    each, rest = divmod(len(ids), len(names))
-    if rest or not each:
-        raise ValueError(
-            f"inference_gpu_ids: {len(ids)} GPUs cannot be divided among {len(names)} servers (inference_replicas)"
-        )
-    return {name: ids[i * each : (i + 1) * each] for i, name in enumerate(names)}
-
-
-def beside_trainer(config: RLConfig) -> dict[str, Any]:
-    """What a server is told that has its GPU together with the trainer: not to take what is free when it starts."""
-    parts = (config.inference_gpu_ids, config.trainer_gpu_ids)
-    server, trainer = (set(visible_gpus(ids, config).get("CUDA_VISIBLE_DEVICES", "").split(",")) for ids in parts)
-    given = config.inference and config.inference.kv_cache_gib
-    return {"kv_cache_gib": SHARED_GPU_GIB} if server & trainer - {""} and given is None else {}
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def threads(config: RLConfig) -> dict[str, str]:
-    """OMP_NUM_THREADS, which divides the cores among the trainer's ranks and the inference server."""
-    count = len(config.trainer_gpu_ids) + (config.inference_replicas if config.inference is not None else 0)
-    return {"OMP_NUM_THREADS": str(max(1, machine.cores() // count))}
-
-
-def environments_of_ranks(count: int) -> list[dict[str, str]]:
-    """What tells each of several processes who it is and where the others are, in torchrun's words."""
-    if count == 1:
-        return [{}]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
-    return [meeting | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(count)]
-
-
-def visible_gpus(ids: list[int] | None, config: RLConfig) -> dict[str, str]:
-    """The environment that shows a component its GPUs: those of the configuration, out of those that are visible."""
-    if ids is None or config.model.device == "cpu":
-        return {}
-    devices = machine.gpus()
-    if not devices:
-        return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[i % len(devices)] for i in ids)}
 
 
 async def require_servers(config: RLConfig) -> None:
@@ -204,13 +102,14 @@ async def require_servers(config: RLConfig) -> None:
 class Child:
     """A component's process, and what it last said."""
 
-    def __init__(self, name: str, command: str, config: Path, environment: dict[str, str], logs: Path) -> None:
-        self.name, self.is_server, self.said = name, command == "inference", deque[str](maxlen=50)
-        self.title = f"{name} rank {environment['RANK']}" if "RANK" in environment else name
-        self.words = [sys.executable, "-m", "hone", command, "@", str(config)]
-        self.environment = os.environ | environment | {"HONE_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    def __init__(self, part: Component, config: Path, logs: Path) -> None:
+        self.name, self.title, self.is_server = part.name, part.title, part.restarts
+        self.is_trainer, self.said = part.role == "trainer", deque[str](maxlen=50)
+        self.words = [sys.executable, "-m", "hone", part.role, "@", str(config)]
+        own = {"HONE_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        self.environment = os.environ | part.environment | own
         # Trainer and orchestrator keep their own logs and speak on the console; inference is heard from its log alone.
-        self.log = (logs / f"{name}.log").open("w") if self.is_server else None
+        self.log = (logs / f"{part.name}.log").open("w") if self.is_server else None
         self.start()
 
     def start(self) -> None:
@@ -250,9 +149,20 @@ def watch(children: list[Child], follower: Follower | None = None) -> None:
     Inference that is killed is started again: the orchestrator gives it the current weights before it asks it anything.
     """
     kills: deque[float] = deque(maxlen=KILLS)
+    trainers, is_told = [child for child in children if child.is_trainer], False
     while True:
+        if leaving.is_asked() and not is_told:
+            is_told = True
+            for child in trainers:
+                child.process.send_signal(signal.SIGUSR1)
+        codes = [child.process.poll() for child in trainers]
+        if leaving.AGAIN in codes and None not in codes:
+            trainers[0].reader.join(2.0)
+            raise leaving.Left(trainers[0].said[-1].removeprefix("trainer: "))
         for child in children:
             code = child.process.poll()
+            if child in trainers and code == leaving.AGAIN:
+                continue
             if child.is_server and code is not None and (code < 0 or code == BACKEND_LOST):
                 kills.append(time.monotonic())
                 if len(kills) < KILLS or kills[-1] - kills[0] > WITHIN:

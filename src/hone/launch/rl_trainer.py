@@ -121,19 +121,19 @@ class Console(Watcher):
             for line in memory_lines(self.run):
                 print(f"Memory, about: {line}", flush=True)
 
-    def serving(self, urls: list[str]) -> None:
-        for url in urls:
-            print(f"Starting inference server on port {url.split(':')[-1].split('/')[0]}...")
+    def serving(self, addresses: list[str]) -> None:
+        for address in addresses:
+            print(f"Starting inference server on port {address.rpartition(':')[2]}...")
         print("Waiting for inference server to be ready...", flush=True)
-        threading.Thread(target=self._await, args=(urls,), daemon=True).start()
+        threading.Thread(target=self._await, args=(addresses,), daemon=True).start()
 
-    def _await(self, urls: list[str]) -> None:
+    def _await(self, addresses: list[str]) -> None:
         import httpx
 
-        for url in urls:
+        for address in addresses:
             while True:
                 try:
-                    if httpx.get(f"{url.removesuffix('/v1')}/health", timeout=2.0).status_code == 200:
+                    if httpx.get(f"http://{address}/health", timeout=2.0).status_code == 200:
                         break
                 except httpx.HTTPError:
                     pass

@@ -11,8 +11,8 @@ from hone.transport.waiting import PulseOf
 class Watcher:
     """Told of a run's events; takes none of them up unless a subclass does."""
 
-    def serving(self, urls: list[str]) -> None:
-        """Servers are being started there."""
+    def serving(self, addresses: list[str]) -> None:
+        """Servers are being started there, as HOST:PORT."""
 
     def step(self, row: dict[str, Any]) -> bool:
         """A step is done; its row of metrics.jsonl. Returns whether to go on."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hone.config.base import Config, differences
 from hone.config.sections import CkptConfig
+from hone.leaving import Left
 from hone.monitors.metrics import read_rows
 from hone.run_directory import RunDirectory, rewrite, steps_in
 from hone.trainer.optim import Optimizer
@@ -45,6 +46,18 @@ class Checkpoints:
         self._group: Any = None  # of messages between the ranks' writers, beside those of training
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+
+    def leave(
+        self, step: int, config: dict[str, Any], metrics: dict[str, float], progress: dict[str, Any] | None = None
+    ) -> None:
+        """Writes the checkpoint of the step that a run ends with early, unless it is there. Raises Left. Collective."""
+        self.wait()
+        if step and not (self.run.checkpoints / f"step_{step}").exists():
+            self.save(step, True, config, metrics, progress)
+        if self.policy is None:
+            raise Left(f"ended after step {step}, as asked; it cannot be gone on with: no ckpt key was given")
+        kept = f"its checkpoint is in {self.run.checkpoints}" if step else "nothing was to be kept"
+        raise Left(f"ended after step {step}, as asked; {kept}; --resume auto goes on")
 
     def save(
         self, step: int, is_last: bool, config: dict[str, Any], metrics: dict[str, float],

@@ -58,6 +58,10 @@ class Ranks:
 
             dist.barrier()
 
+    def agree(self, is_so: bool, device: torch.device) -> bool:
+        """Whether it is so on any rank; the same on all."""
+        return bool(self.all_reduce_max(int(is_so), device))
+
     def leave(self) -> None:
         if self.count > 1:
             import torch.distributed as dist

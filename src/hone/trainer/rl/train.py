@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from hone import leaving
 from hone.config.help import to_toml
 from hone.config.rl import BenchConfig, TrainerRunConfig
 from hone.kernels import cpu
@@ -84,11 +85,16 @@ def main(config: TrainerRunConfig) -> None:
     hint += f"(orchestrator @ FILE --output-dir {run.path})"
     report = StepReport(log, config.max_steps, config.log_interval)
     with Pulse(run.pulse(names[ranks.rank])), watch, publish:
-        publish(first - 1, metrics_of(sources, first - 1))
+        values = metrics_of(sources, first - 1)
+        publish(first - 1, values)
         for step in range(first, config.max_steps + 1):
             start = time.perf_counter()
             what = f"the rollouts of step {step} in {run.rollouts}"
-            batch = wait_for(Wait(what, config.batch_timeout, log, hint), partial(batches.take, step), run.require_own)
+            wait, take = Wait(what, config.batch_timeout, log, hint), partial(batches.take, step)
+            batch = wait_for(wait, lambda: Batch(step, []) if leaving.is_asked() else take(), run.require_own)  # noqa: B023
+            if ranks.agree(leaving.is_asked(), trainer.device):
+                before = read_progress(run.rollouts / f"step_{step - 1}")
+                checkpoints.leave(step - 1, state, values, before)
             waited = time.perf_counter() - start
             values = trainer.step(batch) | {"time/wait_for_batch": waited}
             start = time.perf_counter()

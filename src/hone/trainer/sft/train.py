@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hone import leaving
 from hone.config.help import to_toml
 from hone.config.sft import DataConfig, SFTConfig
 from hone.kernels import cpu
@@ -168,6 +169,8 @@ class Trainer:
                 progress.update(task, advance=1, loss=values["loss/mean"], rate=values["perf/throughput"])
                 self.report.max_steps = step if is_last else max_steps
                 self.report.tuned(step, values)
+                if not is_last and self.ranks.agree(leaving.is_asked(), self.device):
+                    self.checkpoints.leave(step, config.public(), values)
                 self._write(step, values, is_last)
                 if is_last:
                     break
@@ -183,7 +186,7 @@ class Trainer:
         limit = self.config.max_seconds
         if limit is None:
             return False
-        return bool(self.ranks.all_reduce_max(int(time.perf_counter() - start >= limit), self.device))
+        return self.ranks.agree(time.perf_counter() - start >= limit, self.device)
 
     def data(self, rows: DataSets) -> Data:
         config = self.config.data

@@ -1,0 +1,162 @@
+"""The plan of a run: one configuration as the components that carry it out, each with its devices and its address.
+
+RLConfig ─ plan ─► [inference …, orchestrator, trainer ranks …] ─► processes.py starts them here; `--dry-run` and
+                                                                   Slurm show where each will be
+"""
+
+import os
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+from hone import machine
+from hone.config.base import Config
+from hone.config.inference import InferenceConfig
+from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
+from hone.config.sections import API_KEY_VARIABLE, LOOPBACK
+
+SHARED_GPU_GIB = 8.0  # of keys and values
+EVERYWHERE = (None, "0.0.0.0", "::")
+
+
+@dataclass(frozen=True)
+class Component:
+    """A process of a run. `role` is its command; `gpus` are numbers among those that the run has; one that `restarts`
+    is started again where it was killed, without the run ending."""
+
+    role: str
+    name: str
+    config: Config
+    gpus: tuple[int, ...] = ()
+    address: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    restarts: bool = False
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} rank {self.environment['RANK']}" if "RANK" in self.environment else self.name
+
+
+def plan(config: RLConfig) -> list[Component]:
+    """The components of a run on this machine, in the order in which they start. Raises ValueError for GPUs that cannot
+    be divided and for a server that would be open to the world."""
+    key = config.inference and (config.inference.api_key or os.environ.get(API_KEY_VARIABLE))
+    keys = {API_KEY_VARIABLE: key} if key else {}  # in the environment: what is written down has no secrets
+    configs = component_configs(config, has_key=bool(key))
+    gpus = {"trainer": config.trainer_gpu_ids, **gpus_of_servers(config)}
+    parts = []
+    for name, one in configs.items():
+        role = "inference" if isinstance(one, InferenceConfig) else name
+        own = gpus.get(name) if config.model.device != "cpu" else None
+        environment = keys | threads(config) | visible_gpus(gpus.get(name), config)
+        address = ""
+        if isinstance(one, InferenceConfig):
+            address = f"{one.server.host or LOOPBACK[0]}:{one.server.port}"
+        ranks = environments_of_ranks(len(config.trainer_gpu_ids)) if role == "trainer" else [{}]
+        for number, rank in enumerate(ranks):
+            of_rank = [own[number]] if own and len(ranks) > 1 else own
+            parts.append(
+                Component(role, name, one, tuple(of_rank or ()), address, environment | rank, role == "inference")
+            )
+    return parts
+
+
+def placement(parts: list[Component], node: str = "this machine") -> list[str]:
+    """A table of them: what runs where, on which devices, at which address."""
+    rows = [("component", "node", "devices", "address")]
+    for part in parts:
+        devices = f"GPU {', '.join(map(str, part.gpus))}" if part.gpus else "CPU"
+        rows.append((part.title, node, devices, part.address))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
+    """The configuration of each process, from that of the run. `has_key`: the server asks for one."""
+    common = config.model_dump(
+        include={"model", "output_dir", "layout", "seed", "log_level", "log_interval", "max_steps", "max_async_level"}
+    )
+    own = config.model_dump(include={"clean", "resume", "ckpt", "weights", "weight_broadcast", "ranks_timeout"})
+    configs: dict[str, Any] = {}
+    orchestrator = config.orchestrator.model_dump() | common | {"seq_len": config.seq_len}
+    orchestrator["wandb"] = config.wandb and config.wandb.model_dump()
+    if config.inference is not None:
+        server = config.inference.server
+        allowed = config.inference.allowed_dirs or [config.output_dir]
+        if server.host not in (*EVERYWHERE, *LOOPBACK) and not has_key:
+            raise ValueError(
+                f"inference.server.host {server.host}: control routes answer to loopback alone without a key; "
+                f"give one with --inference.api-key or {API_KEY_VARIABLE}"
+            )
+        host, urls = "localhost" if server.host in (*EVERYWHERE, *LOOPBACK) else server.host, []
+        for i, name in enumerate(names_of_servers(config)):
+            port = server.port + i if server.port else free_port()
+            urls.append(f"http://{host}:{port}/v1")
+            configs[name] = InferenceConfig.model_validate(
+                config.inference.model_dump()
+                | beside_trainer(config)
+                | {"server": {"host": server.host, "port": port}, "allowed_dirs": allowed}
+                | {key: common[key] for key in ("model", "seed", "log_level")}
+            )
+        orchestrator["client"]["base_url"] = urls
+        if has_key:
+            orchestrator["client"]["api_key_var"] = API_KEY_VARIABLE
+    configs["orchestrator"] = OrchestratorRunConfig.model_validate(orchestrator)
+    configs["trainer"] = TrainerRunConfig.model_validate(config.trainer.model_dump() | common | own)
+    return configs
+
+
+def names_of_servers(config: RLConfig) -> list[str]:
+    count = config.inference_replicas
+    return ["inference"] if count == 1 else [f"inference_{i}" for i in range(count)]
+
+
+def gpus_of_servers(config: RLConfig) -> dict[str, list[int]]:
+    """The GPUs of each server: as many for one as for another. Raises ValueError where they cannot be divided."""
+    ids, names = config.inference_gpu_ids, names_of_servers(config)
+    if len(names) == 1 or not visible_gpus(ids, config):
+        return dict.fromkeys(names, ids)
+    each, rest = divmod(len(ids), len(names))
+    if rest or not each:
+        raise ValueError(
+            f"inference_gpu_ids: {len(ids)} GPUs cannot be divided among {len(names)} servers (inference_replicas)"
+        )
+    return {name: ids[i * each : (i + 1) * each] for i, name in enumerate(names)}
+
+
+def beside_trainer(config: RLConfig) -> dict[str, Any]:
+    """What a server is told that has its GPU together with the trainer: not to take what is free when it starts."""
+    parts = (config.inference_gpu_ids, config.trainer_gpu_ids)
+    server, trainer = (set(visible_gpus(ids, config).get("CUDA_VISIBLE_DEVICES", "").split(",")) for ids in parts)
+    given = config.inference and config.inference.kv_cache_gib
+    return {"kv_cache_gib": SHARED_GPU_GIB} if server & trainer - {""} and given is None else {}
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def threads(config: RLConfig) -> dict[str, str]:
+    """OMP_NUM_THREADS, which divides the cores among the trainer's ranks and the inference server."""
+    count = len(config.trainer_gpu_ids) + (config.inference_replicas if config.inference is not None else 0)
+    return {"OMP_NUM_THREADS": str(max(1, machine.cores() // count))}
+
+
+def environments_of_ranks(count: int) -> list[dict[str, str]]:
+    """What tells each of several processes who it is and where the others are, in torchrun's words."""
+    if count == 1:
+        return [{}]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    return [meeting | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(count)]
+
+
+def visible_gpus(ids: list[int] | None, config: RLConfig) -> dict[str, str]:
+    """The environment that shows a component its GPUs: those of the configuration, out of those that are visible."""
+    if ids is None or config.model.device == "cpu":
+        return {}
+    devices = machine.gpus()
+    if not devices:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[i % len(devices)] for i in ids)}
