@@ -8,7 +8,7 @@ RUN := $(UV) run --no-sync
 # command spends seconds on compiling what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-isas test-newest test-verifiers test-vllm test-node lint test-gpu chaos docs
+.PHONY: setup demo test test-isas test-newest test-verifiers test-vllm test-node test-slurm lint test-gpu chaos docs
 
 setup: .venv/.ready
 
@@ -67,6 +67,12 @@ test-node: setup  ## OpenAI's client for Node, where npm is at hand
 	@command -v npm >/dev/null || { echo "no npm here: OpenAI's client for Node is not tested"; exit 0; }; \
 	mkdir -p .node && { [ -d .node/node_modules/openai ] || npm install --silent --prefix .node openai@6; } && \
 	OPENAI_NODE=$$PWD/.node $(RUN) pytest -m node tests/integration/test_openai.py
+
+test-slurm: setup  ## runs as jobs of a real Slurm on this machine, where root can install Debian's packages
+	@command -v sbatch >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge; } || \
+	  { echo "no Slurm here, and none can be installed: not tested with it"; exit 0; }; \
+	$(RUN) pytest -m slurm tests/integration/test_slurm.py
 
 test-gpu:  ## on a machine with a GPU, with the Python there (docs/gpu.md)
 	PYTHONPATH=src:environments/reverse_text:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests/gpu

@@ -15,6 +15,11 @@ from collections.abc import Callable
 from hone import STARTED, leaving, machine
 from hone.config.commands import COMMANDS, import_object
 
+OTHERS = {  # subcommands with arguments of their own kind
+    "env": "hone.authoring.commands:main",
+    "lab": "hone.launch.lab:main",
+    "slurm": "hone.launch.slurm:main",
+}
 LAST_SECONDS = 10.0  # in which a process whose parent is gone may end what it has started
 
 
@@ -35,8 +40,13 @@ def vf_eval() -> None:
     _exit(_guard("vf-eval", lambda: main(sys.argv[1:])))
 
 
+def slurm() -> None:
+    main = import_object(OTHERS["slurm"])
+    _exit(_guard("medarc_slurm", lambda: main(sys.argv[1:] or ["--help"])))
+
+
 def hone() -> None:
-    names = [*COMMANDS, "vf-eval", "eval", "env", "lab"]
+    names = [*COMMANDS, "vf-eval", "eval", "env", "lab", "slurm"]
     command, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
     if command in COMMANDS:
         _exit(_run(command, arguments))
@@ -46,8 +56,8 @@ def hone() -> None:
     elif command == "eval":
         print("usage: hone eval run ENV -m MODEL …   (vf-eval by another name; hone eval run --help)")
         _exit(0 if arguments[:1] in ([], ["--help"], ["-h"]) else 2)
-    elif command in ("env", "lab"):
-        main = import_object("hone.authoring.commands:main" if command == "env" else "hone.launch.lab:main")
+    elif command in OTHERS:
+        main = import_object(OTHERS[command])
         machine.prepare()
         _exit(_guard(f"hone {command}", lambda: main(arguments or ["--help"])))
     elif command in ("--help", "-h"):
@@ -58,6 +68,7 @@ def hone() -> None:
         print("  eval run     The same.")
         print("  env          Make, install, list and check environments.")
         print("  lab          Make a folder to train in; run job files of hosted training.")
+        print("  slurm        Submit runs as jobs of Slurm, and look after them.")
         print("\n`hone COMMAND --help` lists its keys.")
     else:
         import difflib
@@ -152,6 +163,11 @@ def _dry_run(command: str, config) -> None:  # type: ignore[no-untyped-def]
     print(text, end="")
     for line in memory_lines(config):
         print(f"# memory, about: {line}")
+    if hasattr(config, "trainer_gpu_ids"):
+        from hone.launch.plan import placement
+
+        for line in placement(config, len(machine.gpus())):
+            print(f"# {line}")
     if hasattr(config, "clean"):  # it would make a run
         run = RunDirectory(config.output_dir, "sft" if command == "sft" else "rl", config.layout)
         if run.earlier_run():

@@ -37,6 +37,25 @@ class Component:
         return f"{self.name} rank {self.environment['RANK']}" if "RANK" in self.environment else self.name
 
 
+def uses_processes(config: RLConfig, gpus: int | None = None) -> bool:
+    """Whether the run is one of several processes, where there are so many GPUs (unless given: that torch sees)."""
+    if config.inference is not None and (config.inference.backend == "vllm" or config.inference.needs_vllm):
+        if config.deployment == "colocated":
+            raise ValueError("deployment colocated: in one process samples Hone's engine; vLLM needs processes")
+        return True
+    if config.inference is not None and config.inference_replicas > 1:
+        if config.deployment == "colocated":
+            raise ValueError("inference_replicas: in one process there is one sampler; several servers need processes")
+        return True
+    if config.deployment != "auto":
+        return config.deployment == "processes"
+    if gpus is None:
+        import torch
+
+        gpus = torch.cuda.device_count()
+    return gpus > 1 and config.model.device != "cpu"
+
+
 def plan(config: RLConfig) -> list[Component]:
     """The components of a run on this machine, in the order in which they start. Raises ValueError for GPUs that cannot
     be divided and for a server that would be open to the world."""
@@ -61,12 +80,15 @@ def plan(config: RLConfig) -> list[Component]:
     return parts
 
 
-def placement(parts: list[Component], node: str = "this machine") -> list[str]:
-    """A table of them: what runs where, on which devices, at which address."""
+def placement(config: RLConfig, gpus: int, node: str = "this machine") -> list[str]:
+    """A table of the components on a machine with so many GPUs: what runs where, on which devices, at which address."""
     rows = [("component", "node", "devices", "address")]
-    for part in parts:
-        devices = f"GPU {', '.join(map(str, part.gpus))}" if part.gpus else "CPU"
-        rows.append((part.title, node, devices, part.address))
+    is_fixed = config.inference is None or config.inference.server.port != 0
+    if not uses_processes(config, gpus):
+        rows.append(("rl", node, "GPU 0" if gpus and config.model.device != "cpu" else "CPU", ""))
+    for part in plan(config) if uses_processes(config, gpus) else []:
+        devices = f"GPU {', '.join(map(str, part.gpus))}" if part.gpus and gpus else "CPU"
+        rows.append((part.title, node, devices, part.address if is_fixed else part.address.rpartition(":")[0]))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

@@ -2,6 +2,7 @@
 
 from hone.config.rl import RLConfig
 from hone.environments import Environment
+from hone.launch.plan import uses_processes
 from hone.launch.watching import Watcher
 
 
@@ -17,19 +18,3 @@ def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[st
         from hone.launch.colocated import main as run
 
         run(config, watcher, environments)
-
-
-def uses_processes(config: RLConfig) -> bool:
-    if config.inference is not None and (config.inference.backend == "vllm" or config.inference.needs_vllm):
-        if config.deployment == "colocated":
-            raise ValueError("deployment colocated: in one process samples Hone's engine; vLLM needs processes")
-        return True
-    if config.inference is not None and config.inference_replicas > 1:
-        if config.deployment == "colocated":
-            raise ValueError("inference_replicas: in one process there is one sampler; several servers need processes")
-        return True
-    if config.deployment != "auto":
-        return config.deployment == "processes"
-    import torch
-
-    return torch.cuda.device_count() > 1 and config.model.device != "cpu"

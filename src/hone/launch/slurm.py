@@ -1,0 +1,295 @@
+"""`hone slurm sft|rl CONFIG …`, also as `medarc_slurm`: a run as a job of Slurm, which outlives preemption.
+
+    CONFIG, options ─► DIR/configs/{sft,rl}.toml, DIR/{sft,rl}.sh ─ sbatch ─► job: `rl @ configs/rl.toml`, --resume auto
+                       DIR/slurm/jobs.jsonl ◄─ the job's number              on USR1: checkpoint, end, requeued, goes on
+
+Nothing of what the user gives is read by a shell: options are arguments of sbatch, values in the script are quoted.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hone.config.base import ConfigError, load_config
+from hone.config.help import to_toml
+from hone.config.rl import RLConfig
+from hone.config.sft import SFTConfig
+from hone.launch.plan import placement
+from hone.monitors.metrics import read_rows
+
+TEMPLATE = Path(__file__).parent / "slurm.sh.jinja"
+PLAIN = re.compile(r"[\w./:@%+=,^\[\]-]+", re.ASCII)  # what Slurm takes in a line of the script as it stands
+CHECKPOINTS = 50  # steps between checkpoints where the configuration has none: a job has to be able to go on
+OPTIONS = ("account", "partition", "time", "qos", "mem", "mail_user", "constraint", "dependency")
+STATES = "%i|%T|%M|%R"
+DEAD = 60.0  # seconds that a command of Slurm may take
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, overrides = parse(sys.argv[1:] if argv is None else argv)
+    if args.command in ("sft", "rl"):
+        return submit(args, overrides)
+    if overrides:
+        raise ValueError(f"hone slurm {args.command}: unknown: {' '.join(overrides)}")
+    return {"status": status, "logs": logs, "cancel": cancel}[args.command](args)
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="hone slurm", description="Runs of sft and rl as jobs of Slurm.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, words in (("sft", "Submit supervised fine-tuning."), ("rl", "Submit RL.")):
+        one = commands.add_parser(
+            name, help=words, description=f"{words} Keys of the configuration may follow, as --max-steps 10.",
+            allow_abbrev=False,
+        )  # fmt: skip
+        add = one.add_argument
+        add("config", help="TOML file")
+        add("--output-dir", type=Path, required=True, help="directory of the run, on a disk that the nodes share")
+        if name == "sft":
+            add("--gpus", type=count, required=True, help="GPUs, 1 to 8")
+        else:
+            add("--train-gpus", type=count, default=1, help="GPUs that train (default 1)")
+            add("--infer-gpus", type=count, default=1, help="GPUs that sample (default 1)")
+            add("--single-gpu", action="store_true", help="one GPU that does both")
+        add("--cpus-per-gpu", type=count, default=8, help="processor cores for each GPU (default 8)")
+        add("--job-name", help=f"default: the file's name and -{name}")
+        add("--account", help="default: $SBATCH_ACCOUNT, then $SLURM_ACCOUNT")
+        for option, words in (
+            ("partition", "where to run"), ("time", "wall time, as in 4:00:00"), ("qos", "quality of service"),
+            ("mem", "memory of the node, as in 64G"), ("mail-user", "address that is written to when the job ends"),
+            ("constraint", "features that the node must have"), ("dependency", "as Slurm has it: afterok:123"),
+        ):  # fmt: skip
+            add(f"--{option}", help=words)
+        add("--chain", type=count, default=1, help="jobs that go on after each other (default 1)")
+        add("--grace", type=count, default=120, help="seconds before the end of the wall time to save in (default 120)")
+        add("--sbatch", action="append", default=[], metavar="KEY=VALUE", help="a further option of sbatch")
+        add("--hf-hub-offline", action="store_true", help="use what the hub's cache has")
+        add("--dry-run", action="store_true", help="write and show everything, submit nothing")
+    for name, words in (
+        ("status", "State of a run's jobs, its step and reward."), ("logs", "Show a run's newest log."),
+        ("cancel", "End a run's jobs."),
+    ):  # fmt: skip
+        one = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
+        one.add_argument("run", type=Path, help="its --output-dir")
+        if name == "logs":
+            one.add_argument("-n", "--lines", type=count, default=50, help="lines (default 50)")
+    return parser.parse_known_args(argv)
+
+
+def count(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be 1 or more, found {text}")
+    return int(text)
+
+
+# ---------------------------------------------------------------------------------------------- submitting
+
+
+def submit(args: argparse.Namespace, overrides: list[str]) -> int:
+    gpus = gpus_of(args)
+    directory = args.output_dir.absolute()
+    if "\\" in str(directory):
+        raise ValueError(
+            f"--output-dir {directory}: Slurm writes no log below a directory with a backslash in its name"
+        )
+    config = resolved(args, overrides, directory)
+    try:
+        (directory / "configs").mkdir(parents=True, exist_ok=True)
+        (directory / "slurm").mkdir(exist_ok=True)
+        file = directory / "configs" / f"{args.command}.toml"
+        file.write_text(to_toml(config))
+        options = sbatch_options(args, gpus, directory)
+        script = directory / f"{args.command}.sh"
+        script.write_text(render(args, gpus, file, options))
+        script.chmod(0o755)
+    except OSError as error:
+        raise ValueError(f"--output-dir {directory} cannot be written to: {error.strerror}") from None
+    given = [word for name, value in options if not PLAIN.fullmatch(value) for word in (f"--{name}", value)]
+    if args.dry_run:
+        if isinstance(config, RLConfig):
+            print("\n".join(placement(config, gpus, "node 1")))
+        else:
+            print(f"component  node    devices\nsft        node 1  GPU 0{f' to {gpus - 1}' if gpus > 1 else ''}")
+        print(f"\n# {script}\n{script.read_text()}")
+        print(f"configuration: {file}")
+        if shutil.which("sbatch"):
+            done = call(["sbatch", "--test-only", *given, str(script)])
+            print("Slurm says:", (done.stderr or done.stdout).strip() or "nothing")
+        else:
+            print("Slurm says: nothing, there is no sbatch here")
+        return 0
+    if not shutil.which("sbatch"):
+        raise ValueError(f"there is no sbatch here; {script} is written and can be submitted where there is one")
+    before = ""
+    for _ in range(args.chain):
+        wait = [f"--dependency=afterany:{before}"] if before else []
+        done = call(["sbatch", "--parsable", *given, *wait, str(script)])
+        if done.returncode:
+            raise ValueError(f"sbatch: {done.stderr.strip().removeprefix('sbatch: error: ')}")
+        before = done.stdout.strip().split(";")[0]
+        with (directory / "slurm" / "jobs.jsonl").open("a") as known:
+            known.write(json.dumps({"job": before, "submitted": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n")
+        print(f"Submitted job {before}: {script}")
+    print(f"log: {directory / 'slurm' / f'job_{before}.log'}")
+    return 0
+
+
+def gpus_of(args: argparse.Namespace) -> int:
+    if args.command == "sft":
+        if args.gpus > 8:
+            raise ValueError(f"--gpus {args.gpus}: a node has up to 8")
+        return int(args.gpus)
+    if args.single_gpu:
+        return 1
+    if args.train_gpus + args.infer_gpus > 8:
+        raise ValueError(f"--train-gpus {args.train_gpus} and --infer-gpus {args.infer_gpus}: a node has up to 8")
+    return int(args.train_gpus + args.infer_gpus)
+
+
+def resolved(args: argparse.Namespace, overrides: list[str], directory: Path) -> Any:
+    """The configuration of the job: as the file and the overrides have it, on the job's devices, able to go on."""
+    words = ["@", args.config, *overrides, "--output-dir", str(directory)]
+    if args.command == "sft":
+        config: Any = load_config(SFTConfig, words)
+    else:
+        if args.single_gpu:
+            devices = {"deployment": "colocated", "inference_gpu_ids": [0], "trainer_gpu_ids": [0]}
+        else:
+            devices = {
+                "inference_gpu_ids": list(range(args.infer_gpus)),
+                "trainer_gpu_ids": list(range(args.infer_gpus, args.infer_gpus + args.train_gpus)),
+            }
+        words += [word for key, value in devices.items() for word in (f"--{key}", _word(value))]
+        if not args.single_gpu:
+            words += [
+                "--deployment",
+                "processes",
+                "--inference.server.port",
+                "0",
+                "--inference.server.host",
+                "127.0.0.1",
+            ]
+            one = load_config(RLConfig, words).inference
+            share = one.tensor_parallel_size * one.data_parallel_size if one is not None else 1
+            if args.infer_gpus % share:
+                raise ConfigError(f"--infer-gpus {args.infer_gpus} is not a multiple of {share}, the GPUs of a server")
+            words += ["--inference-replicas", str(args.infer_gpus // share)]
+        config = load_config(RLConfig, words)
+    if config.clean:
+        raise ConfigError(f"clean: a job that is started again would lose its run; remove it from {args.config}")
+    changes: dict[str, Any] = {"resume": "auto"}
+    if config.ckpt is None:
+        changes["ckpt"] = {"interval": CHECKPOINTS}
+    return type(config).model_validate(config.model_dump() | changes)
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def sbatch_options(args: argparse.Namespace, gpus: int, directory: Path) -> list[tuple[str, str]]:
+    """Options of sbatch by name."""
+    log = str(directory / "slurm").replace("%", "%%") + "/job_%j.log"
+    found = [
+        ("job-name", args.job_name or f"{Path(args.config).stem}-{args.command}"),
+        ("nodes", "1"), ("ntasks", "1"), ("gres", f"gpu:{gpus}"), ("cpus-per-gpu", str(args.cpus_per_gpu)),
+        ("output", log), ("open-mode", "append"), ("signal", f"B:USR1@{args.grace}"),
+    ]  # fmt: skip
+    account = args.account or os.environ.get("SBATCH_ACCOUNT") or os.environ.get("SLURM_ACCOUNT")
+    values = vars(args) | {"account": account}
+    found += [(name.replace("_", "-"), values[name]) for name in OPTIONS if values[name]]
+    if args.mail_user:
+        found.append(("mail-type", "END,FAIL,REQUEUE"))
+    for one in args.sbatch:
+        name, has_value, value = one.partition("=")
+        if not re.fullmatch(r"[a-z][a-z-]*", name) or not has_value:
+            raise ValueError(f"--sbatch {one!r}: write it as KEY=VALUE, as in --sbatch nice=100")
+        found.append((name, value))
+    return found
+
+
+def render(args: argparse.Namespace, gpus: int, file: Path, options: list[tuple[str, str]]) -> str:
+    from jinja2 import Environment, StrictUndefined
+
+    command = [sys.executable, "-m", "hone", args.command, "@", str(file)]
+    if args.command == "sft" and gpus > 1:
+        command = [sys.executable, "-m", "hone.launch.ranks", str(gpus), *command[3:]]
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
+    )
+    environment.filters["quoted"] = shlex.quote
+    return environment.from_string(TEMPLATE.read_text()).render(
+        options=[(name, value) for name, value in options if PLAIN.fullmatch(value)],
+        others=[f"--{name}={value!a}" for name, value in options if not PLAIN.fullmatch(value)],
+        directory=str(args.output_dir.absolute()), place=str(Path.cwd()), command=command, kind=args.command,
+        offline=args.hf_hub_offline,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- looking after
+
+
+def jobs_of(run: Path) -> list[str]:
+    """Numbers of a run's jobs. Raises ValueError where there are none."""
+    file = run / "slurm" / "jobs.jsonl"
+    found = [str(row["job"]) for row in read_rows(file)]
+    if not found:
+        raise ValueError(f"{run} has no job: {file} is not there; it is the --output-dir of `hone slurm sft` or `rl`")
+    return found
+
+
+def status(args: argparse.Namespace) -> int:
+    for job in jobs_of(args.run):
+        done = call(["squeue", "--noheader", "--states=all", "--jobs", job, "--format", STATES])
+        words = (
+            done.stdout.strip().split("|") if done.returncode == 0 and done.stdout.strip() else [job, "GONE", "", ""]
+        )
+        print(f"job {words[0]}  {words[1]}  {words[2]}  {words[3]}".rstrip())
+    rows = [row for name in ("metrics.jsonl", "metrics_sft.jsonl") for row in read_rows(args.run / name)]
+    if rows:
+        last = rows[-1]
+        value = f"reward {last['reward/mean']:.4f}" if "reward/mean" in last else f"loss {last.get('loss/mean', 0):.4f}"
+        print(f"step {last['step']}  {value}")
+    return 0
+
+
+def logs(args: argparse.Namespace) -> int:
+    files = sorted((args.run / "slurm").glob("job_*.log"), key=lambda path: path.stat().st_mtime)
+    if not files:
+        jobs = ", ".join(jobs_of(args.run))
+        raise ValueError(f"{args.run}: job {jobs} has written no log yet")
+    lines = files[-1].read_text(errors="replace").splitlines()
+    print(f"# {files[-1]}")
+    print("\n".join(lines[-args.lines :]))
+    return 0
+
+
+def cancel(args: argparse.Namespace) -> int:
+    jobs = jobs_of(args.run)
+    done = call(["scancel", *jobs])
+    if done.returncode:
+        raise ValueError(f"scancel: {done.stderr.strip()}")
+    print(f"cancelled: {', '.join(jobs)}")
+    return 0
+
+
+def call(words: list[str]) -> "subprocess.CompletedProcess[str]":
+    """A command of Slurm. Raises ValueError where it is not there or does not answer."""
+    try:
+        return subprocess.run(
+            words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=DEAD, check=False
+        )
+    except FileNotFoundError:
+        raise ValueError(f"there is no {words[0]} here; is this a machine of a Slurm cluster?") from None
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{words[0]} has not answered for {DEAD:.0f} s; is slurmctld up?") from None
