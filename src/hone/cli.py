@@ -73,8 +73,9 @@ def hone() -> None:
     else:
         import difflib
 
-        near = difflib.get_close_matches(command, names, n=1, cutoff=0.0)
-        print(f"hone: no command {command!r}; did you mean {near[0]}? (commands: {', '.join(names)})", file=sys.stderr)
+        swapped = [name for name in names if sorted(name) == sorted(command)]
+        near = (swapped or difflib.get_close_matches(command, names, n=1, cutoff=0.0))[0]
+        print(f"hone: no command {command!r}; did you mean {near}? (commands: {', '.join(names)})", file=sys.stderr)
         _exit(2)
 
 

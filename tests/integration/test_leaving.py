@@ -1,0 +1,70 @@
+"""SIGUSR1: a run ends at its next step with a checkpoint and code 85, and goes on as if it had never ended."""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+
+from hone.leaving import AGAIN
+from tests.conftest import patience
+
+from .conftest import BIN, RL_ENV, command, start, until
+
+STEPS = 60
+
+
+def words_of(kind, trained, out, tmp_path):
+    if kind == "sft":
+        rows = [{"prompt": "p", "completion": "c" * n} for n in range(1, 40)]
+        (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return [
+            "sft", "--model.name", trained, "--data.name", tmp_path / "data.jsonl", "--data.batch-size", 4,
+            "--data.seq-len", 64, "--max-steps", 4 * STEPS, "--ckpt.interval", 1000, "--output-dir", out,
+        ]  # fmt: skip
+    return [
+        "rl", "--model.name", trained, "--orchestrator.env", RL_ENV, "--orchestrator.batch-size", 64,
+        "--orchestrator.rollouts-per-example", 8, "--orchestrator.sampling.max-tokens", 16, "--seq-len", 64,
+        "--max-steps", STEPS, "--trainer.optim.lr", 1e-3, "--ckpt.interval", 1000, "--max-async-level", 0,
+        "--deployment", kind, "--inference.server.port", 0, "--output-dir", out,
+    ]  # fmt: skip
+
+
+def leave(words, out, tmp_path, metrics):
+    """Starts a run, asks it to leave after some steps, and gives what it said."""
+    with (tmp_path / "log").open("w+") as log:
+        process = start(BIN / words[0], *words[1:], log=log)
+        until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 5, process)
+        os.kill(process.pid, signal.SIGUSR1)
+        try:
+            assert process.wait(patience(60)) == AGAIN
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        log.seek(0)
+        return log.read()
+
+
+@pytest.mark.parametrize("kind", ["colocated", "processes", "sft"])
+def test_a_run_that_was_asked_to_leave_ends_as_one_that_was_not(kind, trained, tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "left"
+    command(*words_of(kind, trained, whole, tmp_path), timeout=240)
+    name, last = ("metrics_sft.jsonl", 4 * STEPS) if kind == "sft" else ("metrics.jsonl", STEPS)
+    words = words_of(kind, trained, out, tmp_path)
+    said = leave(words, out, tmp_path, out / name)
+    assert "as asked; its checkpoint is in" in said and "--resume auto goes on" in said
+    assert not (out / "weights" / f"step_{last}").exists()
+    more = command(*words, "--resume", "auto", timeout=240)
+    assert "Going on from" in more.stdout
+    files = [path / "weights" / f"step_{last}" / "model.safetensors" for path in (whole, out)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    steps = [json.loads(line)["step"] for line in (out / name).open()]
+    assert steps == list(range(1, last + 1))
+
+
+def test_without_checkpoints_it_says_what_is_lost(trained, tmp_path):
+    words = [str(word) for word in words_of("sft", trained, tmp_path / "run", tmp_path)]
+    at = words.index("--ckpt.interval")
+    said = leave([*words[:at], *words[at + 2 :]], tmp_path / "run", tmp_path, tmp_path / "run" / "metrics_sft.jsonl")
+    assert "it cannot be gone on with: no ckpt key was given" in said
