@@ -96,7 +96,8 @@ class RunDirectory:
             self._remove()
         if self.command == "rl":  # the version that this run starts from is published anew
             shutil.rmtree(self.broadcasts, ignore_errors=True)
-        manifest = {"command": self.command, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "weights": []}
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        manifest = {"command": self.command, "started": started, "layout": self.layout, "weights": []}
         if resume and self.manifest.exists():
             manifest = self._read_manifest()
         self.id = uuid.uuid4().hex
@@ -120,14 +121,16 @@ class RunDirectory:
         return directory
 
     def _remove(self) -> None:
-        for name in self._read_manifest()["weights"]:
-            shutil.rmtree(self.weights / name, ignore_errors=True)
+        manifest = self._read_manifest()
+        before = RunDirectory(self.path, self.command, manifest.get("layout", "hone"))  # where that run wrote
+        for name in manifest["weights"]:
+            shutil.rmtree(before.weights / name, ignore_errors=True)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
         shutil.rmtree(self.bad_steps, ignore_errors=True)
         if self.command == "rl":
             shutil.rmtree(self.rollouts, ignore_errors=True)
         logs = ("orchestrator", "trainer") if self.command == "rl" else (self.command,)
-        for file in (self.metrics, self.manifest, *(self.logs / f"{name}.log" for name in logs)):
+        for file in (self.metrics, self.manifest, *(before.logs / f"{name}.log" for name in logs)):
             file.unlink(missing_ok=True)
 
     def _read_manifest(self) -> dict[str, Any]:

@@ -165,3 +165,15 @@ def test_no_version_that_is_to_be_evaluated_is_passed_over(tmp_path):
     *found, nothing = asyncio.run(looks())
     assert [delivery.version for delivery in found] == [3, 5] and nothing is None
     assert trained == [1, 2, 4]  # whoever looks gives the others their rows
+
+
+def test_a_run_of_another_layout_is_removed_where_it_wrote(tmp_path):
+    run = RunDirectory(tmp_path, "rl", "trainer")
+    run.claim(clean=False)
+    (run.weights_for(2) / "x").mkdir(parents=True)
+    (run.logs / "trainer.log").write_text("")
+    assert (tmp_path / "checkpoint-2").exists() and (tmp_path / "runs" / "trainer.log").exists()
+    again = RunDirectory(tmp_path, "rl")
+    again.claim(clean=True)
+    assert not (tmp_path / "checkpoint-2").exists() and not (tmp_path / "runs" / "trainer.log").exists()
+    assert again.weights_of(2) == tmp_path / "weights" / "step_2"

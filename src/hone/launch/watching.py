@@ -1,9 +1,9 @@
 """What is told of a run while it goes on, to who started it: in the same process, or read from its files."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-from hone.monitors.metrics import read_rows
 from hone.run_directory import RunDirectory
 from hone.transport.waiting import PulseOf
 
@@ -30,7 +30,7 @@ class Follower:
         self.watcher, self.run, self.told = watcher, run, told
         self.weights = [step for step in weight_steps if step > told]
         self.before, self.trainer = run.id_on_disk(), PulseOf(run.pulse("trainer"))
-        self.is_there, self.size = False, -1
+        self.is_there, self.read = False, 0  # bytes of the metrics
 
     def look(self) -> bool:
         """Whether to go on."""
@@ -38,15 +38,24 @@ class Follower:
             self.is_there = self.run.id_on_disk() != self.before and self.trainer.is_beating()
             if not self.is_there:
                 return True
-        goes_on, file = True, self.run.metrics
-        size = file.stat().st_size if file.exists() else 0
-        if size != self.size:
-            self.size = size
-            for row in read_rows(file):
-                if row["step"] > self.told and "reward/mean" in row:
-                    self.told = row["step"]
-                    goes_on &= self.watcher.step(row)
+        goes_on = True
+        for row in self._new_rows():
+            if row["step"] > self.told and "reward/mean" in row:
+                self.told = row["step"]
+                goes_on &= self.watcher.step(row)
         for step in [step for step in self.weights if step <= self.told and self.run.weights_of(step).exists()]:
             self.weights.remove(step)
             self.watcher.saved(self.run.weights_of(step))
         return goes_on
+
+    def _new_rows(self) -> list[dict[str, Any]]:
+        """Of whole lines that were added since the last time."""
+        try:
+            with self.run.metrics.open("rb") as file:
+                file.seek(self.read)
+                added = file.read()
+        except FileNotFoundError:
+            return []
+        whole = added[: added.rfind(b"\n") + 1]
+        self.read += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]

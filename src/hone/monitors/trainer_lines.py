@@ -48,7 +48,7 @@ def sample_block(step: int, rollout: dict[str, Any]) -> str:
             f"=== Step {step} Sample ===",
             f"Prompt: {printable(_text(asked[-1]))}",
             f"Completion: {printable(said)}",
-            f"Reward: {rollout['reward']:.4g}" + (f" ({rollout['error']})" if rollout.get("error") else ""),
+            f"Reward: {rollout['reward']:.4g}" + (f" ({printable(rollout['error'])})" if rollout.get("error") else ""),
         ]
     )
 
