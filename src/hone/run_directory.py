@@ -58,6 +58,14 @@ class RunDirectory:
         """The file by which a component's process shows that it lives."""
         return self.path / "alive" / component.replace(" ", "_")
 
+    def refuse_earlier(self, may_be: bool) -> None:
+        """Raises ValueError when the directory holds an earlier run and that may not be."""
+        if self.earlier_run() and not may_be:
+            raise ValueError(
+                f"{self.path} holds an earlier {self.command} run; choose: --clean (remove that run and start again), "
+                "--resume (continue it), or another directory (--output-dir DIR; vf-rl: --trainer.args.run-name NAME)"
+            )
+
     def check(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
         """Raises ValueError when the directory holds an earlier run and neither `resume` nor `clean` is set (`resume`
         wins over `clean`), when another run's weights are where this run would write its own, when a run is active in
@@ -70,11 +78,7 @@ class RunDirectory:
             directory = self.weights_of(step)
             if directory.exists() and directory.name not in own:
                 raise ValueError(f"{directory} was written by another run; move it away or use another --output-dir")
-        if self.earlier_run() and not (resume or clean):
-            raise ValueError(
-                f"{self.path} holds an earlier {self.command} run; choose: --clean (remove that run and start again), "
-                "--resume (continue it), or another directory (--output-dir DIR)"
-            )
+        self.refuse_earlier(clean or resume)
         if self.command == "rl" and _changes(self.pulse("trainer")):
             raise ValueError(f"a run is at work in {self.path}: its trainer lives; end it or use another --output-dir")
         try:

@@ -49,12 +49,14 @@ LOOK = 0.2  # seconds between looks whether the run is asked to end
 def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[str, Environment] | None = None) -> None:
     """`watcher` is told of each step; `environments`: by name, instead of loading those of the configuration."""
     check_wandb(config.wandb)
+    run = RunDirectory(config.output_dir, "rl", config.layout)
+    sources = resume_from(run, config.resume)
+    run.refuse_earlier(config.may_start_anew or bool(sources))  # before seconds of loading
     keep_freed_memory()
     own, evaluation = environments, config.orchestrator.eval
     environments = own or load_environments(config.orchestrator.env)
     held_out = {} if evaluation is None else own or load_environments(evaluation.env)
     loaded = load(config.model, seed=config.seed)
-    run = RunDirectory(config.output_dir, "rl", config.layout)
     trainer = RLTrainer(loaded.model, config.trainer, config.max_steps, run.bad_steps, seed=config.seed)
     limit, serving = loaded.model.spec.max_position_embeddings, config.inference or ServeConfig()
     length = min(config.seq_len, serving.max_model_len or limit, limit)
@@ -67,7 +69,6 @@ def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[st
         rehearse(engine, config.orchestrator.batch_size)
         trainer.rehearse(most_tokens)
     weight_steps = config.weights.steps(config.max_steps)
-    sources = resume_from(run, config.resume)
     first = 1 + restore(sources, trainer.optimizer, config)
     sampled.follow()
     run.claim(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
