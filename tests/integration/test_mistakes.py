@@ -107,3 +107,8 @@ def test_prompts_that_do_not_fit(outputs):
 def test_unknown_command_and_bad_json():
     assert "did you mean rl?" in command("hone", "lr", ok=False).stderr
     assert "not valid JSON" in command("vf-eval", "reverse-text", "-a", "{", ok=False).stderr
+
+
+def test_a_component_without_a_model_says_which_it_takes():
+    done = command("inference", "--port", 0, ok=False)
+    assert "No model is named: it is Qwen/Qwen3-0.6B" in done.stdout and "model.name" in done.stderr

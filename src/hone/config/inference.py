@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from hone.config.sections import ModelConfig, ServeConfig
+from hone.config.sections import DEFAULT_MODEL, ModelConfig, ServeConfig
 
 
 class InferenceConfig(ServeConfig):
-    model: ModelConfig
+    model: ModelConfig = ModelConfig(name=DEFAULT_MODEL)
     adapters: dict[str, Path] = Field(default={})
     """LoRA adapters to serve: the name that requests ask for, and a directory in peft's format."""
     seed: int = 0

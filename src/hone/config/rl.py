@@ -14,6 +14,7 @@ from hone.config.lora import LoRAConfig, check_optimizer
 from hone.config.loss import LossConfig
 from hone.config.orchestrator import OrchestratorConfig
 from hone.config.sections import (
+    DEFAULT_MODEL,
     BroadcastConfig,
     FilesystemConfig,
     ModelConfig,
@@ -79,7 +80,7 @@ class BenchConfig(Config):
 class TrainerRunConfig(ResumableConfig, TrainerConfig):
     """The trainer as a process of its own."""
 
-    model: ModelConfig = ModelConfig(name="Qwen/Qwen3-0.6B")
+    model: ModelConfig = ModelConfig(name=DEFAULT_MODEL)
     max_steps: Free[Positive] = 100
     """Optimiser steps to train for."""
     algorithm: Algorithm | None = None
@@ -100,7 +101,7 @@ class TrainerRunConfig(ResumableConfig, TrainerConfig):
 class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
     """The orchestrator as a process of its own."""
 
-    model: ModelConfig = ModelConfig(name="Qwen/Qwen3-0.6B")
+    model: ModelConfig = ModelConfig(name=DEFAULT_MODEL)
     max_steps: Free[Positive] = 100
     """Optimiser steps to train for."""
     max_async_level: AsyncLevel = 1

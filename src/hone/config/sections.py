@@ -26,6 +26,9 @@ def as_list(value: Any) -> Any:
     return value if isinstance(value, list) or value is None else [value]
 
 
+DEFAULT_MODEL = "Qwen/Qwen3-0.6B"  # of the components that may be started without naming one
+
+
 class ModelConfig(Config):
     name: str
     """Model to load: a directory in Hugging Face format, or a hub id (owner/model)."""

@@ -11,7 +11,7 @@ SUCCESS = 25
 FORMAT = "%(asctime)s %(levelname)7s %(message)s"
 
 
-def start_logging(level: str = "info") -> None:
+def start_logging(level: str = "info") -> logging.Logger:
     """Logs of `hone` to stdout."""
     logging.addLevelName(SUCCESS, "SUCCESS")
     handler = _Stdout()
@@ -22,6 +22,7 @@ def start_logging(level: str = "info") -> None:
     root.setLevel(level.upper())
     root.propagate = False
     logging.raiseExceptions = False  # a full disk takes lines of the log, and no more
+    return root
 
 
 class _Stdout(logging.StreamHandler):  # type: ignore[type-arg]
