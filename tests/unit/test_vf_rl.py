@@ -250,8 +250,8 @@ def test_how_often_the_console_prints(tmp_path, capsys):
     for step in range(1, 6):
         place = tmp_path / "run" / "rollouts" / f"step_{step}"
         place.mkdir(parents=True)
-        rollout = {"prompt": [{"role": "user", "content": "p"}], "completion": [], "reward": 0.0}
-        (place / "rollouts.jsonl").write_text(json.dumps(rollout) + "\n")
+        rollout = {"prompt": [{"role": "user", "content": "p\u2028\x85"}], "completion": [], "reward": 0.0}
+        (place / "rollouts.jsonl").write_text(json.dumps(rollout, ensure_ascii=False) + "\n")
         assert console.step(ROW | {"step": step})
     out = capsys.readouterr().out
     assert [step for step in range(1, 6) if f"Step {step}/5" in out] == [2, 4, 5]
@@ -284,7 +284,7 @@ def test_unstable_training_is_remarked_on_once(tmp_path, caplog):
     console = Console(config, config.as_rl(), [])
     for step in (1, 2):
         console.step(ROW | {"step": step, "is_masked/mean": 0.75})
-    assert caplog.text.count("training is unstable: 75 % of the tokens are masked") == 1
+    assert caplog.text.count("training is unstable (mismatch KL 0.00, 75 % of the tokens masked)") == 1
 
 
 def test_transformers_reads_the_state(tmp_path):

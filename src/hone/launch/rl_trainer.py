@@ -3,7 +3,6 @@
 VfRLConfig ─ as_rl ─► RLConfig ─► colocated.py or processes.py ─ each step's row ─► Console, callbacks
 """
 
-import json
 import logging
 import random
 import threading
@@ -156,11 +155,11 @@ class Console(Watcher):
     def _sample(self, step: int) -> None:
         """One rollout of a step, drawn by the step's number."""
         try:
-            lines = (self.files.rollouts / f"step_{step}" / FILE).read_text().splitlines()
+            rows = read_rows(self.files.rollouts / f"step_{step}" / FILE)
         except OSError:
             return
-        if lines:
-            print(sample_block(step, json.loads(random.Random(step).choice(lines))), flush=True)
+        if rows:
+            print(sample_block(step, random.Random(step).choice(rows)), flush=True)
 
     def _remark(self, row: dict[str, Any]) -> None:
         """What the numbers say that somebody would otherwise look up under troubleshooting."""
@@ -170,8 +169,9 @@ class Console(Watcher):
         if row.get("is_masked/mean", 0.0) > UNSTABLE or row.get("mismatch_kl/mean", 0.0) > UNSTABLE:
             self.has_remarked = True
             log.warning(
-                "Step %d: training is unstable: %.0f %% of the tokens are masked; what helps: a lower learning_rate, a "
-                "larger rollouts_per_example or batch_size", row["step"], 100 * row.get("is_masked/mean", 0.0),
+                "Step %d: training is unstable (mismatch KL %.2f, %.0f %% of the tokens masked); what helps: a lower "
+                "learning_rate, a larger rollouts_per_example or batch_size",
+                row["step"], row.get("mismatch_kl/mean", 0.0), 100 * row.get("is_masked/mean", 0.0),
             )  # fmt: skip
         if "reward/mean" in row and len(self.first) < FLAT_AFTER:
             self.first.append(row["reward/mean"])

@@ -58,4 +58,4 @@ class Follower:
             return []
         whole = added[: added.rfind(b"\n") + 1]
         self.read += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        return [json.loads(line) for line in whole.split(b"\n") if line]

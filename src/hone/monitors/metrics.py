@@ -17,9 +17,10 @@ def check_wandb(config: WandbConfig | None) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; what a run that was killed, or a full disk, left of its last line is no row."""
+    """The rows of a metrics.jsonl or rollouts.jsonl; what a run that was killed, or a full disk, left of its last line
+    is no row."""
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text().split("\n") if path.exists() else []:  # not splitlines: text may hold U+2028
         with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
     return rows
