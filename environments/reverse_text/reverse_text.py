@@ -103,7 +103,7 @@ def hub_texts(name: str, split: str) -> list[str]:
     except Exception as error:  # the library raises a dozen kinds for "not reachable" and "not there"
         raise ValueError(
             f"reverse-text: the data set {name} cannot be loaded from the hub ({type(error).__name__}: {error}); "
-            'offline, choose other texts: --env-args \'{"texts": "generated"}\' or a local file'
+            'offline, choose other texts by the argument `texts` of the environment: "generated", or a local file'
         ) from None
 
 

@@ -154,6 +154,9 @@ def appearing(directory: Path) -> Iterator[Path]:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
+    readable = partial.stat().st_mode & 0o666  # safetensors writes files that nobody else may read
+    for file in (path for path in partial.rglob("*") if path.is_file()):
+        file.chmod(readable)
     shutil.rmtree(directory, ignore_errors=True)
     partial.rename(directory)
 

@@ -217,6 +217,27 @@ def test_a_second_time_nothing_is_overwritten(tmp_path):
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
+@pytest.mark.parametrize(
+    ("project", "said"),
+    [
+        ("[tool.x]", "has no [project]"),
+        ('[project]\nname = "a"\nrequires-python = ">=3.10"', "Hone needs Python 3.11 to 3.13"),
+        ('[project]\nname = "hone-rl"', "this is Hone's own source"),
+        ("[project", "cannot be read"),
+    ],
+)
+def test_a_project_that_does_not_fit_is_refused_before_anything_is_written(tmp_path, project, said):
+    (tmp_path / "pyproject.toml").write_text(project)
+    assert said in command("hone", "lab", "setup", "--vf-rl", cwd=tmp_path, ok=False).stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["pyproject.toml"]
+
+
+def test_an_evaluation_of_a_run_names_its_checkpoint(tmp_path):
+    (tmp_path / "run" / "checkpoint-7").mkdir(parents=True)
+    done = command("hone", "eval", "run", "reverse-text", "-m", "run", cwd=tmp_path, ok=False)
+    assert "did you mean run/checkpoint-7?" in done.stderr
+
+
 def test_environments_of_a_workspace_stand_alone(tmp_path):
     files = dict(templates([]))
     assert {name.split("/")[1] for name in files} == set(SIX) and environment_sources().is_dir()
@@ -237,7 +258,7 @@ def test_the_notebook_runs(tmp_path):
 
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", 4)
     client = NotebookClient(
-        notebook, timeout=patience(300), kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        notebook, timeout=int(patience(300)), kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]

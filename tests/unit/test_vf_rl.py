@@ -314,3 +314,12 @@ def test_a_job_of_hosted_training(tmp_path):
     assert (run.trainer.lora.alpha, run.trainer.optim.lr, run.orchestrator.batch_size) == (8.0, 1e-4, 32)
     with pytest.raises(ConfigError, match="did you mean max-steps"):
         load_config(LabConfig, ["@", str(tmp_path / "job.toml"), "--max-step", "10"])
+
+
+def test_messages_name_the_keys_of_vf_rl(tmp_path, monkeypatch):
+    from hone.config.vf_rl import in_own_words
+
+    said = "outputs/x holds an earlier rl run; choose: --clean, --resume, or another directory (--output-dir DIR)"
+    assert in_own_words(said).endswith("--clean, --resume, or another directory (--trainer.args.run-name NAME)")
+    assert "train(clean=True), train(resume=True)" in in_own_words(said, is_python=True)
+    assert "larger trainer.args.max_tokens" in in_own_words("a larger orchestrator.sampling.max_tokens")

@@ -61,6 +61,32 @@ HARMLESS: dict[str, tuple[Any, ...]] = {  # values of such keys that ask for wha
 }
 
 
+WORDS = {  # of messages of `rl`: its keys, and those of a file for vf-rl
+    "orchestrator.max_prompt_tokens": "trainer.args.max_prompt_len",
+    "orchestrator.sampling.max_tokens": "trainer.args.max_tokens",
+    "orchestrator.client.ready-timeout": "trainer.args.vllm_server_timeout",
+    "trainer.micro_batch_tokens": "trainer.args.micro_batch_size",
+    "trainer.activation_checkpointing": "trainer.args.gradient_checkpointing",
+    "trainer.lora differs": "use_lora, or another key of the adapter, differs",
+    "--ckpt.interval N writes them": "trainer.args.save_steps says how often they are written",
+    "--wandb.offline": "--trainer.args.wandb.offline true",
+    "(--output-dir DIR; vf-rl: --trainer.args.run-name NAME)": "(--trainer.args.run-name NAME)",
+    "(--output-dir DIR)": "(--trainer.args.run-name NAME)",
+    "use another --output-dir": "use another run_name",
+    "model.name: ": "model: ",
+}
+
+
+def in_own_words(text: str, is_python: bool = False) -> str:
+    """A message of `rl` with the keys of vf-rl, or, of Python, the arguments of RLTrainer."""
+    for theirs, ours in WORDS.items():
+        text = text.replace(theirs, ours)
+    if is_python:
+        text = text.replace("--trainer.args.run-name NAME", "another run_name").replace("trainer.args.", "")
+        text = text.replace("--clean", "train(clean=True)").replace("--resume", "train(resume=True)")
+    return text
+
+
 # Flags of vLLM for what a server of Hone does without one.
 NEEDLESS = {"enable_auto_tool_choice", "tool_call_parser", "disable_log_requests", "disable_log_stats"}
 

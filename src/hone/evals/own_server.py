@@ -33,7 +33,14 @@ def can_be_loaded(model: str) -> bool:
 def endpoint_for(model: str, base_url: str | None, key_variable: str, registry: str) -> Iterator[Endpoint]:
     """The server that is given or named; else, for a model that can be loaded here, one of its own, unless the default
     one on this machine serves it. Raises ValueError where there is none."""
-    found = None
+    found, path = None, Path(model).expanduser()
+    if base_url is None and path.is_dir() and not can_be_loaded(model):
+        inside = [*path.glob("checkpoint-*"), *path.glob("weights/step_*"), *path.glob("step_*")]
+        newest = max(inside, key=lambda one: one.stat().st_mtime, default=None)
+        hint = f"; did you mean {newest}?" if newest else ""
+        raise ValueError(
+            f"{model} is neither a model nor an adapter: it has no config.json, no adapter_config.json{hint}"
+        )
     try:
         found = find_endpoint(model, base_url, key_variable, registry)
     except ValueError:

@@ -160,10 +160,11 @@ async def train(
         if step in weight_steps or not goes_on:
             save = partial(save_weights, export, run, step, config.max_steps, loaded, config.model.name, values)
             await service.run(save)
-            if watcher is not None:
-                watcher.saved(run.weights_of(step))
         progress = collected.progress
         await service.run(partial(checkpoints.save, step, is_last, config.public(), values, progress))
+        if watcher is not None and (step in weight_steps or not goes_on):
+            await service.run(checkpoints.wait)  # what is told to be saved can be gone on with
+            watcher.saved(run.weights_of(step))
         if not goes_on:
             break
     await orchestrator.close()

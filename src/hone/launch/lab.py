@@ -8,8 +8,10 @@ import argparse
 import importlib.metadata
 import json
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -20,11 +22,12 @@ from hone.environments.registry import add_folder
 TEMPLATES = Path(__file__).parent / "workspace"
 SIX = ("alphabet_sort", "gsm8k", "math_python", "reverse_text", "wiki_search", "wordle")
 EXTRAS = ("cpu", "math")
+IGNORED = ".venv/\noutputs/\nruns/\nwandb/\n__pycache__/\n"
 ALWAYS = ("configs/endpoints.py", "configs/lab", "environments/AGENTS.md", "models")
 PROJECT = """[project]
 name = "{name}"
 version = "0.1.0"
-requires-python = ">={python}"
+requires-python = ">={python},<3.14"
 dependencies = []
 """
 
@@ -52,6 +55,7 @@ def setup(place: Path, vf_rl: bool, prime_rl: bool, installs: bool) -> int:
     """Prints a line for each part. Returns an exit code; raises ValueError where something cannot be written."""
     if place == Path.home():
         raise ValueError("hone lab setup: this is the home directory; make a folder for the project and go there")
+    check_project(place / "pyproject.toml")
     project, wanted = place / "pyproject.toml", [*ALWAYS, *(["configs/vf-rl"] if vf_rl else [])]
     wanted += ["configs/prime-rl"] if prime_rl else []
     try:
@@ -61,17 +65,39 @@ def setup(place: Path, vf_rl: bool, prime_rl: bool, installs: bool) -> int:
                 PROJECT.format(name=project_name(place), python=".".join(map(str, sys.version_info[:2])))
             )
         _say("Python project is there" if was_there else "Created Python project")
-        written, kept = write(dict(templates(wanted)), place)
+        ignored = {} if (place / ".gitignore").exists() else {".gitignore": IGNORED.encode()}
+        written, kept = write(dict(templates(wanted)) | ignored, place)
     except OSError as error:
         raise ValueError(f"hone lab setup: {error.filename}: {error.strerror}") from None
     _say("Created workspace structure" if written else "Workspace structure is there")
-    _say(f"Wrote {written} files: configs/, environments/, models/" if written else "Wrote no file: all are there")
+    _say(f"Wrote {written} files in configs/, environments/ and models/" if written else "Wrote no file: all are there")
     for path in kept:
         print(f"  kept {path}, which differs from its template")
     code = install(place) if installs else 0
     if code == 0:
-        print(f"next: {_next(vf_rl, prime_rl)}")
+        print(f"next: {'uv run ' if shutil.which('uv') else ''}{_next(vf_rl, prime_rl)}")
     return code
+
+
+def check_project(file: Path) -> None:
+    """Raises ValueError, before anything is written, for a project that Hone cannot be a part of."""
+    if not file.exists():
+        return
+    try:
+        project = tomllib.loads(file.read_text()).get("project")
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"hone lab setup: {file} cannot be read: {error}") from None
+    if project is None:
+        raise ValueError(f"hone lab setup: {file} has no [project]; take another folder")
+    if project.get("name") == "hone-rl":
+        raise ValueError("hone lab setup: this is Hone's own source; make a folder elsewhere and go there")
+    wanted = str(project.get("requires-python", ""))
+    lowest = re.search(r">=?\s*3\.(\d+)", wanted)
+    if lowest is not None and int(lowest[1]) < 11:
+        raise ValueError(
+            f'hone lab setup: {file} has requires-python = "{wanted}"; Hone needs Python 3.11 to 3.13, so write '
+            '">=3.11,<3.14" there'
+        )
 
 
 def prepare(place: Path | None = None) -> None:
@@ -174,10 +200,10 @@ def project_name(place: Path) -> str:
 
 def _next(vf_rl: bool, prime_rl: bool) -> str:
     if vf_rl:
-        return "uv run vf-rl @ configs/vf-rl/reverse-text-tiny.toml"
+        return "vf-rl @ configs/vf-rl/reverse-text-tiny.toml"
     if prime_rl:
-        return "uv run rl @ configs/prime-rl/reverse-text-tiny.toml"
-    return "uv run hone lab run configs/lab/reverse-text-tiny.toml"
+        return "prime-rl @ configs/prime-rl/reverse-text-tiny.toml"
+    return "hone lab run configs/lab/reverse-text-tiny.toml"
 
 
 def _say(text: str) -> None:

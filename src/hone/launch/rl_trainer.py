@@ -3,8 +3,10 @@
 VfRLConfig ─ as_rl ─► RLConfig ─► colocated.py or processes.py ─ each step's row ─► Console, callbacks
 """
 
+import json
 import logging
 import random
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -14,14 +16,14 @@ from typing import Any
 from hone import machine
 from hone.config.base import validated
 from hone.config.rl import RLConfig
-from hone.config.vf_rl import RLTrainerArgs, VfRLConfig
+from hone.config.vf_rl import RLTrainerArgs, VfRLConfig, in_own_words
 from hone.environments import Environment
 from hone.environments.registry import add_folder
 from hone.launch.watching import Watcher
 from hone.monitors.metrics import read_rows
 from hone.monitors.trainer_lines import loss_line, sample_block, step_line
 from hone.orchestrator.rollouts_file import FILE
-from hone.run_directory import RunDirectory, checkpoints_in
+from hone.run_directory import RunDirectory, UserError, checkpoints_in
 
 Callback = Callable[[int, dict[str, Any]], object]
 FLAT_AFTER, FLAT = 20, 0.02  # steps after which a reward that has not risen by so much is remarked on
@@ -57,11 +59,13 @@ class RLTrainer:
         }
         self.config = validated(VfRLConfig, values)
         self.callbacks = list(callbacks)
+        self.is_python = True  # messages name its arguments
 
     @classmethod
     def of(cls, config: VfRLConfig) -> "RLTrainer":
         trainer = cls.__new__(cls)
         trainer.config, trainer.environment, trainer.callbacks = config, None, []
+        trainer.is_python = False
         return trainer
 
     def train(self, resume: bool | str = False, clean: bool = False) -> list[dict[str, Any]]:
@@ -72,11 +76,20 @@ class RLTrainer:
         config = self.config.model_copy(update=given)
         add_folder("environments", config.env.id)
         run = config.resolved()
+        from hone.trainer.checkpoint import resume_from
+
+        sources = resume_from(RunDirectory(run.output_dir, "rl", run.layout), run.resume) if run.resume else []
+        if sources and int(sources[0].name.removeprefix("step_")) >= run.max_steps:
+            print(f"{sources[0]} is of the last step: there is nothing left to do")
+            return self.history
         console = Console(config, run, self.callbacks)
         console.begin()
         from hone.launch.rl import main
 
-        main(run, console, None if self.environment is None else {config.env.known_as: self.environment})
+        try:
+            main(run, console, None if self.environment is None else {config.env.known_as: self.environment})
+        except UserError as error:
+            raise type(error)(in_own_words(str(error), self.is_python)) from None
         return self.history
 
     @property
@@ -143,7 +156,7 @@ class Console(Watcher):
         args, step = self.config.trainer.args, row["step"]
         if step % args.logging_steps == 0 or step == args.max_steps:
             print(loss_line(row))
-            print(step_line(row, args.max_steps), flush=True)
+            print(in_own_words(step_line(row, args.max_steps)), flush=True)
         if args.sample_steps and step % args.sample_steps == 0:
             self._sample(step)
         self._remark(row)
@@ -193,5 +206,7 @@ class Console(Watcher):
             helps = "a higher learning_rate, a higher temperature, more rollouts_per_example"
         log.warning(
             "Step %d: the reward has gone from %.3f to %.3f: %s; what helps: %s. How the model does without training: "
-            "hone eval run %s -m %s -n 20", step, before, now, cause, helps, self.config.env.id, self.config.model,
+            "hone eval run %s -m %s -n 20 -t %d%s",
+            step, before, now, cause, helps, self.config.env.id, self.config.model, self.config.trainer.args.max_tokens,
+            f" -a {shlex.quote(json.dumps(self.config.env.args))}" if self.config.env.args else "",
         )  # fmt: skip

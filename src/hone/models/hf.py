@@ -4,6 +4,7 @@ directory or hub id ─ config.json ─► ModelSpec ─► Transformer ◄─ *
 Transformer ─ unfuse ─► HF names ─► model.safetensors + the config, tokenizer and template it came with
 """
 
+import difflib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -76,8 +77,12 @@ def resolve_model(name: str) -> Path:
     except HFValidationError as error:
         raise ValueError(f"model.name: {name} is neither a directory here nor a valid hub id: {error}") from None
     except LocalEntryNotFoundError:
+        nearby = [str(one) for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(str(path), nearby, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(
             f"model.name: {name} is not a directory here, it is not in the hub cache, and the hub cannot be reached"
+            f"{hint}"
         ) from None
     except HfHubHTTPError as error:
         raise ValueError(f"model.name: the hub refused {name}: {str(error).splitlines()[0]}") from None

@@ -17,6 +17,12 @@ def load(env_id: str, module_name: str, arguments: dict[str, Any]) -> Environmen
         raise ValueError(f"environment {env_id!r}: {error.filename}, line {error.lineno}: {error.msg}") from None
     except ModuleNotFoundError as error:
         raise ValueError(f"environment {env_id!r} needs the module {error.name}, which is not installed") from None
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"environment {env_id!r}: importing it raised {type(error).__name__}: {error} ({where.filename}, line "
+            f"{where.lineno})"
+        ) from None
     loader = getattr(module, "load_environment", None)
     if loader is None:
         raise ValueError(f"module {module_name} is not an environment: it has no load_environment()")
