@@ -43,7 +43,11 @@ class RunDirectory:
 
     def has_weights(self) -> bool:
         """Whether an earlier run has written weights that are still there."""
-        return any((self.weights / name).exists() for name in self._read_manifest()["weights"])
+        return any(self._weights_named(name).exists() for name in self._read_manifest()["weights"])
+
+    def _weights_named(self, name: str) -> Path:
+        """Where weights of that name are, whatever layout the run had that wrote them."""
+        return (self.path if name.startswith("checkpoint-") else self.path / "weights") / name
 
     def id_on_disk(self) -> str:
         """Of the run that claimed this directory last; empty if none did."""
@@ -100,8 +104,7 @@ class RunDirectory:
             self._remove()
         if self.command == "rl":  # the version that this run starts from is published anew
             shutil.rmtree(self.broadcasts, ignore_errors=True)
-        started = time.strftime("%Y-%m-%d %H:%M:%S")
-        manifest = {"command": self.command, "started": started, "layout": self.layout, "weights": []}
+        manifest = {"command": self.command, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "weights": []}
         if resume and self.manifest.exists():
             manifest = self._read_manifest()
         self.id = uuid.uuid4().hex
@@ -125,16 +128,15 @@ class RunDirectory:
         return directory
 
     def _remove(self) -> None:
-        manifest = self._read_manifest()
-        before = RunDirectory(self.path, self.command, manifest.get("layout", "hone"))  # where that run wrote
-        for name in manifest["weights"]:
-            shutil.rmtree(before.weights / name, ignore_errors=True)
+        for name in self._read_manifest()["weights"]:
+            shutil.rmtree(self._weights_named(name), ignore_errors=True)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
         shutil.rmtree(self.bad_steps, ignore_errors=True)
         if self.command == "rl":
             shutil.rmtree(self.rollouts, ignore_errors=True)
-        logs = ("orchestrator", "trainer") if self.command == "rl" else (self.command,)
-        for file in (self.metrics, self.manifest, *(before.logs / f"{name}.log" for name in logs)):
+        names = ("orchestrator", "trainer") if self.command == "rl" else (self.command,)
+        logs = (self.path / place / f"{name}.log" for place in ("logs", "runs") for name in names)
+        for file in (self.metrics, self.manifest, *logs):
             file.unlink(missing_ok=True)
 
     def _read_manifest(self) -> dict[str, Any]:

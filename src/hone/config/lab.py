@@ -18,6 +18,11 @@ class LabCheckpoints(Config):
     """Steps from one checkpoint, and from one writing of the weights, to the next."""
 
 
+class LabSampling(SamplingConfig):
+    max_tokens: Positive = 512
+    """Most tokens in a completion; a longer one is cut there."""
+
+
 class LabConfig(Config):
     model: str
     """Model to train: a directory in Hugging Face format, or a hub id (owner/model)."""
@@ -43,7 +48,7 @@ class LabConfig(Config):
     """Most tokens of a prompt and what follows it together."""
     seed: int = 0
     """Seed of every random choice."""
-    sampling: SamplingConfig = SamplingConfig(max_tokens=512)
+    sampling: LabSampling = LabSampling()
     buffer: BufferConfig = BufferConfig()
     eval: EvalConfig | None = None
     checkpoints: LabCheckpoints = LabCheckpoints()

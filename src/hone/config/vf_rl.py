@@ -240,7 +240,7 @@ class RLTrainerArgs(Config):
 
 class InferencePart(Config):
     gpus: Annotated[int, Field(ge=0)] = 1
-    """GPUs that sample, where there are enough for those of the trainer beside; else both share one, or the CPU."""
+    """GPUs that sample, beside those of the trainer. With one GPU, or none, both sides share what there is."""
     args: Arguments = Field(default={})
     """Flags of the inference server, as vLLM spells them: enforce_eager, max_model_len, gpu_memory_utilization,
     tensor_parallel_size, … (the keys of `inference`; others start vLLM, which has to be installed)."""

@@ -37,6 +37,11 @@ def find_endpoint(model: str, base_url: str | None, key_variable: str, registry:
     return Endpoint(url, entry.get("model", model), key, is_default=name != model)
 
 
+def is_named(model: str, registry: str) -> bool:
+    """Whether the registry has an entry of that name."""
+    return model in _read(Path(registry))
+
+
 def _read(path: Path) -> dict[str, dict[str, str]]:
     if not path.is_file():
         return {}

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 
 from hone.config.sections import LOOPBACK
-from hone.evals.endpoints import Endpoint, find_endpoint
+from hone.evals.endpoints import Endpoint, find_endpoint, is_named
 
 SERVING = re.compile(rb" at (http://\S+) \(ready after")
 
@@ -34,7 +34,7 @@ def endpoint_for(model: str, base_url: str | None, key_variable: str, registry: 
     """The server that is given or named; else, for a model that can be loaded here, one of its own, unless the default
     one on this machine serves it. Raises ValueError where there is none."""
     found, path = None, Path(model).expanduser()
-    if base_url is None and path.is_dir() and not can_be_loaded(model):
+    if base_url is None and path.is_dir() and not can_be_loaded(model) and not is_named(model, registry):
         inside = [*path.glob("checkpoint-*"), *path.glob("weights/step_*"), *path.glob("step_*")]
         newest = max(inside, key=lambda one: one.stat().st_mtime, default=None)
         hint = f"; did you mean {newest}?" if newest else ""
@@ -57,8 +57,10 @@ def endpoint_for(model: str, base_url: str | None, key_variable: str, registry: 
 def _serves(endpoint: Endpoint) -> bool:
     """Whether the server answers and has the model."""
     headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
+    uses_proxy = httpx.URL(endpoint.base_url).host not in LOOPBACK
     try:
-        answer = httpx.get(f"{endpoint.base_url.rstrip('/')}/models", headers=headers, timeout=5.0)
+        url = f"{endpoint.base_url.rstrip('/')}/models"
+        answer = httpx.get(url, headers=headers, timeout=5.0, trust_env=uses_proxy)
         return endpoint.model in [card["id"] for card in answer.json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         return False

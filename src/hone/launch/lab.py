@@ -136,7 +136,7 @@ def write(files: dict[str, bytes], place: Path) -> tuple[int, list[str]]:
     written, kept = 0, []
     for name, content in files.items():
         path = place / name
-        if path.exists():
+        if path.exists() or path.is_symlink():
             if not path.is_file() or path.read_bytes() != content:
                 kept.append(name)
             continue

@@ -30,7 +30,7 @@ from hone.launch.plan import Component, plan
 from hone.launch.watching import Follower, Watcher
 from hone.monitors.metrics import check_wandb
 from hone.run_directory import RunDirectory
-from hone.trainer.checkpoint import refuse_changes, resume_from
+from hone.trainer.checkpoint import refuse_changes, resume_from, step_of
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 KILLS, WITHIN = 5, 60.0  # so many kills of inference within so many seconds end a run
@@ -62,7 +62,8 @@ def launch(config: RLConfig, watcher: Watcher | None = None) -> None:
         log.warning("%s: ending", signal.Signals(number).name)
         raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, interrupt)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, interrupt)
     try:
         for part in parts:
             children.append(Child(part, run.write_config(to_toml(part.config), part.name), run.logs))
@@ -71,7 +72,7 @@ def launch(config: RLConfig, watcher: Watcher | None = None) -> None:
         if watcher is not None:
             if config.inference is not None:
                 watcher.serving([part.address for part in parts if part.address])
-            told = int(sources[0].name.removeprefix("step_")) if sources else 0
+            told = step_of(sources[0]) if sources else 0
             follower = Follower(watcher, run, weight_steps, told)
         watch(children, follower)
     finally:

@@ -3,6 +3,7 @@
 VfRLConfig ─ as_rl ─► RLConfig ─► colocated.py or processes.py ─ each step's row ─► Console, callbacks
 """
 
+import contextlib
 import json
 import logging
 import random
@@ -35,7 +36,8 @@ class RLTrainer:
 
     `model`: a directory in Hugging Face format, or a hub id. `env`: an environment, or its id. `args`: the keys of
     `[trainer.args]`; `inference`: flags of the sampler, as `[inference.args]`. `callbacks` are called after each step
-    with its number and its metrics, those of metrics.jsonl; one that returns False ends training there. Raises
+    with its number and its metrics, those of metrics.jsonl; one that returns False ends training there (in several
+    processes at once, with the checkpoints that there are). Raises
     ValueError for what does not fit together.
     """
 
@@ -56,6 +58,7 @@ class RLTrainer:
             "env": {"id": name, "args": env_args or {}},
             "inference": {"args": inference or {}},
             "trainer": {"args": args or RLTrainerArgs()},
+            "deployment": "auto" if self.environment is None else "colocated",  # an object stays in this process
         }
         self.config = validated(VfRLConfig, values)
         self.callbacks = list(callbacks)
@@ -72,14 +75,16 @@ class RLTrainer:
         """Trains to the end and returns the history. `resume`: True, "auto" or a checkpoint's path go on where a run
         was; `clean` removes an earlier run first."""
         machine.prepare()
+        if not logging.getLogger("hone").handlers:  # the run's files have what is not shown
+            logging.getLogger("hone").setLevel(logging.INFO)
         given = {key: value for key, value in (("resume", resume), ("clean", clean)) if value}
         config = self.config.model_copy(update=given)
         add_folder("environments", config.env.id)
         run = config.resolved()
-        from hone.trainer.checkpoint import resume_from
+        from hone.trainer.checkpoint import resume_from, step_of
 
         sources = resume_from(RunDirectory(run.output_dir, "rl", run.layout), run.resume) if run.resume else []
-        if sources and int(sources[0].name.removeprefix("step_")) >= run.max_steps:
+        if sources and step_of(sources[0]) >= run.max_steps:
             print(f"{sources[0]} is of the last step: there is nothing left to do")
             return self.history
         console = Console(config, run, self.callbacks)
@@ -89,7 +94,9 @@ class RLTrainer:
         try:
             main(run, console, None if self.environment is None else {config.env.known_as: self.environment})
         except UserError as error:
-            raise type(error)(in_own_words(str(error), self.is_python)) from None
+            if len(error.args) == 1 and isinstance(error.args[0], str):
+                error.args = (in_own_words(error.args[0], self.is_python),)
+            raise
         return self.history
 
     @property
@@ -98,8 +105,8 @@ class RLTrainer:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The metrics of each step, those of metrics.jsonl."""
-        return read_rows(self.output_dir / "metrics.jsonl")
+        """The metrics of each training step, those of metrics.jsonl."""
+        return [row for row in read_rows(self.output_dir / "metrics.jsonl") if "reward/mean" in row]
 
     @property
     def checkpoints(self) -> dict[int, Path]:
@@ -113,6 +120,11 @@ class RLTrainer:
 
 def main(config: VfRLConfig) -> None:
     RLTrainer.of(config).train()
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads any more (`vf-rl … | head`): the run goes on
+        print(text, flush=True)
 
 
 class Console(Watcher):
@@ -142,28 +154,33 @@ class Console(Watcher):
     def _await(self, addresses: list[str]) -> None:
         import httpx
 
+        deadline = time.monotonic() + self.config.trainer.args.vllm_server_timeout
         for address in addresses:
+            host, _, port = address.rpartition(":")
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}/health"
             while True:
                 try:
-                    if httpx.get(f"http://{address}/health", timeout=2.0).status_code == 200:
+                    if httpx.get(url, timeout=2.0, trust_env=False).status_code == 200:
                         break
                 except httpx.HTTPError:
                     pass
+                if time.monotonic() > deadline:
+                    return
                 time.sleep(0.2)
-        print("Inference server is ready", flush=True)
+        _say("Inference server is ready")
 
     def step(self, row: dict[str, Any]) -> bool:
         args, step = self.config.trainer.args, row["step"]
         if step % args.logging_steps == 0 or step == args.max_steps:
-            print(loss_line(row))
-            print(in_own_words(step_line(row, args.max_steps)), flush=True)
+            _say(loss_line(row))
+            _say(in_own_words(step_line(row, args.max_steps)))
         if args.sample_steps and step % args.sample_steps == 0:
             self._sample(step)
         self._remark(row)
         return all([callback(step, row) is not False for callback in self.callbacks])
 
     def saved(self, directory: Path) -> None:
-        print(f"Saved {directory}", flush=True)
+        _say(f"Saved {directory}")
 
     def _sample(self, step: int) -> None:
         """One rollout of a step, drawn by the step's number."""
@@ -172,7 +189,7 @@ class Console(Watcher):
         except OSError:
             return
         if rows:
-            print(sample_block(step, random.Random(step).choice(rows)), flush=True)
+            _say(sample_block(step, random.Random(step).choice(rows)))
 
     def _remark(self, row: dict[str, Any]) -> None:
         """What the numbers say that somebody would otherwise look up under troubleshooting."""
@@ -204,9 +221,10 @@ class Console(Watcher):
         else:
             cause = "the steps may be too small, or the rollouts too alike"
             helps = "a higher learning_rate, a higher temperature, more rollouts_per_example"
+        given = shlex.quote(json.dumps(self.config.env.public()["args"], default=str))
         log.warning(
             "Step %d: the reward has gone from %.3f to %.3f: %s; what helps: %s. How the model does without training: "
             "hone eval run %s -m %s -n 20 -t %d%s",
             step, before, now, cause, helps, self.config.env.id, self.config.model, self.config.trainer.args.max_tokens,
-            f" -a {shlex.quote(json.dumps(self.config.env.args))}" if self.config.env.args else "",
+            f" -a {given}" if self.config.env.args else "",
         )  # fmt: skip

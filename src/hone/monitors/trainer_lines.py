@@ -46,7 +46,7 @@ def sample_block(step: int, rollout: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"=== Step {step} Sample ===",
-            f"Prompt: {printable(_text(asked[-1]))}",
+            f"Prompt: {printable(_text(asked[-1]) if asked else '')}",
             f"Completion: {printable(said)}",
             f"Reward: {rollout['reward']:.4g}" + (f" ({printable(rollout['error'])})" if rollout.get("error") else ""),
         ]
@@ -54,7 +54,7 @@ def sample_block(step: int, rollout: dict[str, Any]) -> str:
 
 
 def _text(message: dict[str, Any]) -> str:
-    calls = "".join(f" {call['function']}" for call in message.get("tool_calls") or [])
+    calls = "".join(f" {call.get('function')}" for call in message.get("tool_calls") or [])
     return f"{message.get('content') or ''}{calls}"
 
 

@@ -164,6 +164,14 @@ def resume_from(run: RunDirectory, resume: bool | str) -> list[Path]:
     return [found[step] for step in sorted(found, reverse=True)]
 
 
+def step_of(source: Path) -> int:
+    """The step that a checkpoint is of, as it says itself; 0 where it cannot be read."""
+    try:
+        return int(json.loads((source / HEADER).read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
 def restore(sources: list[Path], optimizer: Optimizer, config: Config, ranks: Ranks | None = None) -> int:
     """Puts weights and optimiser back from the first of these that is whole; returns its step, 0 without any.
 

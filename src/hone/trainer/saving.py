@@ -28,8 +28,10 @@ def save_weights(
 
 def write_state(metrics: Path, step: int, max_steps: int, values: dict[str, float], directory: Path) -> None:
     """trainer_state.json as transformers' TrainerState reads it: where training is, and what was told of each step."""
-    rows: dict[int, dict[str, Any]] = {row["step"]: row for row in read_rows(metrics) if 0 < row["step"] <= step}
-    rows[step] = rows.get(step, {"step": step}) | values
+    rows: dict[int, dict[str, Any]] = {}
+    for row in [*read_rows(metrics), {**values, "step": step}]:  # an evaluation is a row of its own
+        if 0 < row["step"] <= step:
+            rows.setdefault(row["step"], {}).update(row)
     history = [told(rows[number]) | {"step": number} for number in sorted(rows)]
     state = {
         "global_step": step,

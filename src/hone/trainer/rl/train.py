@@ -100,7 +100,8 @@ def main(config: TrainerRunConfig) -> None:
             start = time.perf_counter()
             is_last = step == config.max_steps
             if step in weight_steps:
-                save_weights(export, run, step, config.max_steps, loaded, config.model.name, values)
+                sampled = (read_progress(run.rollouts / f"step_{step}") or {}).get("metrics") or {}
+                save_weights(export, run, step, config.max_steps, loaded, config.model.name, sampled | values)
             checkpoints.save(step, is_last, state, values, read_progress(run.rollouts / f"step_{step}"))
             publish(step, values | {"time/save": time.perf_counter() - start})
             if ranks.is_first:
