@@ -198,7 +198,8 @@ def test_strings_arrive_as_they_are_and_nothing_executes(cluster, place):
     options = ("--job-name", evil, "--sbatch", f"comment={evil}", "--mail-user", "o'brien $(id)@example.org")
     (job,), _ = submit(cluster, place, *words, *options)
     ended(cluster, job)
-    found = json.loads(cluster._run("squeue", "--states=all", "--jobs", job, "--json"))["jobs"][0]
+    known = json.loads(cluster._run("squeue", "--states=all", "--json"))["jobs"]
+    found = next(one for one in known if one["job_id"] == int(job))
     assert found["name"] == evil and found["comment"] == evil
     assert not trap.exists() and (run / "weights" / "step_1").exists()
     assert "=== attempt 0 ended with code 0" in (run / "slurm" / f"job_{job}.log").read_text()
