@@ -1,6 +1,6 @@
 """What HTTP costs on one GPU: tokens a second of the engine alone and of the server over it, Qwen3-0.6B's shape.
 
-    python benchmarks/serve_gpu.py [--requests 1024] [--tokens 128] [--at-once 256] [--clients 4] [--rounds 3]
+    python benchmarks/serve_gpu.py [--requests 4096] [--tokens 128] [--at-once 256] [--clients 4] [--rounds 2]
 
 The same chats of about 40 tokens, ends ignored, logprobs on: given to `Engine.generate`, then asked over HTTP by
 several client processes, whole (with OpenAI's entries of logprobs, and as plain numbers) and streamed.
@@ -17,10 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import httpx
 from generate_gpu import write_model
 from peer import ROOT, finish, median
-from serve_cpu import running
+from serve_cpu import Connection, running
 
 WAYS = {"entries": {"logprobs": True}, "numbers": {"return_token_logprobs": True}, "streamed": {"stream": True}}
 
@@ -58,26 +57,23 @@ def messages(i: int) -> list[dict[str, str]]:
 
 
 async def ask(url: str, model: str, numbers: range, tokens: int, at_once: int, way: str) -> None:
-    slots = asyncio.Semaphore(at_once)
+    """Each connection asks again when it has its answer."""
+    left = [
+        json.dumps(
+            {"model": model, "messages": messages(i), "max_tokens": tokens, "seed": i, "ignore_eos": True, **WAYS[way]}
+        ).encode()
+        for i in reversed(numbers)
+    ]
+    connections = [await Connection(url).open() for _ in range(at_once)]
+    sys.stdin.readline()  # all clients begin together
 
-    async def one(client: httpx.AsyncClient, i: int) -> None:
-        body = {
-            "model": model,
-            "messages": messages(i),
-            "max_tokens": tokens,
-            "seed": i,
-            "ignore_eos": True,
-            **WAYS[way],
-        }
-        async with slots, client.stream("POST", f"{url}/chat/completions", json=body) as answer:
-            assert answer.status_code == 200
-            async for _ in answer.aiter_raw():
-                pass
+    async def go_on(connection: Connection) -> None:
+        while left:
+            await connection.post(left.pop())
 
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=600, limits=limits, trust_env=False) as client:
-        sys.stdin.readline()  # all clients begin together
-        await asyncio.gather(*(one(client, i) for i in numbers))
+    await asyncio.gather(*map(go_on, connections))
+    for one in connections:
+        one.writer.close()
 
 
 def served(url: str, model: str, requests: int, tokens: int, at_once: int, clients: int, way: str) -> float:
@@ -102,11 +98,11 @@ def main() -> None:
         url, model, way, tokens, at_once, first, behind = sys.argv[2:]
         return asyncio.run(ask(url, model, range(int(first), int(behind)), int(tokens), int(at_once), way))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1024)
+    parser.add_argument("--requests", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--at-once", type=int, default=256)
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.alone:
@@ -126,9 +122,9 @@ def main() -> None:
         alone = json.loads(done.stdout.strip().splitlines()[-1])["rate"]
         print(f"engine alone: {alone:,.0f} tokens/s", flush=True)
         result = {"engine": alone}
-        words = [sys.executable, "-m", "hone", "inference", "--model.name", str(directory), "--port", "8777",
+        words = [sys.executable, "-m", "hone", "inference", "--model.name", str(directory),
                  "--max-batch-size", str(args.at_once), "--max-model-len", "512", "--kv-cache-gib", "30"]  # fmt: skip
-        with running(words, 8777, str(directory), {}) as (url, startup):
+        with running(words, "--port", str(directory), {}) as (url, startup):
             print(f"server: first answer after {startup:.1f} s", flush=True)
             for way in WAYS:
                 common = (url, str(directory), args.requests, args.tokens, args.at_once, args.clients, way)

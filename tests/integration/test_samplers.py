@@ -1,4 +1,5 @@
-"""One contract for all that samples: Hone's engine, transformers' generate (of these tests), a real vLLM.
+"""One contract for all that samples: Hone's engine, in the server's process and in its own, transformers' generate (of
+these tests), a real vLLM.
 
 The last is marked `vllm`: it needs VLLM_PYTHON, the Python of an environment that has it (make test-vllm).
 """
@@ -7,6 +8,8 @@ import importlib.util
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +18,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from hone.config.sections import BACKEND_LOST
 from hone.models.hf import load_model
 from hone.models.proof import scores
 
@@ -27,8 +31,9 @@ MESSAGES = [
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": NOTHING}}]
 VLLM = ("--backend", "vllm", "--vllm-python", os.environ.get("VLLM_PYTHON", ""), "--enforce-eager")
+ENGINE = ("hone", "apart")  # in the server's process, in one of its own
 LENGTH = ("--max-model-len", 512)
-KINDS = ["hone", "transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+KINDS = [*ENGINE, "transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
 def serve(kind, model, log):
@@ -37,7 +42,8 @@ def serve(kind, model, log):
         return Server("--model.name", model, log=log, program=program)
     if kind == "vllm":  # imports torch twice, and the rest of vLLM
         return Server("--model.name", model, *LENGTH, *VLLM, log=log, seconds=200)
-    return Server("--model.name", model, *LENGTH, log=log)
+    more = ("--engine-apart", "true") if kind == "apart" else ()
+    return Server("--model.name", model, *LENGTH, *more, log=log)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -226,7 +232,7 @@ def test_answers_have_the_form_that_is_asked_for_or_it_is_refused(sampler, kind,
     scored = of_model(trained, ask(sampler, max_tokens=1).json()["prompt_token_ids"] + of_regex["token_ids"])
     called = ask(sampler, tools=TOOLS, tool_choice="required", max_tokens=100).json()["choices"][0]
     assert called["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
-    if kind == "hone":  # vLLM's are renormalised over what the form allows
+    if kind in ENGINE:  # vLLM's are renormalised over what the form allows
         assert of_regex["token_logprobs"][:4] == pytest.approx(scored[-len(of_regex["token_ids"]) :][:4], abs=2e-3)
 
 
@@ -271,9 +277,29 @@ def test_a_time_limit_and_an_abort_end_what_runs_and_what_waits(sampler, trained
 def test_what_it_cannot_do_is_refused_in_words(sampler, kind):
     full = ask(sampler, max_tokens=10**6)
     assert full.status_code == 400 and full.json()["error"]["code"] == "context_length_exceeded"
-    if kind != "hone":
+    if kind not in ENGINE:
         refused = http.post(f"{sampler.root}/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/nowhere"})
         assert refused.status_code == 400 and "LoRA adapters" in refused.text
+
+
+@pytest.mark.parametrize("killed", ["engine", "server"])
+def test_an_engine_in_its_own_process_and_its_server_end_together(trained, tmp_path, killed):
+    server = serve("apart", trained, tmp_path / "log")
+    pid = int(subprocess.run(["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True).stdout)
+    os.kill(pid if killed == "engine" else server.process.pid, signal.SIGKILL)
+    code = server.process.wait(20)
+    assert code == (BACKEND_LOST if killed == "engine" else -signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+    if killed == "engine":
+        assert "the engine's process has ended (killed: SIGKILL): so does this server" in (tmp_path / "log").read_text()
+
+
+def test_what_an_engine_in_its_own_process_cannot_start_for_is_said(tmp_path):
+    done = command("inference", "--model.name", tmp_path, "--engine-apart", "true", ok=False)
+    assert f"inference: error: {tmp_path}" in done.stderr, done.stderr
 
 
 def rewards(out):
@@ -297,6 +323,8 @@ def test_the_tiny_recipe_learns_by_it(kind, trained, tmp_path):
     if kind == "vllm":
         for key, value in (("backend", "vllm"), ("vllm-python", os.environ["VLLM_PYTHON"]), ("enforce-eager", "true")):
             options += [f"--inference.{key}", value]
+    elif kind == "apart":
+        options += ["--inference.engine-apart", "true"]
     elif kind == "transformers":
         server = serve(kind, trained, tmp_path / "log")
         options = ["--orchestrator.client.base-url", server.url]

@@ -27,7 +27,7 @@ COMMANDS = {  # name: (configuration, what runs it, summary)
     ),
     "inference": (
         "hone.config.inference:InferenceConfig",
-        "hone.inference.server:serve",
+        "hone.inference.serve:serve",
         "Serve a model behind the OpenAI chat API.",
     ),
     "export": (

@@ -300,6 +300,8 @@ class ServeConfig(BackendConfig, EngineConfig):
     server: ServerConfig = ServerConfig()
     api_key: str | None = None
     """Secret that clients must send as a bearer token; also read from the environment variable HONE_API_KEY."""
+    engine_apart: bool | None = None
+    """Sample in a process of its own, which answering requests takes no time from; by default on a GPU."""
     allowed_dirs: Free[list[Path] | None] = None
     """Directories, with all that is in them, that new weights and adapters may be read from by the control routes. Any
     unless given; `rl` gives its servers its output_dir."""

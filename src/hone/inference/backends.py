@@ -1,8 +1,8 @@
-"""What computes for a server: Hone's engine in this process, or a vLLM that is started here. Each is opened, has what
-is served, and runs the HTTP program as it needs.
+"""What computes for a server: Hone's engine, in this process or in one of its own (apart.py), or a vLLM that is started
+here. Each is opened, has what is served, and runs the HTTP program as it needs.
 
-    with backend(config) as opened:        model loaded, ready to answer
-        opened.run(program over opened.served)
+    with backend(config) as opened:
+        opened.run(program over opened.wait())     wait: until the model is loaded; what is served
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Coroutine
 from typing import Any
 
+from hone import machine
 from hone.config.inference import InferenceConfig
 from hone.config.sections import BACKEND_LOST
 from hone.inference.served import Served
@@ -43,6 +44,13 @@ def is_installed(config: InferenceConfig) -> bool:
         return False  # the model is refused, with what there is to do
 
 
+def is_apart(config: InferenceConfig) -> bool:
+    """Whether Hone's engine has a process of its own."""
+    if config.engine_apart is None:
+        return config.model.device != "cpu" and bool(machine.gpus())
+    return config.engine_apart
+
+
 class Embedded:
     """Hone's engine in this process, served from a thread beside the one that computes."""
 
@@ -65,10 +73,14 @@ class Embedded:
                 raise ValueError(f"adapters: {name!r} is the name of the model itself")
             engine.load_adapter(name, directory)
         self.service = EngineService(engine)
-        self.served = Served(EmbeddedSampler(self.service), loaded.tokenizer, config.model.name, config.allowed_dirs)
+        self.sampler = EmbeddedSampler(self.service)
+        self.served = Served(self.sampler, loaded.tokenizer, config.model.name, config.allowed_dirs)
 
     def __enter__(self) -> "Embedded":
         return self
+
+    def wait(self) -> Served:
+        return self.served
 
     def __exit__(self, *_: object) -> None:
         return None
@@ -98,6 +110,9 @@ class Vllm:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while vLLM starts
         self.process.__enter__()
         return self
+
+    def wait(self) -> Served:
+        return self.served
 
     def __exit__(self, *_: object) -> None:
         self.process.__exit__()

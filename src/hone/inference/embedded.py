@@ -7,7 +7,7 @@ from typing import Any
 
 from hone.engine.engine import Engine
 from hone.inference.metrics import of_engine
-from hone.inference.sampler import Alternatives, Pause, Sampler
+from hone.inference.sampler import ENGINE_CAN, Alternatives, Pause, Sampler
 from hone.inference.service import EngineService
 from hone.inference.streams import Streams
 from hone.kernels import cpu
@@ -16,15 +16,15 @@ from hone.models.hf import empty_model, hf_tensors
 from hone.models.proof import checksum_of, fingerprints, likeliest, scores
 from hone.models.spec import read_model_config
 from hone.records import Completion, GenerateRequest
+from hone.transport.delivery import Message
 from hone.transport.ways import Receivers
-from hone.transport.weights import Message
 
 
 class EmbeddedSampler(Sampler):
-    can = frozenset(("checksum", "adapters", "progress", "routing", "raw_logprobs", "forms"))
+    can = ENGINE_CAN
 
     def __init__(self, service: EngineService) -> None:
-        self.service, self.streams = service, Streams(service)
+        self.service, self.streams = service, Streams(self.generate, self.look)
         self.receivers = Receivers()
 
     @property
@@ -112,6 +112,10 @@ class EmbeddedSampler(Sampler):
 
     async def unload_adapter(self, name: str) -> None:
         await self.service.run(lambda: self.engine.unload_adapter(name))
+
+    async def look(self, known: dict[str, int]) -> dict[str, Completion]:
+        """What came of requests by their name after so many tokens that are known."""
+        return await self.service.run(lambda: self.engine.progress(known))
 
     async def progress(self, known: dict[str, int]) -> dict[str, Any]:
         def look() -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """What Prometheus reads of a server: `GET /metrics`, in its text format."""
 
-from hone.engine.engine import Engine
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hone.engine.engine import Engine
 
 KINDS = {  # name: (kind, what it is)
     "requests_running": ("gauge", "Completions that are being computed."),
@@ -13,7 +16,7 @@ KINDS = {  # name: (kind, what it is)
 }
 
 
-def of_engine(engine: Engine) -> dict[str, float]:
+def of_engine(engine: "Engine") -> dict[str, float]:
     """Call on the compute thread."""
     running, pages = len(engine.running), engine.pool.pages - 1
     return {

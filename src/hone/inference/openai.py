@@ -7,6 +7,7 @@ import asyncio
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -277,9 +278,7 @@ def _requests(
     if form is not None:
         served.sampler.require("forms")
     follows = None if form is None else Following(form, tokenizer, vocab_size, sorted(stop_ids))
-
-    def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=False)
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
 
     def request(i: int) -> GenerateRequest:
         before, draws = so_far[i].ids if so_far else [], seed + i

@@ -4,6 +4,7 @@
     control ── update, pause, resume, score, state ──►
 
     EmbeddedSampler    Hone's engine, in this process (embedded.py)
+    ApartSampler       the same in a process of its own (apart.py)
     VllmSampler        a vLLM that this process started (vllm.py)
 
 What a sampler can do beyond generating, scoring and taking weights it declares in `can`; a request that needs more is
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from hone.records import Completion, GenerateRequest
-from hone.transport.weights import Message
+from hone.transport.delivery import Message
 
 Capability = Literal[
     "checksum",  # it tells a checksum of the weights that it computes with; without, the canary is the only proof
@@ -27,6 +28,7 @@ Capability = Literal[
     "raw_logprobs",  # logprobs at temperature 1, and those of the model where draws are filtered or penalised
     "forms",  # answers of a given form: a JSON schema, a regular expression, a choice, a grammar
 ]
+ENGINE_CAN: frozenset[Capability] = frozenset(("checksum", "adapters", "progress", "routing", "raw_logprobs", "forms"))
 Pause = Literal["keep", "wait", "abort"]
 Alternatives = list[tuple[int, float]]
 WORDS: dict[Capability, str] = {

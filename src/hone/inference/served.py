@@ -7,8 +7,7 @@ from typing import Any
 
 from hone.inference.sampler import Sampler
 from hone.text.tokenizer import Tokenizer
-from hone.transport.delivery import TEXT
-from hone.transport.weights import Message
+from hone.transport.delivery import TEXT, Message
 
 log = logging.getLogger("hone.inference")
 

@@ -1,4 +1,4 @@
-"""The server: a sampler, Hone's engine or vLLM, behind the OpenAI API.
+"""The server's routes: a sampler, Hone's engine or vLLM, behind the OpenAI API.
 
     GET  /health                        200 once the model is loaded; the only route without a key
     GET  /v1/models, /v1/models/NAME    the model, under the name it was given, and its adapters
@@ -16,30 +16,19 @@ Every refusal is a 4xx with a message in the OpenAI error form.
 
 import asyncio
 import hmac
-import logging
-import os
-import signal
-import time
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hone import STARTED
-from hone.config.inference import InferenceConfig
-from hone.config.sections import API_KEY_VARIABLE, LOOPBACK
-from hone.inference.address import bind
-from hone.inference.backends import Embedded, Vllm, takes_vllm
 from hone.inference.control import add_control
 from hone.inference.description import describe
 from hone.inference.metrics import text
 from hone.inference.openai import add_openai, refuse
 from hone.inference.served import Served
 
-log = logging.getLogger("hone.inference")
 BODY, BODY_A_TOKEN = 2**24, 256  # bytes of a body: at least, and for each token of the context
 STILL, OPEN = 60.0, 8192  # seconds that a client may send or read nothing; requests that may be open together
 
@@ -145,33 +134,3 @@ class Limit:
             await self.app(scope, counted, read_by_somebody)
         finally:
             self.open -= 1
-
-
-def serve(config: InferenceConfig) -> None:
-    """Loads the model, with whatever computes, and serves it until interrupted."""
-    api_key = config.api_key or os.environ.get(API_KEY_VARIABLE) or None
-    host = config.server.host or ("127.0.0.1" if api_key is None else "0.0.0.0")
-    if api_key is None and host not in LOOPBACK:
-        log.warning("serving on %s without an API key: whoever reaches this address can use the model", host)
-    if config.headless:
-        return Vllm.work(config)
-    sock = bind(host, config.server.port)
-    backend: type[Embedded] | type[Vllm] = Vllm if takes_vllm(config) else Embedded
-    with backend(config) as opened:
-        app = build_app(opened.served, api_key)
-        sock.listen(2048)  # from now on who connects is answered, if only when the event loop runs
-        url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
-        log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - STARTED)
-        # No proxy headers: the connection tells who may control the server. Open requests get some seconds to end.
-        settings = uvicorn.Config(
-            app, log_level="warning", access_log=False, proxy_headers=False, lifespan="off", timeout_graceful_shutdown=3
-        )
-        server = uvicorn.Server(settings)
-
-        def stop(*_: object) -> None:
-            server.force_exit = server.should_exit  # the second time at once
-            server.should_exit = True
-
-        signal.signal(signal.SIGTERM, stop)  # uvicorn sets its handlers on the main thread only, and that may compute
-        signal.signal(signal.SIGINT, stop)
-        opened.run(server.serve(sockets=[sock]))

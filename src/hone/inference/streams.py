@@ -1,8 +1,8 @@
 """Completions while they are written: one look at the engine tells all streams what is new.
 
-    Streams.of(requests) ─► service.generate, each under a name ─► the end of each
-            ▲                                                         │
-            └── pieces ◄── engine.progress({name: known}), now and then, on the compute thread
+    Streams.of(requests) ─► generate, each under a name ─► the end of each
+            ▲
+            └── pieces ◄── look({name: known}), now and then
 
 A look costs the engine as much for a hundred streams as for one, so what a stream hands on is what came since the last
 look, a few tokens at a time; the more there is to hand on, the longer until the next.
@@ -11,11 +11,11 @@ look, a few tokens at a time; the more there is to hand on, the longer until the
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
-from hone.inference.service import EngineService
 from hone.records import Completion, GenerateRequest
 from hone.text.stops import cut, held_back
 from hone.text.tokenizer import Tokenizer
@@ -34,8 +34,14 @@ class _Open:
 
 
 class Streams:
-    def __init__(self, service: EngineService) -> None:
-        self.service, self.names = service, itertools.count()
+    """`generate` is a sampler's; `look` tells of requests, by their name, what came after so many known tokens."""
+
+    def __init__(
+        self,
+        generate: Callable[[GenerateRequest], Coroutine[Any, Any, Completion]],
+        look: Callable[[dict[str, int]], Coroutine[Any, Any, dict[str, Completion]]],
+    ) -> None:
+        self.generate, self.look, self.names = generate, look, itertools.count()
         self.open: dict[str, _Open] = {}
         self._looking: asyncio.Task[None] | None = None
 
@@ -49,7 +55,7 @@ class Streams:
         told, tasks = [0] * len(requests), []
         for i, (name, request) in enumerate(zip(names, requests, strict=True)):
             self.open[name] = _Open(pieces, i)
-            task = asyncio.create_task(self.service.generate(replace(request, name=name)))
+            task = asyncio.create_task(self.generate(replace(request, name=name)))
             task.add_done_callback(lambda _, i=i: pieces.put_nowait((i, None)))  # type: ignore[misc]
             tasks.append(task)
         if self._looking is None or self._looking.done():
@@ -77,7 +83,7 @@ class Streams:
     async def _look(self) -> None:
         while self.open:
             known = {name: one.known for name, one in self.open.items()}
-            found = await self.service.run(lambda known=known: self.service.engine.progress(known))  # type: ignore[misc]
+            found = await self.look(known)
             for name, piece in found.items():
                 if piece.ids and name in self.open:
                     one = self.open[name]

@@ -24,7 +24,7 @@ from hone.inference.vllm_process import NAME, VllmProcess
 from hone.records import Completion, ContextFull, GenerateRequest, other_seed
 from hone.text.forms import Following, FormEnds
 from hone.text.stops import StopStrings
-from hone.transport.weights import Message
+from hone.transport.delivery import Message
 
 POOL = 64  # connections of a client: the cost of a request in httpx grows with those of its pool
 LAST_WORDS = 5.0  # seconds that a vLLM which fails may take to end

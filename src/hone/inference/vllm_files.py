@@ -20,8 +20,9 @@ from hone.engine.memory import FEW, cpu_gib
 from hone.models.families import is_known, parse_model_config
 from hone.models.hf import empty_model, find_weights, hf_tensors, write_weights
 from hone.models.spec import read_model_config
+from hone.transport.delivery import Message
 from hone.transport.ways import Receivers
-from hone.transport.weights import Message, Tensors
+from hone.transport.weights import Tensors
 
 EMBEDDING, HEAD, INDEX = "model.embed_tokens.weight", "lm_head.weight", "model.safetensors.index.json"
 NO_SHAPE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")  # keys of a config.json

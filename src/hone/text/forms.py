@@ -53,6 +53,7 @@ class Following:
 
     def __init__(self, form: Form, tokenizer: Tokenizer, vocabulary: int, stops: Sequence[int]) -> None:
         self.form, self.vocabulary, self.stops = form, vocabulary, [i for i in stops if i < vocabulary]
+        self.tokenizer, self.before = tokenizer, list[int]()
         self.tokens = _vocabulary(tokenizer)
         self.matcher = _library().LLMatcher(self.tokens, form.grammar(), log_level=0)
         self.read, self.failure = 0, ""
@@ -65,6 +66,7 @@ class Following:
         """For one more sequence, that goes on from these tokens."""
         other = copy.copy(self)
         other.matcher = self.matcher.deep_copy()
+        other.before = [*self.before, *before]
         if before:
             other.matcher.try_consume_tokens(list(before))
         return other

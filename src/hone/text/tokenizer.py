@@ -53,6 +53,10 @@ class Tokenizer:
         self.kept: dict[Any, Any] = {}  # what servers know of its tokens
         self._chat_cache: OrderedDict[str, list[int]] = OrderedDict()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to another process, which reads and writes tokens there: no template, nothing kept."""
+        return self.__dict__ | {"template": None, "kept": {}, "_chat_cache": OrderedDict()}
+
     def _stop_ids(self, specials: dict[str, str | None], generation: dict[str, Any]) -> list[int]:
         eos = generation.get("eos_token_id")
         ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])

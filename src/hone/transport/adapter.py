@@ -8,7 +8,8 @@ from pathlib import Path
 
 from hone.models.hf import load_weights, write_weights
 from hone.models.lora import merge_adapter
-from hone.transport.weights import Message, Receiver, Sender, Tensors
+from hone.transport.delivery import Message
+from hone.transport.weights import Receiver, Sender, Tensors
 
 BASE = "base"  # beside the versions
 

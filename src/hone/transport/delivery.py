@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hone.run_directory import steps_in
 
+Message = dict[str, str]  # to a receiver of weights: plain data; `type` says which receiver it is for
 DELIVERY, STABLE = "delivery.json", "STABLE"
 TEXT = "text"  # tokenizer and template of all versions, beside them
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from hone.models.hf import load_weights, write_weights
-from hone.transport.weights import Message, Receiver, Sender, Tensors
+from hone.transport.delivery import Message
+from hone.transport.weights import Receiver, Sender, Tensors
 
 
 class FileSender(Sender):

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 
 from hone.config.sections import LOOPBACK
-from hone.transport.delivery import Superseded
-from hone.transport.weights import Message, Receiver, Sender, Tensors
+from hone.transport.delivery import Message, Superseded
+from hone.transport.weights import Receiver, Sender, Tensors
 
 distributed: Any = torch.distributed
 TIMEOUT, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # of one transfer; until the other side is there

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from hone.config.sections import BroadcastConfig, FilesystemConfig, NcclConfig
 from hone.transport.adapter import AdapterReceiver, AdapterSender
+from hone.transport.delivery import Message
 from hone.transport.files import FileReceiver, FileSender
 from hone.transport.network import NetworkReceiver, NetworkSender
-from hone.transport.weights import Message, Receiver, Sender, Tensors
+from hone.transport.weights import Receiver, Sender, Tensors
 
 RECEIVERS: dict[str, type[Receiver]] = {"filesystem": FileReceiver, "adapter": AdapterReceiver, "nccl": NetworkReceiver}
 

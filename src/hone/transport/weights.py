@@ -14,8 +14,9 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from hone.transport.delivery import Message
+
 Tensors = Mapping[str, Tensor]
-Message = dict[str, str]  # plain data; `type` says which receiver it is for
 
 
 class Sender(ABC):

@@ -1,0 +1,53 @@
+"""`inference`: what computes is started, the routes are put before it, and both run until they are interrupted.
+
+config ─► backend (backends.py, apart.py), which loads the model ─► Served ─► routes (server.py) on an open socket
+"""
+
+import logging
+import os
+import signal
+import time
+
+from hone import STARTED
+from hone.config.inference import InferenceConfig
+from hone.config.sections import API_KEY_VARIABLE, LOOPBACK
+from hone.inference.address import bind
+from hone.inference.apart import Apart
+from hone.inference.backends import Embedded, Vllm, is_apart, takes_vllm
+
+log = logging.getLogger("hone.inference")
+
+
+def serve(config: InferenceConfig) -> None:
+    """Loads the model, with whatever computes, and serves it until interrupted."""
+    api_key = config.api_key or os.environ.get(API_KEY_VARIABLE) or None
+    host = config.server.host or ("127.0.0.1" if api_key is None else "0.0.0.0")
+    if api_key is None and host not in LOOPBACK:
+        log.warning("serving on %s without an API key: whoever reaches this address can use the model", host)
+    if config.headless:
+        return Vllm.work(config)
+    sock = bind(host, config.server.port)
+    engine = Apart if is_apart(config) else Embedded
+    backend: type[Apart | Embedded | Vllm] = Vllm if takes_vllm(config) else engine
+    with backend(config) as opened:
+        import uvicorn  # while a process of its own loads the model
+
+        from hone.inference.server import build_app
+
+        app = build_app(opened.wait(), api_key)
+        sock.listen(2048)  # from now on who connects is answered, if only when the event loop runs
+        url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
+        log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - STARTED)
+        # No proxy headers: the connection tells who may control the server. Open requests get some seconds to end.
+        settings = uvicorn.Config(
+            app, log_level="warning", access_log=False, proxy_headers=False, lifespan="off", timeout_graceful_shutdown=3
+        )
+        server = uvicorn.Server(settings)
+
+        def stop(*_: object) -> None:
+            server.force_exit = server.should_exit  # the second time at once
+            server.should_exit = True
+
+        signal.signal(signal.SIGTERM, stop)  # uvicorn sets its handlers on the main thread only, and that may compute
+        signal.signal(signal.SIGINT, stop)
+        opened.run(server.serve(sockets=[sock]))
