@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from hone.config.sections import LOOPBACK, ClientConfig
+from hone.config.sections import LOOPBACK, ClientConfig, own_key
 from hone.records import Completion, ContextFull, Prompt, Refused, Sampling, Turn
 
 PATIENCE = 8.0  # seconds for a server on this machine to begin to answer
@@ -230,7 +230,7 @@ def connect(config: ClientConfig, model: str, **options: Any) -> list[HttpClient
         if not key:
             raise ValueError(f"client.api-key-var: the environment variable {config.api_key_var} is not set")
     urls = [url if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1" for url in config.base_url]
-    return [HttpClient(url, model, key, is_hone=True, **options) for url in urls]
+    return [HttpClient(url, model, key or own_key(url), is_hone=True, **options) for url in urls]
 
 
 def _words(error: httpx.HTTPError) -> str:

@@ -1,6 +1,7 @@
 """Sections that several commands share. Imports no torch."""
 
 import difflib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,6 +20,23 @@ Layout = Literal["hone", "trainer"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # this machine, as a host
 BACKEND_LOST = 75  # exit code of a server whose vLLM has died under it: start it again
 API_KEY_VARIABLE = "HONE_API_KEY"  # gives a server its key without showing it in the list of processes
+API_KEY_FILE_VARIABLE = "HONE_API_KEY_FILE"  # names a file that has it
+
+
+def own_key(url: str = "http:") -> str | None:
+    """The key of Hone's own servers, as the environment has it. Other services, which speak https, are not told it.
+
+    Raises ValueError for a file that cannot be read."""
+    if not url.startswith("http:"):
+        return None
+    if key := os.environ.get(API_KEY_VARIABLE, "").strip():
+        return key
+    if not (file := os.environ.get(API_KEY_FILE_VARIABLE)):
+        return None
+    try:
+        return Path(file).read_text().strip() or None
+    except OSError as error:
+        raise ValueError(f"{API_KEY_FILE_VARIABLE}: {file} cannot be read: {error.strerror}") from None
 
 
 def as_list(value: Any) -> Any:
@@ -299,7 +317,8 @@ VLLM_KEYS = (
 class ServeConfig(BackendConfig, EngineConfig):
     server: ServerConfig = ServerConfig()
     api_key: str | None = None
-    """Secret that clients must send as a bearer token; also read from the environment variable HONE_API_KEY."""
+    """Secret that clients must send as a bearer token; also read from the environment variable HONE_API_KEY, or from
+    the file that HONE_API_KEY_FILE names."""
     engine_apart: bool | None = None
     """Sample in a process of its own, which answering requests takes no time from; by default on a GPU."""
     allowed_dirs: Free[list[Path] | None] = None
@@ -328,7 +347,8 @@ class ClientConfig(Config):
     )
     """URLs of the inference servers; groups of rollouts are spread over them."""
     api_key_var: Free[str | None] = None
-    """Name of the environment variable that holds the servers' API key."""
+    """Name of the environment variable that holds the servers' API key; HONE_API_KEY, or the file that
+    HONE_API_KEY_FILE names, where none is given."""
     ready_timeout: Free[Annotated[float, Field(gt=0)]] = 600.0
     """Seconds to wait for a server to start answering before the run is ended."""
 

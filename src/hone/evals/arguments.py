@@ -35,7 +35,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "-k",
         "--api-key-var",
         default="OPENAI_API_KEY",
-        help="environment variable that holds the API key; may be unset",
+        help="environment variable that holds the API key; where unset, HONE_API_KEY for a server of Hone's",
     )
     add(
         "-e", "--endpoints-path", default="configs/endpoints.py", help="endpoint registry (.py or .toml) with ENDPOINTS"

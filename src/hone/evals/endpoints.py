@@ -9,6 +9,8 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from hone.config.sections import own_key
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -21,9 +23,8 @@ class Endpoint:
 
 def find_endpoint(model: str, base_url: str | None, key_variable: str, registry: str) -> Endpoint:
     """Where to send requests: `base_url` as given, else what the registry says of `model` (or of "default")."""
-    key = os.environ.get(key_variable)
     if base_url is not None:
-        return Endpoint(base_url, model, key)
+        return Endpoint(base_url, model, os.environ.get(key_variable) or own_key(base_url))
     entries = _read(Path(registry))
     name = model if model in entries else "default"
     if name not in entries:
@@ -33,7 +34,7 @@ def find_endpoint(model: str, base_url: str | None, key_variable: str, registry:
     url = entry.get("url") or entry.get("base_url")
     if not url:
         raise ValueError(f"{registry}: endpoint {name!r} has neither 'url' nor 'base_url'")
-    key = entry.get("api_key") or os.environ.get(entry.get("key", key_variable))
+    key = entry.get("api_key") or os.environ.get(entry.get("key", key_variable)) or own_key(url)
     return Endpoint(url, entry.get("model", model), key, is_default=name != model)
 
 

@@ -4,13 +4,12 @@ config ─► backend (backends.py, apart.py), which loads the model ─► Serv
 """
 
 import logging
-import os
 import signal
 import time
 
 from hone import STARTED
 from hone.config.inference import InferenceConfig
-from hone.config.sections import API_KEY_VARIABLE, LOOPBACK
+from hone.config.sections import LOOPBACK, own_key
 from hone.inference.address import bind
 from hone.inference.apart import Apart
 from hone.inference.backends import Embedded, Vllm, is_apart, takes_vllm
@@ -20,7 +19,7 @@ log = logging.getLogger("hone.inference")
 
 def serve(config: InferenceConfig) -> None:
     """Loads the model, with whatever computes, and serves it until interrupted."""
-    api_key = config.api_key or os.environ.get(API_KEY_VARIABLE) or None
+    api_key = config.api_key or own_key()
     host = config.server.host or ("127.0.0.1" if api_key is None else "0.0.0.0")
     if api_key is None and host not in LOOPBACK:
         log.warning("serving on %s without an API key: whoever reaches this address can use the model", host)

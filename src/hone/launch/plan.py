@@ -4,7 +4,6 @@ RLConfig ─ plan ─► [inference …, orchestrator, trainer ranks …] ─►
                                                                    Slurm show where each will be
 """
 
-import os
 import socket
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from hone import machine
 from hone.config.base import Config
 from hone.config.inference import InferenceConfig
 from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
-from hone.config.sections import API_KEY_VARIABLE, LOOPBACK
+from hone.config.sections import API_KEY_VARIABLE, LOOPBACK, own_key
 
 SHARED_GPU_GIB = 8.0  # of keys and values
 EVERYWHERE = (None, "0.0.0.0", "::")
@@ -59,7 +58,7 @@ def uses_processes(config: RLConfig, gpus: int | None = None) -> bool:
 def plan(config: RLConfig) -> list[Component]:
     """The components of a run on this machine, in the order in which they start. Raises ValueError for GPUs that cannot
     be divided and for a server that would be open to the world."""
-    key = config.inference and (config.inference.api_key or os.environ.get(API_KEY_VARIABLE))
+    key = config.inference and (config.inference.api_key or own_key())
     keys = {API_KEY_VARIABLE: key} if key else {}  # in the environment: what is written down has no secrets
     configs = component_configs(config, has_key=bool(key))
     gpus = {"trainer": config.trainer_gpu_ids, **gpus_of_servers(config)}
@@ -166,12 +165,14 @@ def threads(config: RLConfig) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, machine.cores() // count))}
 
 
-def environments_of_ranks(count: int) -> list[dict[str, str]]:
-    """What tells each of several processes who it is and where the others are, in torchrun's words."""
-    if count == 1:
+def environments_of_ranks(count: int, nodes: int = 1, node: int = 0, meet: str = "") -> list[dict[str, str]]:
+    """What tells each of several processes of a node who it is and where the others are, in torchrun's words. `meet`:
+    the address, HOST:PORT, of the first of them all."""
+    if count * nodes == 1:
         return [{}]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
-    return [meeting | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(count)]
+    host, _, port = (meet or f"127.0.0.1:{free_port()}").rpartition(":")
+    meeting = {"MASTER_ADDR": host, "MASTER_PORT": port, "WORLD_SIZE": str(count * nodes)}
+    return [meeting | {"RANK": str(node * count + i), "LOCAL_RANK": str(i)} for i in range(count)]
 
 
 def visible_gpus(ids: list[int] | None, config: RLConfig) -> dict[str, str]:

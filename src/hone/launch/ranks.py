@@ -1,8 +1,10 @@
-"""`python -m hone.launch.ranks N sft @ FILE`: N processes of a command here, a rank each, as torchrun starts them.
+"""`python -m hone.launch.ranks --ranks N sft @ FILE`: N processes of a command here, each a rank, as torchrun has them.
 
+On several nodes, once on each: `--nodes 2 --node 1 --meet HOST:PORT`, an address of the first node that all can reach.
 Unlike torchrun it hands SIGUSR1 on, by which a run is asked to leave.
 """
 
+import argparse
 import os
 import signal
 import subprocess
@@ -15,12 +17,23 @@ from hone.launch.plan import environments_of_ranks
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 
 
-def main(count: int, words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """The first exit code that is not 0, or 0; then the others are ended."""
+    parser = argparse.ArgumentParser(prog="python -m hone.launch.ranks", allow_abbrev=False)
+    parser.add_argument("--ranks", type=int, required=True, help="processes here")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes of the run (default 1)")
+    parser.add_argument("--node", type=int, default=0, help="which of them this is, from 0")
+    parser.add_argument("--meet", default="", help="HOST:PORT of the first node, with several")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="sft or trainer, and its arguments")
+    args = parser.parse_args(argv)
+    if args.nodes > 1 and not args.meet:
+        parser.error("--meet HOST:PORT: several nodes need an address of the first")
     own = {"HONE_PARENT_PID": str(os.getpid())}
     ranks = [
-        subprocess.Popen([sys.executable, "-m", "hone", *words], env=os.environ | rank | own, start_new_session=True)
-        for rank in environments_of_ranks(count)
+        subprocess.Popen(
+            [sys.executable, "-m", "hone", *args.words], env=os.environ | rank | own, start_new_session=True
+        )
+        for rank in environments_of_ranks(args.ranks, args.nodes, args.node, args.meet)
     ]
 
     def hand_on(number: int, _: object) -> None:
@@ -48,4 +61,4 @@ def main(count: int, words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(sys.argv[1:]))

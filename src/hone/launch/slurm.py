@@ -224,7 +224,7 @@ def render(args: argparse.Namespace, gpus: int, file: Path, options: list[tuple[
 
     command = [sys.executable, "-m", "hone", args.command, "@", str(file)]
     if args.command == "sft" and gpus > 1:
-        command = [sys.executable, "-m", "hone.launch.ranks", str(gpus), *command[3:]]
+        command = [sys.executable, "-m", "hone.launch.ranks", "--ranks", str(gpus), *command[3:]]
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
     )
