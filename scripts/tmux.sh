@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A tmux session with three panes: Trainer, Orchestrator, Inference. The last two follow the logs of the run in the output
-# directory, and are shells all the same: type a command into any of them. What `rl` says stands in the Trainer pane.
+# A tmux session. Its window RL has three panes: Trainer, Orchestrator, Inference. The last two follow the logs of the run
+# in the output directory, and are shells all the same: type a command into any of them. What `rl` says stands in the
+# Trainer pane. The window Monitor shows GPUs, processors, memory, disk and the last step.
 #
 #   bash scripts/tmux.sh [-s SESSION] [-o OUTPUT_DIR] [--no-attach]
 set -euo pipefail
@@ -13,7 +14,7 @@ while (($#)); do
     -s | --session | --session-name) session=${2:?"$1 wants a name"}; shift 2 ;;
     -o | --output-dir) output=${2:?"$1 wants a directory"}; shift 2 ;;
     --no-attach) attach=0; shift ;;
-    -h | --help) sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "tmux.sh: unknown option $1 (see --help)" >&2; exit 2 ;;
   esac
 done
@@ -21,7 +22,8 @@ command -v tmux >/dev/null || { echo "tmux.sh: tmux is not installed" >&2; exit 
 
 if ! tmux has-session -t "=$session" 2>/dev/null; then
   # tail -F waits for files that are not there yet and follows those of the next run.
-  follow() { printf 'clear; tail -n 0 -F %q 2>/dev/null &' "$output/logs/$1.log"; }
+  follow() { printf 'clear; tail -n 0 -F %s 2>/dev/null &' "$1"; }
+  log() { printf '%q ' "$output/logs/$1.log"; }
   here=$(pwd)
   trainer=$(tmux new-session -d -P -F '#{pane_id}' -s "$session" -n RL -c "$here" -x 200 -y 50)
   orchestrator=$(tmux split-window -v -P -F '#{pane_id}' -t "$trainer" -c "$here")
@@ -32,8 +34,10 @@ if ! tmux has-session -t "=$session" 2>/dev/null; then
   tmux select-pane -t "$trainer" -T Trainer
   tmux select-pane -t "$orchestrator" -T Orchestrator
   tmux select-pane -t "$inference" -T Inference
-  tmux send-keys -t "$orchestrator" "$(follow orchestrator)" C-m
-  tmux send-keys -t "$inference" "$(follow inference)" C-m
+  tmux send-keys -t "$orchestrator" "$(follow "$(log orchestrator)")" C-m
+  tmux send-keys -t "$inference" "$(follow "$(log inference)$(log inference_0)$(log inference_1)")" C-m
+  tmux new-window -d -t "$session:" -n Monitor -c "$here" \
+    "$(printf 'bash %q %q' "$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/monitor.sh" "$output")"
   tmux select-pane -t "$trainer"
 fi
 

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+GPUS_VARIABLE = "HONE_GPUS"  # numbers, among those of its node, that a launcher gives to a process there
 SILENCE = 15.0  # seconds without a sign of life after which a process is called silent, on a machine of usual speed
 USUAL_START, SLOWEST = 3.0, 3.0  # seconds that imports take there; how much longer deadlines get at most
 _slowness = 1.0
@@ -41,6 +42,10 @@ def prepare() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(cores()))
     if os.environ.get("HONE_CPU_ISA") == "avx2":
         os.environ.update(TO_AVX2)
+    if wanted := os.environ.pop(GPUS_VARIABLE, ""):
+        there = gpus()
+        own = [there[int(i) % len(there)] for i in wanted.split(",")] if there else []
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
 
 
 def cores() -> int:

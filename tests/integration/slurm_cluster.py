@@ -1,4 +1,5 @@
-"""A Slurm of one node on this machine, with GPUs that are names of /dev/null; root and Debian's packages are needed.
+"""A Slurm on this machine, of one node or of several in network namespaces, with GPUs that are names of /dev/null; root
+and Debian's packages are needed.
 
 munged, slurmctld and slurmd run without systemd, of a directory of their own, and end with `down`.
 """
@@ -9,10 +10,12 @@ import subprocess
 import time
 from pathlib import Path
 
+from .namespaces import Nodes
+
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel", "munged", "mungekey")
 CONF = """
 ClusterName=test
-SlurmctldHost=localhost(127.0.0.1)
+SlurmctldHost=localhost({controller})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -20,11 +23,11 @@ AuthInfo=socket={root}/run/munge.socket,cred_expire=5
 CredType=cred/munge
 SlurmctldPort={port}
 StateSaveLocation={root}/state
-SlurmdSpoolDir={root}/spool
+SlurmdSpoolDir={root}/spool/%n
 SlurmctldPidFile={root}/run/slurmctld.pid
-SlurmdPidFile={root}/run/slurmd.pid
+SlurmdPidFile={root}/run/slurmd-%n.pid
 SlurmctldLogFile={root}/log/slurmctld.log
-SlurmdLogFile={root}/log/slurmd.log
+SlurmdLogFile={root}/log/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -45,10 +48,11 @@ MinJobAge=3600
 JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=node0 NodeHostname=localhost NodeAddr=127.0.0.1 Port={slurmd} CPUs=64 RealMemory=65536 Gres=gpu:8
-PartitionName=gpu Nodes=node0 Default=YES MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=off
-PartitionName=spot Nodes=node0 MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=requeue GraceTime=0
+{nodes}
+PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=off
+PartitionName=spot Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=requeue GraceTime=0
 """
+NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs=64 RealMemory=65536 Gres=gpu:8"
 
 
 def is_possible() -> bool:
@@ -59,8 +63,9 @@ def is_possible() -> bool:
 class Cluster:
     """Use as a context manager; `environment` is what commands of Slurm need to find it."""
 
-    def __init__(self, root: Path, port: int) -> None:
-        self.root, self.port = root, port
+    def __init__(self, root: Path, port: int, nodes: Nodes | None = None) -> None:
+        self.root, self.port, self.nodes = root, port, nodes
+        self.names = nodes.names if nodes else ["node0"]
         self.environment = {"SLURM_CONF": str(root / "slurm.conf")}
 
     def __enter__(self) -> "Cluster":
@@ -73,12 +78,22 @@ class Cluster:
 
     def _start(self) -> None:
         root = self.root
-        for name in ("state", "spool", "log", "run", "dev"):
+        for name in ("state", "log", "run", "dev", *(f"spool/{name}" for name in self.names)):
             (root / name).mkdir(parents=True)
         for number in range(8):
             os.mknod(root / "dev" / f"gpu{number}", 0o20666, os.makedev(1, 3))
-        (root / "slurm.conf").write_text(CONF.format(root=root, port=self.port, slurmd=self.port + 1))
-        (root / "gres.conf").write_text(f"NodeName=node0 Name=gpu File={root}/dev/gpu[0-7]\n")
+        lines = [
+            NODE.format(
+                name=name, port=self.port + 1 + i, host=name if self.nodes else "localhost",
+                address=self.nodes.address(i) if self.nodes else "127.0.0.1",
+            )
+            for i, name in enumerate(self.names)
+        ]  # fmt: skip
+        controller = f"{self.nodes.net}.1" if self.nodes else "127.0.0.1"
+        conf = CONF.format(root=root, port=self.port, controller=controller, nodes="\n".join(lines))
+        (root / "slurm.conf").write_text(conf)
+        gres = "".join(f"NodeName={name} Name=gpu File={root}/dev/gpu[0-7]\n" for name in self.names)
+        (root / "gres.conf").write_text(gres)
         (root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         self._run("mungekey", "--create", "--keyfile", root / "run" / "munge.key")
         self._run(
@@ -87,16 +102,21 @@ class Cluster:
             root / "run" / "munged.seed",
         )  # fmt: skip
         self._run("slurmctld", "-f", root / "slurm.conf", "-c")
-        self._run("slurmd", "-f", root / "slurm.conf", "-N", "node0")
+        for i, name in enumerate(self.names):
+            where = self.nodes.words(i) if self.nodes else []
+            self._run(*where, "slurmd", "-f", root / "slurm.conf", "-N", name)
         deadline = time.monotonic() + 60
-        while "idle" not in self._run("sinfo", "-h", "-o", "%T", ok=False):
-            assert time.monotonic() < deadline, (root / "log" / "slurmd.log").read_text()[-3000:]
+        while (said := self._run("sinfo", "-h", "-N", "-p", "gpu", "-o", "%T", ok=False)).split() != ["idle"] * len(
+            self.names
+        ):
+            logs = (root / "log" / f"slurmd-{self.names[-1]}.log").read_text()
+            assert time.monotonic() < deadline, said + logs[-3000:]
             time.sleep(0.5)
 
     def __exit__(self, *_: object) -> None:
         self._run("scancel", "-u", "root", ok=False)
         time.sleep(1.0)
-        for name in ("slurmd", "slurmctld", "munged"):
+        for name in (*(f"slurmd-{node}" for node in self.names), "slurmctld", "munged"):
             file = self.root / "run" / f"{name}.pid"
             if file.exists():
                 os.kill(int(file.read_text()), 15)

@@ -211,10 +211,14 @@ def read(path):
 
 def write(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, dict) and path.exists():  # it was seen before it was whole
+        for name, data in content.items():
+            write(path / name, data)
+        return
     partial = path.with_name(path.name + ".late")
     if isinstance(content, bytes):
         partial.write_bytes(content)
-    elif not path.exists():
+    else:
         partial.mkdir()
         for name, data in content.items():
             (partial / name).write_bytes(data)

@@ -14,6 +14,7 @@ from hone.launch.plan import free_port
 from hone.models.hf import load_model, save_model
 from tests.conftest import patience
 
+from . import namespaces
 from .conftest import ROOT, TINY, command, until
 from .slurm_cluster import Cluster, is_possible
 
@@ -249,3 +250,59 @@ def test_help_and_dry_run_are_quick_and_need_no_torch(cluster, place):
         )
         assert done.returncode == 0, done.stderr
         assert time.perf_counter() - start < patience(1.0)
+
+
+# ---------------------------------------------------------------------------------------------- several nodes
+
+
+@pytest.fixture
+def two(tmp_path_factory):
+    if not namespaces.is_possible():
+        pytest.skip("network namespaces need root and iproute2")
+    root, nodes = tmp_path_factory.mktemp("slurm"), namespaces.Nodes(["node0", "node1"])
+    with nodes, Cluster(root, free_port(), nodes) as cluster:
+        yield cluster
+
+
+RL_TINY = (
+    "--model.device", "cpu", "--max-async-level", 0, "--max-steps", 30, "--orchestrator.batch-size", 32,
+    "--ckpt.interval", 5,
+)  # fmt: skip
+
+
+def test_trainer_and_server_on_two_nodes_lose_one_and_end_at_the_same_weights(two, place):
+    """As on one node that nothing happens to. srun starts the parts; the server asks for the job's key."""
+    alone = ("rl", RL, "--train-gpus", 1, "--infer-gpus", 1, *RL_TINY)
+    (first,), _ = submit(two, place, *alone, "--output-dir", "runs/alone")
+    ended(two, first)
+    (job,), _ = submit(two, place, *alone, "--output-dir", "runs/two", "--train-nodes", 1, "--infer-nodes", 1)
+    metrics = place / "runs/two/metrics.jsonl"
+    until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 8, seconds=120)
+    two.control("update", "nodename=node1", "state=down", "reason=lost")
+    until(lambda: two.state(job) != "RUNNING")
+    two.control("update", "nodename=node1", "state=resume")
+    until(lambda: two.state(job) != "RUNNING" or "attempt 1" in log_of(place, "runs/two", job), seconds=120)
+    two.control("update", f"jobid={job}", "StartTime=now")
+    ended(two, job, seconds=240)
+    said = log_of(place, "runs/two", job)
+    assert "=== attempt 1" in said and "inference" in said, said
+    assert weights(place, "runs/two", 30) == weights(place, "runs/alone", 30), said
+    config = (place / "runs/two/configs/orchestrator.toml").read_text()
+    assert 'base_url = ["http://node1:' in config, config
+
+
+def test_two_nodes_train_one_model(two, place):
+    """SFT by two processes, a node each, gives the bits of two on one node."""
+    model = ROOT / TINY / "model"
+    save_model(load_model(model, random_init=True, seed=0), model, place / "model")
+    rows = [{"prompt": "p", "completion": "c" * n} for n in range(1, 40)]
+    (place / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sft = (
+        "sft", "examples/reverse_text/sft.toml", "--model.name", "model", "--model.device", "cpu", "--max-steps", 4,
+        "--data.name", "data.jsonl", "--data.batch-size", 4, "--data.micro-batch-size", 2, "--data.seq-len", 64,
+    )  # fmt: skip
+    (one,), _ = submit(two, place, *sft, "--gpus", 2, "--output-dir", "runs/one")
+    (both,), _ = submit(two, place, *sft, "--gpus", 1, "--nodes", 2, "--output-dir", "runs/both")
+    ended(two, one)
+    ended(two, both)
+    assert weights(place, "runs/one", 4) == weights(place, "runs/both", 4)

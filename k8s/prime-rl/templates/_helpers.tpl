@@ -79,7 +79,8 @@ app.kubernetes.io/component: {{ . }}
 
 {{- define "script" -}}
 # Starts the component, hands signals on to it, and says how it ended.
-trap 'kill -TERM "$child"; trap "exit 143" TERM' TERM
+asked=no
+trap 'asked=yes; kill -TERM "$child"' TERM
 trap 'kill -USR1 "$child"' USR1
 "$@" &
 child=$!
@@ -91,7 +92,7 @@ while kill -0 "$child" 2>/dev/null; do
 done
 echo "=== ended with code $code"
 {{- if eq .Values.workload "StatefulSet" }}
-[ "$code" -eq 0 ] || exit "$code"
+[ "$code" -eq 0 ] && [ "$asked" = no ] || exit "$code"
 echo "=== the pod stays, to be looked into"
 trap 'exit 0' TERM
 sleep infinity &
@@ -142,7 +143,7 @@ initContainers:
         mkdir -p "${HONE_API_KEY_FILE%/*}"
         made=$(mktemp "$HONE_API_KEY_FILE.XXXXXX")
         head -c 24 /dev/urandom | base64 > "$made"
-        ln "$made" "$HONE_API_KEY_FILE" || true
+        ln "$made" "$HONE_API_KEY_FILE" 2>/dev/null || true # of another pod
         rm "$made"
   {{- end }}
   {{- if $waits }}
@@ -241,7 +242,8 @@ workingDir: /app
 securityContext: {{- toYaml .root.Values.securityContext | nindent 2 }}
 env:
   - { name: HOME, value: /tmp }
-  - { name: HF_HOME, value: /data/.cache/huggingface }
+  - { name: XDG_CACHE_HOME, value: /data/.cache } # models of the hub, compiled kernels
+  - { name: TRITON_CACHE_DIR, value: /data/.cache/triton }
   - { name: INFERENCE_URL, value: {{ include "url" .root | quote }} }
   - { name: INFERENCE_URLS, value: {{ include "urls" .root | quote }} }
   - { name: POD_NAME, valueFrom: { fieldRef: { fieldPath: metadata.name } } }
@@ -254,7 +256,8 @@ env:
   {{- end }}
   {{- if $secret }}
   - name: HONE_API_KEY
-    valueFrom: { secretKeyRef: { name: {{ $secret | quote }}, key: {{ .root.Values.apiKey.existingSecret | ternary .root.Values.apiKey.secretKey "api-key" | quote }} } }
+    {{- $key := ternary .root.Values.apiKey.secretKey "api-key" (ne .root.Values.apiKey.existingSecret "") }}
+    valueFrom: { secretKeyRef: { name: {{ $secret | quote }}, key: {{ $key | quote }} } }
   {{- else }}
   - { name: HONE_API_KEY_FILE, value: /data/.keys/{{ .root.Release.Name }} }
   {{- end }}

@@ -140,6 +140,11 @@ class RLConfig(ResumableConfig):
     """GPUs of the inference servers, by number."""
     trainer_gpu_ids: Free[Annotated[list[int], BeforeValidator(as_list)]] = Field(default=[1])
     """GPUs of the trainer, by number, with one process for each; without GPUs, as many processes on the CPU."""
+    trainer_nodes: Free[Annotated[list[str], BeforeValidator(as_list)]] = Field(default=[])
+    """Nodes of a Slurm job that train one model together, each with trainer_gpu_ids; srun starts the processes there.
+    `hone slurm rl --train-nodes N` gives their names."""
+    inference_nodes: Free[Annotated[list[str], BeforeValidator(as_list)]] = Field(default=[])
+    """Nodes of a Slurm job that sample, each with inference_gpu_ids and its part of the inference_replicas."""
     weights: Free[WeightsConfig] = WeightsConfig()
     weight_broadcast: Free[BroadcastConfig] = FilesystemConfig()
     orchestrator: OrchestratorConfig
@@ -147,6 +152,17 @@ class RLConfig(ResumableConfig):
     inference: Free[ServeConfig | None] = ServeConfig()
     """Settings of the inference server that is started; None uses one that already runs, which is also what happens
     when files are given for other components but not for inference."""
+
+    @model_validator(mode="after")
+    def _nodes_fit(self) -> "RLConfig":
+        if bool(self.trainer_nodes) != bool(self.inference_nodes) and self.inference is not None:
+            raise ValueError("trainer_nodes and inference_nodes: give both, or neither")
+        if self.inference_nodes and self.inference_replicas % len(self.inference_nodes):
+            raise ValueError(
+                f"inference_replicas: {self.inference_replicas} servers cannot be divided among "
+                f"{len(self.inference_nodes)} inference_nodes"
+            )
+        return self
 
     @model_validator(mode="after")
     def _losses_fit(self) -> "RLConfig":

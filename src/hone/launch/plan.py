@@ -12,7 +12,7 @@ from hone import machine
 from hone.config.base import Config
 from hone.config.inference import InferenceConfig
 from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
-from hone.config.sections import API_KEY_VARIABLE, LOOPBACK, own_key
+from hone.config.sections import API_KEY_VARIABLE, LOOPBACK, NcclConfig, own_key
 
 SHARED_GPU_GIB = 8.0  # of keys and values
 EVERYWHERE = (None, "0.0.0.0", "::")
@@ -20,8 +20,9 @@ EVERYWHERE = (None, "0.0.0.0", "::")
 
 @dataclass(frozen=True)
 class Component:
-    """A process of a run. `role` is its command; `gpus` are numbers among those that the run has; one that `restarts`
-    is started again where it was killed, without the run ending."""
+    """A process of a run. `role` is its command; `gpus` are numbers among those that the run has there; one that
+    `restarts` is started again where it was killed, without the run ending. `node`: of a Slurm job, "" for this
+    machine."""
 
     role: str
     name: str
@@ -30,6 +31,7 @@ class Component:
     address: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     restarts: bool = False
+    node: str = ""
 
     @property
     def title(self) -> str:
@@ -46,8 +48,8 @@ def uses_processes(config: RLConfig, gpus: int | None = None) -> bool:
         if config.deployment == "colocated":
             raise ValueError("inference_replicas: in one process there is one sampler; several servers need processes")
         return True
-    if config.deployment != "auto":
-        return config.deployment == "processes"
+    if config.deployment != "auto" or config.trainer_nodes:
+        return config.deployment != "colocated"
     if gpus is None:
         import torch
 
@@ -61,22 +63,39 @@ def plan(config: RLConfig) -> list[Component]:
     key = config.inference and (config.inference.api_key or own_key())
     keys = {API_KEY_VARIABLE: key} if key else {}  # in the environment: what is written down has no secrets
     configs = component_configs(config, has_key=bool(key))
-    gpus = {"trainer": config.trainer_gpu_ids, **gpus_of_servers(config)}
+    gpus, nodes = {"trainer": config.trainer_gpu_ids, **gpus_of_servers(config)}, nodes_of_servers(config)
     parts = []
     for name, one in configs.items():
         role = "inference" if isinstance(one, InferenceConfig) else name
         own = gpus.get(name) if config.model.device != "cpu" else None
-        environment = keys | threads(config) | visible_gpus(gpus.get(name), config)
         address = ""
         if isinstance(one, InferenceConfig):
-            address = f"{one.server.host or LOOPBACK[0]}:{one.server.port}"
-        ranks = environments_of_ranks(len(config.trainer_gpu_ids)) if role == "trainer" else [{}]
-        for number, rank in enumerate(ranks):
-            of_rank = [own[number]] if own and len(ranks) > 1 else own
+            address = f"{nodes[name] or one.server.host or LOOPBACK[0]}:{one.server.port}"
+        for node, number, rank in ranks_of_trainer(config) if role == "trainer" else [(nodes.get(name, ""), 0, {})]:
+            environment = keys | threads(config) | visible_gpus(gpus.get(name), config, node) | rank
+            of_rank = [own[number]] if own and "RANK" in rank else own
             parts.append(
-                Component(role, name, one, tuple(of_rank or ()), address, environment | rank, role == "inference")
+                Component(role, name, one, tuple(of_rank or ()), address, environment, role == "inference", node)
             )
     return parts
+
+
+def ranks_of_trainer(config: RLConfig) -> list[tuple[str, int, dict[str, str]]]:
+    """Of each process: its node, its number there, what it is told of the others."""
+    nodes, count = config.trainer_nodes or [""], len(config.trainer_gpu_ids)
+    meet = f"{nodes[0]}:{free_port()}" if nodes[0] else ""
+    if not meet:
+        return [("", number, rank) for number, rank in enumerate(environments_of_ranks(count))]
+    return [
+        (node, number, rank)
+        for k, node in enumerate(nodes)
+        for number, rank in enumerate(environments_of_ranks(count, len(nodes), k, meet))
+    ]
+
+
+def nodes_of_servers(config: RLConfig) -> dict[str, str]:
+    names, nodes = names_of_servers(config), config.inference_nodes or [""]
+    return {name: nodes[i * len(nodes) // len(names)] for i, name in enumerate(names)}
 
 
 def placement(config: RLConfig, gpus: int, node: str = "this machine") -> list[str]:
@@ -87,7 +106,9 @@ def placement(config: RLConfig, gpus: int, node: str = "this machine") -> list[s
         rows.append(("rl", node, "GPU 0" if gpus and config.model.device != "cpu" else "CPU", ""))
     for part in plan(config) if uses_processes(config, gpus) else []:
         devices = f"GPU {', '.join(map(str, part.gpus))}" if part.gpus and gpus else "CPU"
-        rows.append((part.title, node, devices, part.address if is_fixed else part.address.rpartition(":")[0]))
+        rows.append(
+            (part.title, part.node or node, devices, part.address if is_fixed else part.address.rpartition(":")[0])
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -104,25 +125,27 @@ def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
     if config.inference is not None:
         server = config.inference.server
         allowed = config.inference.allowed_dirs or [config.output_dir]
-        if server.host not in (*EVERYWHERE, *LOOPBACK) and not has_key:
+        if (config.inference_nodes or server.host not in (*EVERYWHERE, *LOOPBACK)) and not has_key:
             raise ValueError(
                 f"inference.server.host {server.host}: control routes answer to loopback alone without a key; "
                 f"give one with --inference.api-key or {API_KEY_VARIABLE}"
             )
-        host, urls = "localhost" if server.host in (*EVERYWHERE, *LOOPBACK) else server.host, []
-        for i, name in enumerate(names_of_servers(config)):
+        here, urls = "localhost" if server.host in (*EVERYWHERE, *LOOPBACK) else server.host, []
+        for i, (name, node) in enumerate(nodes_of_servers(config).items()):
             port = server.port + i if server.port else free_port()
-            urls.append(f"http://{host}:{port}/v1")
+            urls.append(f"http://{node or here}:{port}/v1")
             configs[name] = InferenceConfig.model_validate(
                 config.inference.model_dump()
                 | beside_trainer(config)
-                | {"server": {"host": server.host, "port": port}, "allowed_dirs": allowed}
+                | {"server": {"host": "0.0.0.0" if node else server.host, "port": port}, "allowed_dirs": allowed}
                 | {key: common[key] for key in ("model", "seed", "log_level")}
             )
         orchestrator["client"]["base_url"] = urls
         if has_key:
             orchestrator["client"]["api_key_var"] = API_KEY_VARIABLE
     configs["orchestrator"] = OrchestratorRunConfig.model_validate(orchestrator)
+    if config.trainer_nodes and isinstance(config.weight_broadcast, NcclConfig):
+        own["weight_broadcast"] |= {"host": config.trainer_nodes[0]}
     configs["trainer"] = TrainerRunConfig.model_validate(config.trainer.model_dump() | common | own)
     return configs
 
@@ -135,14 +158,15 @@ def names_of_servers(config: RLConfig) -> list[str]:
 def gpus_of_servers(config: RLConfig) -> dict[str, list[int]]:
     """The GPUs of each server: as many for one as for another. Raises ValueError where they cannot be divided."""
     ids, names = config.inference_gpu_ids, names_of_servers(config)
-    if len(names) == 1 or not visible_gpus(ids, config):
+    beside = len(names) // max(1, len(config.inference_nodes))  # servers of a node
+    if beside == 1 or not (config.inference_nodes or visible_gpus(ids, config)):
         return dict.fromkeys(names, ids)
-    each, rest = divmod(len(ids), len(names))
+    each, rest = divmod(len(ids), beside)
     if rest or not each:
         raise ValueError(
-            f"inference_gpu_ids: {len(ids)} GPUs cannot be divided among {len(names)} servers (inference_replicas)"
+            f"inference_gpu_ids: {len(ids)} GPUs cannot be divided among {beside} servers (inference_replicas)"
         )
-    return {name: ids[i * each : (i + 1) * each] for i, name in enumerate(names)}
+    return {name: ids[i % beside * each : (i % beside + 1) * each] for i, name in enumerate(names)}
 
 
 def beside_trainer(config: RLConfig) -> dict[str, Any]:
@@ -161,7 +185,10 @@ def free_port() -> int:
 
 def threads(config: RLConfig) -> dict[str, str]:
     """OMP_NUM_THREADS, which divides the cores among the trainer's ranks and the inference server."""
-    count = len(config.trainer_gpu_ids) + (config.inference_replicas if config.inference is not None else 0)
+    servers = config.inference_replicas if config.inference is not None else 0
+    count = len(config.trainer_gpu_ids) + servers
+    if config.inference_nodes:
+        count = max(len(config.trainer_gpu_ids), servers // len(config.inference_nodes))
     return {"OMP_NUM_THREADS": str(max(1, machine.cores() // count))}
 
 
@@ -175,10 +202,13 @@ def environments_of_ranks(count: int, nodes: int = 1, node: int = 0, meet: str =
     return [meeting | {"RANK": str(node * count + i), "LOCAL_RANK": str(i)} for i in range(count)]
 
 
-def visible_gpus(ids: list[int] | None, config: RLConfig) -> dict[str, str]:
-    """The environment that shows a component its GPUs: those of the configuration, out of those that are visible."""
+def visible_gpus(ids: list[int] | None, config: RLConfig, node: str = "") -> dict[str, str]:
+    """The environment that shows a component its GPUs: those of the configuration, out of those that are visible; on
+    another node, where it finds out itself which these are."""
     if ids is None or config.model.device == "cpu":
         return {}
+    if node:
+        return {machine.GPUS_VARIABLE: ",".join(map(str, ids))}
     devices = machine.gpus()
     if not devices:
         return {}

@@ -52,7 +52,7 @@ def launch(config: RLConfig, watcher: Watcher | None = None) -> None:
     run.check(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
     parts = plan(config)
     for part in parts:  # before seconds of starting
-        if part.address:
+        if part.address and not part.node:
             host, _, port = part.address.rpartition(":")
             bind(host, int(port)).close()
     run.write_config(to_toml(config))
@@ -106,8 +106,9 @@ class Child:
     def __init__(self, part: Component, config: Path, logs: Path) -> None:
         self.name, self.title, self.is_server = part.name, part.title, part.restarts
         self.is_trainer, self.said = part.role == "trainer", deque[str](maxlen=50)
-        self.words = [sys.executable, "-m", "hone", part.role, "@", str(config)]
-        own = {"HONE_PARENT_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        self.is_elsewhere = bool(part.node)
+        self.words = [*on_node(part.node), sys.executable, "-m", "hone", part.role, "@", str(config.absolute())]
+        own = {"HONE_PARENT_PID": "0" if part.node else str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         self.environment = os.environ | part.environment | own
         # Trainer and orchestrator keep their own logs and speak on the console; inference is heard from its log alone.
         self.log = (logs / f"{part.name}.log").open("w") if self.is_server else None
@@ -134,13 +135,25 @@ class Child:
             with contextlib.suppress(OSError, ValueError):  # nobody reads (`rl | head`), a full disk: go on draining
                 print(line, end="", flush=True, file=self.log or sys.stdout)
 
+    def code(self) -> int | None:
+        """How it ended, as Popen has it; srun tells of a signal as a shell does."""
+        code = self.process.poll()
+        return 128 - code if self.is_elsewhere and code is not None and code > 128 else code
+
     def cause(self) -> str:
         """Why it ended, in one line."""
         self.reader.join(2.0)
-        code = self.process.returncode
+        code = self.code() or 0
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
         errors = [line for line in self.said if "error:" in line.lower()] or [line for line in self.said if line]
         return f"{self.title} {how}" + (f": {errors[-1]}" if code > 0 and errors else "")
+
+
+def on_node(node: str) -> list[str]:
+    """What starts a process on a node of this Slurm job, among others there; nothing for this machine."""
+    if not node:
+        return []
+    return ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--unbuffered", "--mpi=none"]
 
 
 def watch(children: list[Child], follower: Follower | None = None) -> None:
@@ -156,12 +169,12 @@ def watch(children: list[Child], follower: Follower | None = None) -> None:
             is_told = True
             for child in trainers:
                 child.process.send_signal(signal.SIGUSR1)
-        codes = [child.process.poll() for child in trainers]
+        codes = [child.code() for child in trainers]
         if leaving.AGAIN in codes and None not in codes:
             trainers[0].reader.join(2.0)
             raise leaving.Left(trainers[0].said[-1].removeprefix("trainer: "))
         for child in children:
-            code = child.process.poll()
+            code = child.code()
             if child in trainers and code == leaving.AGAIN:
                 continue
             if child.is_server and code is not None and (code < 0 or code == BACKEND_LOST):

@@ -22,10 +22,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m hone.launch.ranks", allow_abbrev=False)
     parser.add_argument("--ranks", type=int, required=True, help="processes here")
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the run (default 1)")
-    parser.add_argument("--node", type=int, default=0, help="which of them this is, from 0")
+    parser.add_argument(
+        "--node", type=int, default=int(os.environ.get("SLURM_NODEID", 0)),
+        help="which of them this is, from 0 (default: as Slurm says)",
+    )  # fmt: skip
     parser.add_argument("--meet", default="", help="HOST:PORT of the first node, with several")
     parser.add_argument("words", nargs=argparse.REMAINDER, help="sft or trainer, and its arguments")
     args = parser.parse_args(argv)
+    args.node = args.node if args.nodes > 1 else 0
     if args.nodes > 1 and not args.meet:
         parser.error("--meet HOST:PORT: several nodes need an address of the first")
     own = {"HONE_PARENT_PID": str(os.getpid())}

@@ -21,6 +21,7 @@ from typing import Any
 from hone.config.base import ConfigError, load_config
 from hone.config.help import to_toml
 from hone.config.rl import RLConfig
+from hone.config.sections import API_KEY_VARIABLE
 from hone.config.sft import SFTConfig
 from hone.launch.plan import placement
 from hone.monitors.metrics import read_rows
@@ -56,11 +57,18 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         add("config", help="TOML file")
         add("--output-dir", type=Path, required=True, help="directory of the run, on a disk that the nodes share")
         if name == "sft":
-            add("--gpus", type=count, required=True, help="GPUs, 1 to 8")
+            add("--gpus", type=count, required=True, help="GPUs of a node, 1 to 8")
+            add("--nodes", type=count, default=1, help="nodes that train one model together (default 1)")
         else:
             add("--train-gpus", type=count, default=1, help="GPUs that train (default 1)")
             add("--infer-gpus", type=count, default=1, help="GPUs that sample (default 1)")
             add("--single-gpu", action="store_true", help="one GPU that does both")
+            add(
+                "--train-nodes",
+                type=count,
+                help="nodes that train, each with so many --train-gpus; needs --infer-nodes",
+            )
+            add("--infer-nodes", type=count, help="nodes that sample, each with so many --infer-gpus")
         add("--cpus-per-gpu", type=count, default=8, help="processor cores for each GPU (default 8)")
         add("--job-name", help=f"default: the file's name and -{name}")
         add("--account", help="default: $SBATCH_ACCOUNT, then $SLURM_ACCOUNT")
@@ -96,7 +104,7 @@ def count(text: str) -> int:
 
 
 def submit(args: argparse.Namespace, overrides: list[str]) -> int:
-    gpus = gpus_of(args)
+    gpus, nodes = gpus_of(args), nodes_of(args)
     directory = args.output_dir.absolute()
     if "\\" in str(directory):
         raise ValueError(
@@ -108,18 +116,20 @@ def submit(args: argparse.Namespace, overrides: list[str]) -> int:
         (directory / "slurm").mkdir(exist_ok=True)
         file = directory / "configs" / f"{args.command}.toml"
         file.write_text(to_toml(config))
-        options = sbatch_options(args, gpus, directory)
+        options = sbatch_options(args, gpus, sum(nodes), directory)
         script = directory / f"{args.command}.sh"
-        script.write_text(render(args, gpus, file, options))
+        script.write_text(render(args, gpus, nodes, file, options))
         script.chmod(0o755)
     except OSError as error:
         raise ValueError(f"--output-dir {directory} cannot be written to: {error.strerror}") from None
     given = [word for name, value in options if not PLAIN.fullmatch(value) for word in (f"--{name}", value)]
     if args.dry_run:
         if isinstance(config, RLConfig):
-            print("\n".join(placement(config, gpus, "node 1")))
+            print("\n".join(placement(on_nodes(config, nodes), gpus, "node 1")))
         else:
-            print(f"component  node    devices\nsft        node 1  GPU 0{f' to {gpus - 1}' if gpus > 1 else ''}")
+            print("component  node    devices")
+            for i in range(sum(nodes)):
+                print(f"sft        node {i + 1}  GPU 0{f' to {gpus - 1}' if gpus > 1 else ''}")
         print(f"\n# {script}\n{script.read_text()}")
         print(f"configuration: {file}")
         if shutil.which("sbatch"):
@@ -144,13 +154,40 @@ def submit(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def nodes_of(args: argparse.Namespace) -> list[int]:
+    """How many train, and, where those have nodes of their own, how many sample."""
+    if args.command == "sft":
+        return [args.nodes]
+    if args.train_nodes is None and args.infer_nodes is None:
+        return [1]
+    if args.single_gpu:
+        raise ValueError("--single-gpu: one GPU is on one node; leave --train-nodes and --infer-nodes out")
+    if args.train_nodes is None or args.infer_nodes is None:
+        raise ValueError("--train-nodes and --infer-nodes: give both; servers and trainer have nodes of their own then")
+    return [args.train_nodes, args.infer_nodes]
+
+
+def on_nodes(config: RLConfig, nodes: list[int]) -> RLConfig:
+    """The configuration as the job will have it, with numbers for names."""
+    if len(nodes) == 1:
+        return config
+    train, infer = ([f"node {i + 1}" for i in range(start, start + count)] for start, count in ((0, nodes[0]), nodes))
+    os.environ.setdefault(API_KEY_VARIABLE, "of the job")
+    return config.model_copy(update={"trainer_nodes": train, "inference_nodes": infer})
+
+
 def gpus_of(args: argparse.Namespace) -> int:
+    """Of each node."""
     if args.command == "sft":
         if args.gpus > 8:
             raise ValueError(f"--gpus {args.gpus}: a node has up to 8")
         return int(args.gpus)
     if args.single_gpu:
         return 1
+    if args.train_nodes or args.infer_nodes:
+        if max(args.train_gpus, args.infer_gpus) > 8:
+            raise ValueError(f"--train-gpus {args.train_gpus}, --infer-gpus {args.infer_gpus}: a node has up to 8")
+        return int(max(args.train_gpus, args.infer_gpus))
     if args.train_gpus + args.infer_gpus > 8:
         raise ValueError(f"--train-gpus {args.train_gpus} and --infer-gpus {args.infer_gpus}: a node has up to 8")
     return int(args.train_gpus + args.infer_gpus)
@@ -165,9 +202,10 @@ def resolved(args: argparse.Namespace, overrides: list[str], directory: Path) ->
         if args.single_gpu:
             devices = {"deployment": "colocated", "inference_gpu_ids": [0], "trainer_gpu_ids": [0]}
         else:
+            first = 0 if args.train_nodes else args.infer_gpus
             devices = {
                 "inference_gpu_ids": list(range(args.infer_gpus)),
-                "trainer_gpu_ids": list(range(args.infer_gpus, args.infer_gpus + args.train_gpus)),
+                "trainer_gpu_ids": list(range(first, first + args.train_gpus)),
             }
         words += [word for key, value in devices.items() for word in (f"--{key}", _word(value))]
         if not args.single_gpu:
@@ -183,7 +221,7 @@ def resolved(args: argparse.Namespace, overrides: list[str], directory: Path) ->
             share = one.tensor_parallel_size * one.data_parallel_size if one is not None else 1
             if args.infer_gpus % share:
                 raise ConfigError(f"--infer-gpus {args.infer_gpus} is not a multiple of {share}, the GPUs of a server")
-            words += ["--inference-replicas", str(args.infer_gpus // share)]
+            words += ["--inference-replicas", str(args.infer_gpus // share * (args.infer_nodes or 1))]
         config = load_config(RLConfig, words)
     if config.clean:
         raise ConfigError(f"clean: a job that is started again would lose its run; remove it from {args.config}")
@@ -198,12 +236,13 @@ def _word(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def sbatch_options(args: argparse.Namespace, gpus: int, directory: Path) -> list[tuple[str, str]]:
+def sbatch_options(args: argparse.Namespace, gpus: int, nodes: int, directory: Path) -> list[tuple[str, str]]:
     """Options of sbatch by name."""
     log = str(directory / "slurm").replace("%", "%%") + "/job_%j.log"
     found = [
         ("job-name", args.job_name or f"{Path(args.config).stem}-{args.command}"),
-        ("nodes", "1"), ("ntasks", "1"), ("gres", f"gpu:{gpus}"), ("cpus-per-gpu", str(args.cpus_per_gpu)),
+        ("nodes", str(nodes)), ("ntasks-per-node", "1") if nodes > 1 else ("ntasks", "1"), ("gres", f"gpu:{gpus}"),
+        ("cpus-per-gpu", str(args.cpus_per_gpu)),
         ("output", log), ("open-mode", "append"), ("signal", f"B:USR1@{args.grace}"),
     ]  # fmt: skip
     account = args.account or os.environ.get("SBATCH_ACCOUNT") or os.environ.get("SLURM_ACCOUNT")
@@ -219,12 +258,14 @@ def sbatch_options(args: argparse.Namespace, gpus: int, directory: Path) -> list
     return found
 
 
-def render(args: argparse.Namespace, gpus: int, file: Path, options: list[tuple[str, str]]) -> str:
+def render(args: argparse.Namespace, gpus: int, nodes: list[int], file: Path, options: list[tuple[str, str]]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     command = [sys.executable, "-m", "hone", args.command, "@", str(file)]
-    if args.command == "sft" and gpus > 1:
-        command = [sys.executable, "-m", "hone.launch.ranks", "--ranks", str(gpus), *command[3:]]
+    several = ["--nodes", str(nodes[0])] if args.command == "sft" and nodes[0] > 1 else []
+    if args.command == "sft" and (gpus > 1 or several):
+        command = [sys.executable, "-m", "hone.launch.ranks", "--ranks", str(gpus), *several]
+    rest = [args.command, "@", str(file)] if "hone.launch.ranks" in command else []
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
     )
@@ -232,8 +273,8 @@ def render(args: argparse.Namespace, gpus: int, file: Path, options: list[tuple[
     return environment.from_string(TEMPLATE.read_text()).render(
         options=[(name, value) for name, value in options if PLAIN.fullmatch(value)],
         others=[f"--{name}={value!a}" for name, value in options if not PLAIN.fullmatch(value)],
-        directory=str(args.output_dir.absolute()), place=str(Path.cwd()), command=command, kind=args.command,
-        offline=args.hf_hub_offline,
+        directory=str(args.output_dir.absolute()), place=str(Path.cwd()), command=command, rest=rest, nodes=nodes,
+        kind=args.command, offline=args.hf_hub_offline,
     )  # fmt: skip
 
 
