@@ -91,7 +91,9 @@ def test_the_page_of_several_nodes(nodes, trained, tmp_path):
         assert typed.text("asked") == "401"
         typed.type(2, "again", f'inference @ {TINY}/rl/infer.toml {model} --api-key "$INFERENCE_SERVER_API_KEY"')
         assert typed.running["again"].wait(patience(60)) == 1
-        assert re.search(r"port 8000.*(inference|python|pid)", typed.text("again")), typed.text("again")
+        assert re.search(r":8000: Address already in use by process \d+ \(.*inference", typed.text("again")), (
+            typed.text("again")
+        )
     finally:
         typed.end()
 
