@@ -1,15 +1,17 @@
 """What HTTP costs on one GPU: tokens a second of the engine alone and of the server over it, Qwen3-0.6B's shape.
 
-    python benchmarks/serve_gpu.py [--requests 4096] [--tokens 128] [--at-once 256] [--clients 4] [--rounds 2]
+    python benchmarks/serve_gpu.py [--peer DIRECTORY] [--requests 4096] [--tokens 128] [--at-once 256] [--rounds 2]
 
 The same chats of about 40 tokens, ends ignored, logprobs on: given to `Engine.generate`, then asked over HTTP by
 several client processes, whole (with OpenAI's entries of logprobs, and as plain numbers) and streamed.
-Must: 80 % of what the engine does alone.
+Must: 80 % of what the engine does alone, and ahead of vLLM, whose packages are in DIRECTORY (for PYTHONPATH): alone,
+and its server asked by the same clients.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -50,6 +52,42 @@ def engine_alone(directory: Path, requests: int, tokens: int, at_once: int, roun
         engine.generate(asked)
         found.append(requests * tokens / (time.perf_counter() - start))
     return median(found[1:])
+
+
+def peer_alone(directory: Path, requests: int, tokens: int, at_once: int, rounds: int) -> float:
+    from vllm import LLM, SamplingParams
+
+    from hone.records import Prompt
+    from hone.text.tokenizer import Tokenizer
+
+    llm = LLM(
+        model=str(directory),
+        max_model_len=512,
+        gpu_memory_utilization=0.6,
+        max_num_seqs=at_once,
+        disable_log_stats=True,
+    )
+    tokenizer = Tokenizer(directory)
+    asked = [{"prompt_token_ids": tokenizer.prompt_ids(Prompt(messages(i)))} for i in range(requests)]
+    how = [
+        SamplingParams(temperature=1.0, max_tokens=tokens, seed=i, ignore_eos=True, logprobs=0) for i in range(requests)
+    ]
+    found = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        llm.generate(asked, how, use_tqdm=False)
+        found.append(requests * tokens / (time.perf_counter() - start))
+    return median(found[1:])
+
+
+def with_names(directory: Path, count: int) -> None:
+    """Gives every token id that the model can draw a text: the tiny model's tokenizer has a few hundred."""
+    file = directory / "tokenizer.json"
+    whole = json.loads(file.read_text())
+    vocabulary = whole["model"]["vocab"]
+    taken = {*vocabulary.values(), *(one["id"] for one in whole["added_tokens"])}
+    vocabulary |= {f"w{i:x}": i for i in range(count) if i not in taken}
+    file.write_text(json.dumps(whole))
 
 
 def messages(i: int) -> list[dict[str, str]]:
@@ -93,6 +131,29 @@ def served(url: str, model: str, requests: int, tokens: int, at_once: int, clien
     return each * clients * tokens / (time.perf_counter() - start)
 
 
+def measure(
+    result: dict[str, float], prefix: str, server: list[str], environment: dict[str, str], directory: Path,
+    args: argparse.Namespace,
+) -> None:  # fmt: skip
+    """The engine alone, and its server, asked in each way that it knows."""
+    words = [sys.executable, __file__, "--peer-alone" if prefix else "--alone", str(directory), "--requests",
+             str(args.requests), "--tokens", str(args.tokens), "--at-once", str(args.at_once), "--rounds",
+             str(args.rounds)]  # fmt: skip
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | environment)
+    if done.returncode:
+        sys.exit(done.stderr[-3000:])
+    alone = result[f"{prefix}engine"] = json.loads(done.stdout.strip().splitlines()[-1])["rate"]
+    who = "vLLM" if prefix else "hone"
+    print(f"{who} alone: {alone:,.0f} tokens/s", flush=True)
+    with running(server, "--port", str(directory), environment) as (url, startup):
+        print(f"{who}: first answer after {startup:.1f} s", flush=True)
+        for way in WAYS if not prefix else ("entries", "streamed"):
+            common = (url, str(directory), args.requests, args.tokens, args.at_once, args.clients, way)
+            rates = [served(*common) for _ in range(args.rounds + 1)][1:]
+            rate = result[prefix + way] = median(rates)
+            print(f"{who} over HTTP, {way}: {rate:,.0f} tokens/s, {rate / alone:.2f} of alone", flush=True)
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--ask"]:
         url, model, way, tokens, at_once, first, behind = sys.argv[2:]
@@ -103,10 +164,13 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=256)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--peer", type=Path, help="directory with vLLM and what it needs")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
+    parser.add_argument("--peer-alone", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.alone:
-        rate = engine_alone(Path(args.alone), args.requests, args.tokens, args.at_once, args.rounds)
+    if args.alone or args.peer_alone:
+        measured = peer_alone if args.peer_alone else engine_alone
+        rate = measured(Path(args.alone or args.peer_alone), args.requests, args.tokens, args.at_once, args.rounds)
         print(json.dumps({"rate": rate}))
         return None
     with tempfile.TemporaryDirectory() as place:
@@ -116,25 +180,20 @@ def main() -> None:
         for file in (ROOT / "examples" / "reverse_text_tiny" / "model").glob("*"):
             if file.name != "config.json":
                 shutil.copy(file, directory)
-        words = [sys.executable, __file__, "--alone", str(directory), "--requests", str(args.requests), "--tokens",
-                 str(args.tokens), "--at-once", str(args.at_once), "--rounds", str(args.rounds)]  # fmt: skip
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
-        alone = json.loads(done.stdout.strip().splitlines()[-1])["rate"]
-        print(f"engine alone: {alone:,.0f} tokens/s", flush=True)
-        result = {"engine": alone}
-        words = [sys.executable, "-m", "hone", "inference", "--model.name", str(directory),
-                 "--max-batch-size", str(args.at_once), "--max-model-len", "512", "--kv-cache-gib", "30"]  # fmt: skip
-        with running(words, "--port", str(directory), {}) as (url, startup):
-            print(f"server: first answer after {startup:.1f} s", flush=True)
-            for way in WAYS:
-                common = (url, str(directory), args.requests, args.tokens, args.at_once, args.clients, way)
-                rates = [served(*common) for _ in range(args.rounds + 1)][1:]
-                result[way] = median(rates)
-                print(
-                    f"over HTTP, {way}: {result[way]:,.0f} tokens/s, {result[way] / alone:.2f} of the engine",
-                    flush=True,
-                )
-    finish(**result, ratio=result["entries"] / alone)
+        with_names(directory, json.loads((directory / "config.json").read_text())["vocab_size"])
+        result: dict[str, float] = {}
+        ours = [sys.executable, "-m", "hone", "inference", "--model.name", str(directory),
+                "--max-batch-size", str(args.at_once), "--max-model-len", "512", "--kv-cache-gib", "30"]  # fmt: skip
+        measure(result, "", ours, {}, directory, args)
+        if args.peer:
+            path = os.pathsep.join([str(args.peer), os.environ.get("PYTHONPATH", "")])
+            environment = {"PYTHONPATH": path, "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
+            words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory),
+                     "--max-num-seqs", str(args.at_once), "--max-model-len", "512", "--gpu-memory-utilization", "0.6",
+                     "--disable-uvicorn-access-log"]  # fmt: skip
+            measure(result, "peer_", words, environment, directory, args)
+            result["ratio_to_peer"] = result["entries"] / result["peer_entries"]
+    finish(**result, ratio=result["entries"] / result["engine"])
     return None
 
 

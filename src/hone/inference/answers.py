@@ -181,16 +181,16 @@ class ChatAnswer(Answer):
 
     def _entries(self, completion: Completion) -> str:
         """The list as JSON: of most tokens nothing but the number is new, and thousands a second are written."""
-        known, by_id = self.tokenizer.kept, bool(self.request.return_tokens_as_token_ids)
+        by_id = bool(self.request.return_tokens_as_token_ids)
+        known: dict[int, tuple[str, str]] = self.tokenizer.kept.setdefault(("entries", by_id), {})
         if not math.isfinite(sum(completion.logprobs)):
             raise ValueError("the model gives logprobs that are not finite")
-        parts = []
-        for token_id, logprob in zip(completion.ids, completion.logprobs, strict=True):
-            around = known.get((token_id, by_id))
-            if around is None:
+        for token_id in completion.ids:
+            if token_id not in known:
                 head, tail = json.dumps(self._entry(token_id, 0.0) | {"top_logprobs": []}).split(': 0.0, "bytes"')
-                around = known[token_id, by_id] = (head + ": ", ', "bytes"' + tail)
-            parts.append(f"{around[0]}{logprob!r}{around[1]}")
+                known[token_id] = (head + ": ", ', "bytes"' + tail)
+        around = map(known.__getitem__, completion.ids)
+        parts = [f"{head}{value!r}{tail}" for (head, tail), value in zip(around, completion.logprobs, strict=True)]
         return f"[{', '.join(parts)}]"
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from hone.inference.embedded import EmbeddedSampler
 
 HEAD = 8  # bytes that tell the length of a frame
+RESULTS = 2  # that the server takes in a turn: what ends together is answered, and asked anew, one after another
 GRACE = 10.0  # seconds that the engine's process may take to end
 SWITCH = 0.0005  # seconds that the thread which samples waits at most for the one that takes calls; by default 0.005
 
@@ -54,11 +56,13 @@ class Facts(NamedTuple):
 
 
 class Frames(asyncio.Protocol):
-    """Values to and from the other process. Those that are sent in one turn of the event loop arrive together."""
+    """Values to and from the other process. Those that are sent in one turn of the event loop arrive together; at most
+    so many are taken in one turn here."""
 
-    def __init__(self, take: Callable[[Any], None], gone: Callable[[], None]) -> None:
-        self.take, self.gone = take, gone
+    def __init__(self, take: Callable[[Any], None], gone: Callable[[], None], at_once: int | None = None) -> None:
+        self.take, self.gone, self.at_once = take, gone, at_once
         self._read, self._out = bytearray(), list[bytes]()
+        self._arrived = deque[Any]()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
@@ -74,10 +78,17 @@ class Frames(asyncio.Protocol):
             end += int.from_bytes(self._read[start : start + HEAD], "little")
             if end > len(self._read):
                 break
-            value = bytes(self._read[start + HEAD : end])
+            value = pickle.loads(bytes(self._read[start + HEAD : end]))
             start = end
-            self.take(pickle.loads(value))
+            self._arrived.append(value)
         del self._read[:start]
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        for _ in range(min(self.at_once or len(self._arrived), len(self._arrived))):
+            self.take(self._arrived.popleft())
+        if self._arrived:
+            asyncio.get_running_loop().call_soon(self._hand_on)
 
     def send(self, value: Any) -> None:
         if not self._out:
@@ -160,7 +171,7 @@ class ApartSampler(Sampler):
 
     async def open(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        _, self.frames = await loop.create_connection(lambda: Frames(self._take, self.lost), sock=sock)
+        _, self.frames = await loop.create_connection(lambda: Frames(self._take, self.lost, RESULTS), sock=sock)
 
     def _take(self, frame: tuple[int, Any, BaseException | None, Facts | None]) -> None:
         number, result, error, facts = frame
