@@ -81,9 +81,10 @@ app.kubernetes.io/component: {{ . }}
 # Starts the component, hands signals on to it, and says how it ended.
 asked=no
 trap 'asked=yes; kill -TERM "$child"' TERM
-trap 'kill -USR1 "$child"' USR1
+trap '' USR1
 "$@" &
 child=$!
+trap 'kill -USR1 "$child"' USR1
 echo "$child" > /tmp/component
 code=0
 while kill -0 "$child" 2>/dev/null; do

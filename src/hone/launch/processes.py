@@ -51,6 +51,8 @@ def launch(config: RLConfig, watcher: Watcher | None = None) -> None:
     weight_steps = config.weights.steps(config.max_steps)
     run.check(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
     parts = plan(config)
+    if sources and step_of(sources[0]) >= config.max_steps:  # nothing to sample: the trainer writes what is not there
+        parts = [part for part in parts if part.role == "trainer"]
     for part in parts:  # before seconds of starting
         if part.address and not part.node:
             host, _, port = part.address.rpartition(":")
@@ -115,16 +117,17 @@ class Child:
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            self.words,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # Ctrl-C reaches the launcher, which ends its children in order
-            env=self.environment,
-        )
+        with contextlib.nullcontext() if self.is_elsewhere else leaving.held():
+            self.process = subprocess.Popen(
+                self.words,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C reaches the launcher, which ends its children in order
+                env=self.environment,
+            )
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 

@@ -33,19 +33,18 @@ def main(argv: list[str]) -> int:
     if args.nodes > 1 and not args.meet:
         parser.error("--meet HOST:PORT: several nodes need an address of the first")
     own = {"HONE_PARENT_PID": str(os.getpid())}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "hone", *args.words], env=os.environ | rank | own, start_new_session=True
-        )
-        for rank in environments_of_ranks(args.ranks, args.nodes, args.node, args.meet)
-    ]
+    words = [sys.executable, "-m", "hone", *args.words]
+    ranks: list[subprocess.Popen[bytes]] = []
 
     def hand_on(number: int, _: object) -> None:
         for rank in ranks:
             rank.send_signal(number)
 
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, hand_on)
+    with leaving.held():
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, hand_on)
+        for rank in environments_of_ranks(args.ranks, args.nodes, args.node, args.meet):
+            ranks.append(subprocess.Popen(words, env=os.environ | rank | own, start_new_session=True))
     while True:
         codes = [rank.poll() for rank in ranks]
         if None not in codes:
