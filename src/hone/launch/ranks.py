@@ -43,8 +43,8 @@ def main(argv: list[str]) -> int:
     with leaving.held():
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, hand_on)
-        for rank in environments_of_ranks(args.ranks, args.nodes, args.node, args.meet):
-            ranks.append(subprocess.Popen(words, env=os.environ | rank | own, start_new_session=True))
+        for given in environments_of_ranks(args.ranks, args.nodes, args.node, args.meet):
+            ranks.append(subprocess.Popen(words, env=os.environ | given | own, start_new_session=True))
     while True:
         codes = [rank.poll() for rank in ranks]
         if None not in codes:
