@@ -107,8 +107,17 @@ class RunDirectory:
         manifest = {"command": self.command, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "weights": []}
         if resume and self.manifest.exists():
             manifest = self._read_manifest()
+            manifest.pop("over", None)
         self.id = uuid.uuid4().hex
         self._write_manifest(manifest | {"run": self.id})
+
+    def end(self, step: int) -> None:
+        """Notes that the run is over, after so many steps; until it is claimed again."""
+        self._write_manifest(self._read_manifest() | {"over": step})
+
+    def over(self) -> int:
+        """After how many steps the run on disk was over; 0 where it is not."""
+        return int(self._read_manifest().get("over", 0))
 
     def write_config(self, toml: str, name: str | None = None) -> Path:
         self.configs.mkdir(parents=True, exist_ok=True)

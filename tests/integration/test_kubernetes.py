@@ -402,6 +402,12 @@ def test_the_pods_of_the_tiny_example_train_and_sleep_and_survive_a_crash_and_an
         assert set(found) == set(range(1, 61)) and found[60] > found[1] + 0.1, found
         assert f"Resuming from step {left}" in pods["trainer"].text() or f"step_{left}" in pods["trainer"].text()
 
+        for i, name in enumerate(("orchestrator", "trainer"), 1):  # drained after the end: they see that it is over
+            pods[name].delete()
+            again = Pod(name, {"spec": pods[name].spec}, cluster, i, pods[name].volumes, tmp_path / f"{name}3.log")
+            pods[name] = again.start()
+        until(lambda: all("the pod stays" in pods[name].text() for name in ("orchestrator", "trainer")), pods)
+
         key = tmp_path / "data" / ".keys" / "my-exp"
         assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_text().strip()) == 32
         asked = f"""vf-eval reverse-text -m {MODEL} -b $INFERENCE_URL -n 4 -r 1 --max-tokens 20 -a '{SHORT}'"""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hone.clients.fleet import Fleet
 from hone.clients.http import HttpClient, connect
 from hone.config.help import to_toml
 from hone.config.rl import OrchestratorRunConfig
@@ -58,8 +59,13 @@ async def orchestrate(
     if teacher is not None:
         await teacher.check()
     await wait_for_servers(config, clients, log)
+    version = await weights.join()
+    if version is None:
+        log.info("The run in %s is over, after step %d: nothing is left to sample", run.path, run.over())
+        await closed(orchestrator, held_out, fleet)
+        return
     # What an orchestrator before this one has published of the run is not sampled again.
-    first = max([await weights.join(), *steps_in(run.rollouts)]) + 1
+    first = max([version, *steps_in(run.rollouts)]) + 1
     orchestrator.go_on(first, progress_before(run, first), run.rollouts)
     component_log("orchestrator", run.logs)
     run.write_config(to_toml(config), "orchestrator")
@@ -110,10 +116,14 @@ async def orchestrate(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await orchestrator.close()
-            for environment in held_out.values():
-                await environment.close()
-            await fleet.close()
+            await closed(orchestrator, held_out, fleet)
+
+
+async def closed(orchestrator: Orchestrator, held_out: dict[str, Environment], fleet: Fleet) -> None:
+    await orchestrator.close()
+    for environment in held_out.values():
+        await environment.close()
+    await fleet.close()
 
 
 async def work(

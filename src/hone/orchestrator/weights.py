@@ -19,6 +19,7 @@ from hone.run_directory import RunDirectory, steps_in
 from hone.transport.delivery import Delivery, Superseded, read_delivery
 from hone.transport.waiting import POLL, PulseOf, Wait
 
+PATIENCE = 20.0  # seconds that a run may seem to be over before another trainer claims its directory
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, where none is configured
 
 
@@ -41,8 +42,9 @@ class Weights:
         self.current: Delivery | None = None
         self.busy = asyncio.Lock()  # with taking a version and evaluating it
 
-    async def join(self) -> int:
-        """The version that the run of the living trainer starts from; every server has it then."""
+    async def join(self) -> int | None:
+        """The version that the run of the living trainer starts from; every server has it then. None where no trainer
+        comes, since the run is over."""
         hint = f"is there a trainer over it? (trainer @ FILE --output-dir {self.run.path})"
         wait = Wait(f"the trainer of a run in {self.run.path}", self.config.weights_timeout, self.log, hint)
         while True:
@@ -53,6 +55,8 @@ class Weights:
                 self.seen = delivery.version
                 await self._adopt(delivery)
                 return delivery.version
+            if time.monotonic() - wait.start > PATIENCE and self.run.over() >= self.config.max_steps:
+                return None
             wait.check()
             await asyncio.sleep(0.05)
 

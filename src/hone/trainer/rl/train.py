@@ -109,6 +109,8 @@ def main(config: TrainerRunConfig) -> None:
                 batches.acknowledge(step)
         publish.finish()
         last = max(first - 1, config.max_steps)
+        if ranks.is_first:
+            run.end(last)
         log.info("Weights of step %d in %s", last, run.weights_of(last))
     ranks.leave()
 
