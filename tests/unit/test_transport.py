@@ -167,6 +167,33 @@ def test_no_version_that_is_to_be_evaluated_is_passed_over(tmp_path):
     assert trained == [1, 2, 4]  # whoever looks gives the others their rows
 
 
+def test_a_server_without_a_checksum_proves_that_its_weights_moved(tmp_path):
+    """vLLM on a GPU rounds its logits: the canary alone may differ by as much as a step moves it."""
+
+    class Client:
+        base_url, answer = "there", [-1.0, -2.0]
+
+        async def control(self, route, body=None):
+            state = {"is_paused": False, "checksum": None, "dtype": "bfloat16", "version": 2}
+            return {"logprobs": self.answer} if route == "score" else state
+
+    config = OrchestratorRunConfig.model_validate({"env": {"id": "x"}, "model": {"name": "m"}})
+    weights, client = Weights(RunDirectory(tmp_path, "rl"), config, [], LOG), Client()
+
+    def take(version, *canary):
+        delivery = Delivery("run", version, "sum", "bfloat16", Canary([1, 2, 3], list(canary)), {})
+        return asyncio.run(weights._update(client, delivery))
+
+    assert take(1, -1.1, -2.3) == pytest.approx(0.3)  # more than Hone's own engine may differ
+    assert take(2, -1.1, -2.31) == pytest.approx(0.31)  # a small step may leave the rounded logits as they were
+    with pytest.raises(ConnectionError, match="keeps the old weights"):
+        take(3, -1.1, -2.4)
+    client.answer = [-1.0, -2.5]
+    assert take(3, -1.1, -2.4) == pytest.approx(0.1)
+    with pytest.raises(ConnectionError, match="disagree on the canary"):
+        take(4, -1.1, -1.9)
+
+
 def test_a_run_of_another_layout_is_removed_where_it_wrote(tmp_path):
     run = RunDirectory(tmp_path, "rl", "trainer")
     run.claim(clean=False)

@@ -167,7 +167,8 @@ class OrchestratorConfig(GroupConfig):
     """Seconds to wait for a new version of the weights before the run is ended."""
     canary_tolerance: Free[Annotated[float, Field(gt=0)] | None] = None
     """Largest difference allowed between the trainer's and a server's logprobs of the canary, a fixed text that shows
-    whether new weights arrived. Unless given: 1e-3 in float32, 0.1 in bfloat16."""
+    whether new weights arrived. Unless given: 1e-3 in float32; in bfloat16 0.1, and 0.5 for vLLM, whose logits are
+    rounded to bfloat16."""
 
     @model_validator(mode="after")
     def _batch_divides(self) -> "OrchestratorConfig":

@@ -21,6 +21,8 @@ from hone.transport.waiting import POLL, PulseOf, Wait
 
 PATIENCE = 20.0  # seconds that a run may seem to be over before another trainer claims its directory
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, where none is configured
+OTHER_KERNELS = {"float32": 1e-3, "bfloat16": 0.5}  # … of a server that rounds its logits where Hone does not
+MOVED = 0.02  # a change of the trainer's canary that a server with the new weights has to show
 
 
 class Rows(Protocol):
@@ -41,6 +43,7 @@ class Weights:
         self.version, self.seen = -1, -1
         self.current: Delivery | None = None
         self.busy = asyncio.Lock()  # with taking a version and evaluating it
+        self.scored: dict[str, tuple[Delivery, list[float]]] = {}  # by address of a server, the last it took
 
     async def join(self) -> int | None:
         """The version that the run of the living trainer starts from; every server has it then. None where no trainer
@@ -177,7 +180,16 @@ class Weights:
                 f"trainer's is {delivery.checksum}; {what_differs(now, delivery)}"
             )
         worst = max(abs(a - b) for a, b in zip(scored, delivery.canary.logprobs, strict=True))
-        tolerance = self.config.canary_tolerance or max(TOLERANCE[delivery.dtype], TOLERANCE[state["dtype"]])
+        usual = TOLERANCE if state["checksum"] is not None else OTHER_KERNELS
+        tolerance = self.config.canary_tolerance or max(usual[delivery.dtype], usual[state["dtype"]])
+        before = self.scored.get(client.base_url)
+        if state["checksum"] is None and before is not None and scored == before[1]:
+            moved = max(abs(a - b) for a, b in zip(delivery.canary.logprobs, before[0].canary.logprobs, strict=True))
+            if moved > MOVED:
+                raise ConnectionError(
+                    f"{client.base_url} scores the canary of version {version} exactly as that of version "
+                    f"{before[0].version}, though the trainer's has moved by {moved:.2g}: it keeps the old weights"
+                )
         if not worst <= tolerance:
             now = await client.control("version?each=true")
             if now["version"] != version:
@@ -186,6 +198,7 @@ class Weights:
                 f"{client.base_url} and the trainer disagree on the canary of version {version}: logprobs differ by up "
                 f"to {worst:.2g}, allowed are {tolerance:g} (canary-tolerance); {what_differs(now, delivery)}"
             )
+        self.scored[client.base_url] = delivery, scored
         return worst
 
 
