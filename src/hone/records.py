@@ -181,6 +181,8 @@ class Sample:
     teacher_logprobs: list[float] | None = None  # for distillation: a teacher's, of the same tokens
     env: str = ""  # by its name: an environment may have a loss of its own
     routing: Any = None  # int16, (tokens - 1) x R: the sampler's experts in all blocks, -1 where they are not known
+    group: int = -1  # the number of its group
+    member: int = 0  # which of the group's rollouts it is from
 
 
 @dataclass

@@ -174,24 +174,28 @@ def test_a_server_without_a_checksum_proves_that_its_weights_moved(tmp_path):
         base_url, answer = "there", [-1.0, -2.0]
 
         async def control(self, route, body=None):
-            state = {"is_paused": False, "checksum": None, "dtype": "bfloat16", "version": 2}
+            state = {"is_paused": False, "checksum": None, "dtype": "bfloat16", "version": 4}
             return {"logprobs": self.answer} if route == "score" else state
 
-    config = OrchestratorRunConfig.model_validate({"env": {"id": "x"}, "model": {"name": "m"}})
-    weights, client = Weights(RunDirectory(tmp_path, "rl"), config, [], LOG), Client()
+    async def program():
+        config = OrchestratorRunConfig.model_validate({"env": {"id": "x"}, "model": {"name": "m"}})
+        weights, client = Weights(RunDirectory(tmp_path, "rl"), config, [], LOG), Client()
 
-    def take(version, *canary):
-        delivery = Delivery("run", version, "sum", "bfloat16", Canary([1, 2, 3], list(canary)), {})
-        return asyncio.run(weights._update(client, delivery))
+        async def take(version, *canary):
+            delivery = Delivery("run", version, "sum", "bfloat16", Canary([1, 2, 3], list(canary)), {})
+            return await weights._update(client, delivery)
 
-    assert take(1, -1.1, -2.3) == pytest.approx(0.3)  # more than Hone's own engine may differ
-    assert take(2, -1.1, -2.31) == pytest.approx(0.31)  # a small step may leave the rounded logits as they were
-    with pytest.raises(ConnectionError, match="keeps the old weights"):
-        take(3, -1.1, -2.4)
-    client.answer = [-1.0, -2.5]
-    assert take(3, -1.1, -2.4) == pytest.approx(0.1)
-    with pytest.raises(ConnectionError, match="disagree on the canary"):
-        take(4, -1.1, -1.9)
+        assert await take(1, -1.1, -2.3) == pytest.approx(0.3)  # more than Hone's own engine may differ
+        assert await take(2, -1.1, -2.31) == pytest.approx(0.31)  # a small step may leave rounded logits as they were
+        with pytest.raises(ConnectionError, match="keeps the old weights"):
+            await take(3, -1.1, -2.4)
+        client.answer = [-1.0, -2.5]
+        assert await take(3, -1.1, -2.4) == pytest.approx(0.1)
+        client.answer = [-1.0, -2.6]
+        with pytest.raises(ConnectionError, match="disagree on the canary"):
+            await take(4, -1.1, -1.9)
+
+    asyncio.run(program())
 
 
 def test_a_run_of_another_layout_is_removed_where_it_wrote(tmp_path):

@@ -148,6 +148,8 @@ async def train(
         write = partial(write_rollouts, collected.groups, run.rollouts / f"step_{step}")
         trained = await service.run(partial(trainer.step, collected.batch, meanwhile=write))
         await service.run(sampled.follow)
+        if trainer.trained is not None:
+            trainer.trained.write(run.rollouts / f"step_{step}")
         service.engine.set_version(step)
         seconds = time.perf_counter() - start
         values = {**collected.metrics, **trained, "time/step": seconds}

@@ -73,7 +73,10 @@ def judge(group: Group, advantage: Advantage, settings: GroupConfig, buffer: Buf
         group.learnt[i] = not (rollout.error or group.unused or is_masked)
         if group.learnt[i]:
             temperature = settings.sampling.temperature
-            group.samples += samples_of(rollout, group.advantages[i], temperature, group.task.env)
+            own = samples_of(rollout, group.advantages[i], temperature, group.task.env)
+            for sample in own:
+                sample.group, sample.member = group.task.number, i
+            group.samples += own
         elif not rollout.error:
             group.dropped[group.unused or "truncated"] += tokens_of(rollout)
 

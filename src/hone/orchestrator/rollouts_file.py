@@ -25,7 +25,7 @@ def write_rollouts(groups: list[Group], directory: Path, write_more: Callable[[P
 
 
 def _row(group: Group, i: int) -> dict[str, object]:
-    judged = {"group": group.task.number, "advantage": group.advantages[i], "is_used": group.learnt[i]}
+    judged = {"group": group.task.number, "member": i, "advantage": group.advantages[i], "is_used": group.learnt[i]}
     return row_of(group.rollouts[i], group.task.env) | judged | {"unused": group.unused}
 
 
@@ -37,6 +37,9 @@ def read_group(directory: Path, number: int, temperatures: dict[str, float]) -> 
         return None
     group = Group(Task(number, rows[0]["env"], -1), [rollout_of(row) for row in rows])
     for row, rollout in zip(rows, group.rollouts, strict=True):
-        group.samples += samples_of(rollout, row["advantage"], temperatures[row["env"]], row["env"])
+        own = samples_of(rollout, row["advantage"], temperatures[row["env"]], row["env"])
+        for sample in own:
+            sample.group, sample.member = number, row["member"]
+        group.samples += own
     group.version = min(group.versions)
     return group

@@ -63,6 +63,8 @@ class FileBatches(Batches):
             "advantage": each("advantage"),
             "temperature": each("temperature"),
             "env": np.array([envs.index(s.env) for s in samples], dtype=np.int64),
+            "group": np.array([s.group for s in samples], dtype=np.int64),
+            "member": np.array([s.member for s in samples], dtype=np.int64),
         }
         if any(s.routing is not None for s in samples):
             arrays["routing"] = routing_of(samples)
@@ -88,7 +90,7 @@ def read_batch(file: Path, run: str) -> Batch | None:
             return None
         arrays = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
     bounds = np.cumsum(arrays["lengths"])[:-1]
-    columns: dict[str, list[Any]] = {name: arrays[name].tolist() for name in ("advantage", "temperature")}
+    columns: dict[str, list[Any]] = {name: arrays[name].tolist() for name in ("advantage", "temperature", "group", "member")}
     envs = json.loads(header["envs"])
     columns["env"] = [envs[i] for i in arrays["env"].tolist()]
     for name in ("ids", "mask", "logprobs"):

@@ -98,6 +98,8 @@ def main(config: TrainerRunConfig) -> None:
             waited = time.perf_counter() - start
             values = trainer.step(batch) | {"time/wait_for_batch": waited}
             start = time.perf_counter()
+            if trainer.trained is not None:
+                trainer.trained.write(run.rollouts / f"step_{step}", ranks.rank)
             is_last = step == config.max_steps
             if step in weight_steps:
                 sampled = (read_progress(run.rollouts / f"step_{step}") or {}).get("metrics") or {}

@@ -37,6 +37,7 @@ from hone.trainer.performance import Laps, device_bytes, mfu, peak_memory_gib
 from hone.trainer.ranks import Ranks
 from hone.trainer.sharding import shard
 from hone.transport.batches import routing_of
+from hone.transport.trained import Trained
 
 ALONE = Ranks()
 REHEARSED = 96  # tokens of a prompt, and of what follows it: over one tile of the attention's
@@ -59,6 +60,7 @@ class RLTrainer:
         # Not on a GPU without the Triton kernels: torch's padded, masked attention costs more than sharing saves.
         self.shares_prompts = self.device.type == "cpu" or trains_model(model.embed.weight, model.spec.head_dim)
         self.laps = Laps(self.device, is_on=False)
+        self.trained: Trained | None = None  # what this rank saw of the last step's tokens
         self.loss = make_loss(config.loss)
         self.loss_of = {env: make_loss(loss, f"trainer.loss_of.{env}") for env, loss in config.loss_of.items()}
         self.losses = [self.loss, *self.loss_of.values()]
@@ -119,7 +121,7 @@ class RLTrainer:
                 weights[i] = share * weight
         names = ["entropy", "mismatch_kl", "is_masked", "importance_ratio"]
         names += ["routing"] if self._replays(samples) else []
-        parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in [*names, "logprobs"]}
         if any("reference" in kind.needs for kind in self.losses):
             parts["reference_kl"] = []
         loss, flops = torch.zeros((), device=self.device), 0.0
@@ -146,6 +148,10 @@ class RLTrainer:
                 self.config.on_bad_step, self.ranks,
             )  # fmt: skip
         seconds = time.perf_counter() - start
+        order = [samples[i] for _, members in split for i in members]
+        logprobs, is_masked = (torch.cat([*parts[name], loss.new_empty(0)]) for name in ("logprobs", "is_masked"))
+        self.trained = Trained(order, logprobs.float().cpu().numpy(), is_masked.cpu().numpy() > 0)
+        del parts["logprobs"]
         tokens = sum(len(sample.ids) for sample in samples)
         values = {
             "loss/mean": float(self.ranks.sum(loss)),
@@ -230,6 +236,7 @@ class RLTrainer:
                 logprobs, sampled_N[part], advantage_N[part], sequence_N[part], weight_N[part], loss, entropy,
                 None if reference_N is None else reference_N[part], None if teacher_N is None else teacher_N[part],
             )  # fmt: skip
+            parts["logprobs"].append(logprobs.detach())
             parts["entropy"].append(entropy.detach())
             parts["mismatch_kl"].append(found.mismatch_kl)
             parts["is_masked"].append(found.is_masked)

@@ -1,0 +1,55 @@
+"""rollouts/step_N/trainer.RANK.safetensors: what a rank of the trainer saw of the tokens that it trained on, for people
+to look at: its logprobs before the step, and which tokens its loss left out.
+
+Flat arrays over the targets of its samples, in their order; a sample is known by its group and which of its rollouts it
+is from.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from hone.records import Sample
+
+
+@dataclass(frozen=True)
+class Trained:
+    """`logprobs` and `is_masked`: of the samples' targets, end to end."""
+
+    samples: list[Sample]
+    logprobs: NDArray[np.float32]
+    is_masked: NDArray[np.bool_]
+
+    def write(self, directory: Path, rank: int = 0) -> None:
+        file = directory / f"trainer.{rank}.safetensors"
+        partial = file.with_suffix(".partial")
+        counts = [sum(sample.mask[1:]) for sample in self.samples]
+        of_each = np.array([(s.group, s.member, n) for s, n in zip(self.samples, counts, strict=True)], dtype=np.int64)
+        arrays = {"samples": of_each.reshape(-1, 3), "logprobs": self.logprobs, "is_masked": self.is_masked}
+        save_file(arrays, partial)
+        partial.replace(file)
+
+
+Seen = list[tuple[NDArray[np.float32], NDArray[np.bool_]]]  # of the samples of a rollout, in their order
+
+
+def read_trained(directory: Path) -> dict[tuple[int, int], Seen]:
+    """By group and member; nothing where the step was not trained on, or its file cannot be read."""
+    found: dict[tuple[int, int], Seen] = defaultdict(list)
+    for file in sorted(directory.glob("trainer.*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy") as reader:
+                samples, logprobs, is_masked = (
+                    reader.get_tensor(name) for name in ("samples", "logprobs", "is_masked")
+                )
+        except (OSError, SafetensorError):
+            continue
+        ends = np.cumsum(samples[:, 2])
+        for (group, member, count), end in zip(samples.tolist(), ends.tolist(), strict=True):
+            found[group, member].append((logprobs[end - count : end], is_masked[end - count : end]))
+    return found
