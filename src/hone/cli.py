@@ -16,6 +16,9 @@ from hone import STARTED, leaving, machine
 from hone.config.commands import COMMANDS, import_object
 
 OTHERS = {  # subcommands with arguments of their own kind
+    "dashboard": "hone.dashboard.commands:dashboard",
+    "doctor": "hone.dashboard.commands:doctor",
+    "plot": "hone.dashboard.commands:plot",
     "env": "hone.authoring.commands:main",
     "lab": "hone.launch.lab:main",
     "slurm": "hone.launch.slurm:main",
@@ -46,7 +49,7 @@ def slurm() -> None:
 
 
 def hone() -> None:
-    names = [*COMMANDS, "vf-eval", "eval", "env", "lab", "slurm"]
+    names = [*COMMANDS, "vf-eval", "eval", *OTHERS]
     command, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
     if command in COMMANDS:
         _exit(_run(command, arguments))
@@ -59,13 +62,16 @@ def hone() -> None:
     elif command in OTHERS:
         main = import_object(OTHERS[command])
         machine.prepare()
-        _exit(_guard(f"hone {command}", lambda: main(arguments or ["--help"])))
+        _exit(_guard(f"hone {command}", lambda: main(arguments or ([] if command == "dashboard" else ["--help"]))))
     elif command in ("--help", "-h"):
         print("usage: hone COMMAND …\n")
         for name in COMMANDS:
             print(f"  {name:<12} {COMMANDS[name][2]}")
         print("  vf-eval      Evaluate a served model on an environment.")
         print("  eval run     The same.")
+        print("  dashboard    Look at runs in a browser, start and stop them.")
+        print("  doctor       Say what went wrong in a run.")
+        print("  plot         Draw the curves of runs.")
         print("  env          Make, install, list and check environments.")
         print("  lab          Make a folder to train in; run job files of hosted training.")
         print("  slurm        Submit runs as jobs of Slurm, and look after them.")

@@ -113,7 +113,7 @@ class RunDirectory:
 
     def end(self, step: int) -> None:
         """Notes that the run is over, after so many steps; until it is claimed again."""
-        self._write_manifest(self._read_manifest() | {"over": step})
+        self.note(over=step)
 
     def over(self) -> int:
         """After how many steps the run on disk was over; 0 where it is not."""
@@ -124,6 +124,15 @@ class RunDirectory:
         file = self.configs / f"{name or self.command}.toml"
         file.write_text(toml)
         return file
+
+    def note(self, **about: Any) -> None:
+        """What is known of the run beside its configuration, as the device it is on."""
+        self._write_manifest(self._read_manifest() | about)
+
+    def keep_tokenizer(self, model: Path) -> None:
+        """For people who look at its tokens later, when the model may be gone."""
+        with contextlib.suppress(OSError):
+            shutil.copyfile(model / "tokenizer.json", self.configs / "tokenizer.json")
 
     def weights_of(self, step: int) -> Path:
         return self.weights / (f"step_{step}" if self.layout == "hone" else f"checkpoint-{step}")

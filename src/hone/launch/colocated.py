@@ -28,6 +28,7 @@ from hone.kernels.gpu.compiling import together
 from hone.launch.watching import Watcher
 from hone.models.loading import Loaded, load
 from hone.models.lora import Merged
+from hone.monitors.about import device_name, made_by
 from hone.monitors.log import component_log
 from hone.monitors.metrics import Metrics, check_wandb
 from hone.monitors.report import StepReport
@@ -75,6 +76,8 @@ def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[st
     if sources:
         forget_after(first - 1, run)
     run.write_config(to_toml(config))
+    run.keep_tokenizer(loaded.directory)
+    run.note(device=device_name(trainer.device), **made_by())
     with Pulse(run.pulse("trainer")), Metrics(run.metrics, config.wandb, config) as metrics:
         service = EngineService(engine, lockstep=True)
         progress = progress_of(sources, first - 1)
@@ -173,6 +176,7 @@ async def train(
     for environment in held_out.values():
         await environment.close()
     last = step if first <= config.max_steps else first - 1
+    run.end(last)
     trainer_log.info("Weights of step %d in %s", last, run.weights_of(last))
 
 

@@ -90,7 +90,8 @@ def read_batch(file: Path, run: str) -> Batch | None:
             return None
         arrays = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
     bounds = np.cumsum(arrays["lengths"])[:-1]
-    columns: dict[str, list[Any]] = {name: arrays[name].tolist() for name in ("advantage", "temperature", "group", "member")}
+    of_each = ("advantage", "temperature", "group", "member")
+    columns: dict[str, list[Any]] = {name: arrays[name].tolist() for name in of_each}
     envs = json.loads(header["envs"])
     columns["env"] = [envs[i] for i in arrays["env"].tolist()]
     for name in ("ids", "mask", "logprobs"):

@@ -8,6 +8,7 @@ is from.
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,11 @@ class Trained:
         partial = file.with_suffix(".partial")
         counts = [sum(sample.mask[1:]) for sample in self.samples]
         of_each = np.array([(s.group, s.member, n) for s, n in zip(self.samples, counts, strict=True)], dtype=np.int64)
-        arrays = {"samples": of_each.reshape(-1, 3), "logprobs": self.logprobs, "is_masked": self.is_masked}
+        arrays: dict[str, NDArray[Any]] = {
+            "samples": of_each.reshape(-1, 3),
+            "logprobs": self.logprobs,
+            "is_masked": self.is_masked,
+        }
         save_file(arrays, partial)
         partial.replace(file)
 

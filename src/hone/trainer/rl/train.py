@@ -26,6 +26,7 @@ from hone.kernels.gpu.compiling import together
 from hone.models.hf import hf_tensors, write_description
 from hone.models.loading import Loaded, load
 from hone.models.proof import canary_ids, checksum_of, fingerprints, score
+from hone.monitors.about import device_name, made_by
 from hone.monitors.log import component_log
 from hone.monitors.report import StepReport
 from hone.records import Batch, Sample
@@ -67,6 +68,8 @@ def main(config: TrainerRunConfig) -> None:
             forget_after(first - 1, run)
             hand_on(progress_of(sources, first - 1), run.rollouts / f"step_{first - 1}")
         run.write_config(to_toml(config), "trainer")
+        run.keep_tokenizer(loaded.directory)
+        run.note(device=device_name(trainer.device, ranks.count), **made_by())
         log.info(
             "Training %s (%.2fM parameters, %s on %s%s), steps %d to %d, with an orchestrator over %s",
             config.model.name, sum(p.numel() for p in loaded.model.parameters()) / 1e6, str(loaded.dtype)[6:],

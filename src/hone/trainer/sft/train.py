@@ -25,6 +25,7 @@ from hone.kernels import cpu
 from hone.models.loading import Loaded, load
 from hone.models.lora import add_lora, seed_dropout
 from hone.models.transformer import Transformer
+from hone.monitors.about import device_name, made_by
 from hone.monitors.log import component_log
 from hone.monitors.metrics import Metrics, check_wandb
 from hone.monitors.report import StepReport
@@ -49,6 +50,7 @@ from hone.trainer.sft.data import (
     steps,
 )
 from hone.trainer.sharding import Export, shard
+from hone.transport.waiting import Pulse
 
 DataSets = list[list[dict[str, Any]]]
 Evaluate = Callable[[Transformer, Tokenizer, int], dict[str, float]]  # of a model after a step
@@ -82,9 +84,11 @@ def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
     if sources:
         forget_after(done, run)
     run.write_config(to_toml(config))
-    with Metrics(run.metrics, config.wandb, config) as metrics:
+    run.note(device=device_name(loaded.model.embed.weight.device, ranks.count), **made_by())
+    with Pulse(run.pulse("sft")), Metrics(run.metrics, config.wandb, config) as metrics:
         report = reporter(config, run.logs, metrics)
         Trainer(config, loaded, optimizer, run, report, ranks, evaluate).train(rows, val_rows, done)
+        run.end(config.max_steps or 1)
     ranks.leave()
 
 

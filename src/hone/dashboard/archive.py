@@ -1,0 +1,45 @@
+"""A directory as a tar archive, made while it is sent: nothing is written, and little is held in memory."""
+
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+BLOCK = 2**20
+
+
+class _Pipe:
+    """What tarfile writes to and the sender empties."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    def write(self, data: bytes) -> int:
+        self.parts.append(bytes(data))
+        return len(data)
+
+    def take(self) -> bytes:
+        whole, self.parts = b"".join(self.parts), []
+        return whole
+
+
+def tar(directory: Path, name: str) -> Iterator[bytes]:
+    """Its plain files, under `name`/; links are left out."""
+    pipe = _Pipe()
+    with tarfile.open(fileobj=pipe, mode="w|", format=tarfile.PAX_FORMAT) as archive:  # type: ignore[call-overload]
+        for file in sorted(directory.rglob("*")):
+            if not file.is_file() or file.is_symlink():
+                continue
+            about = archive.gettarinfo(str(file), arcname=f"{name}/{file.relative_to(directory).as_posix()}")
+            about.uid = about.gid = 0
+            about.uname = about.gname = ""
+            archive.addfile(about)
+            with file.open("rb") as opened:
+                left = about.size
+                while left and (block := opened.read(min(BLOCK, left))):
+                    left -= len(block)
+                    archive.fileobj.write(block)
+                    yield pipe.take()
+            filler = -about.size % tarfile.BLOCKSIZE
+            archive.fileobj.write(b"\0" * (filler + left))
+            archive.offset += about.size + filler
+    yield pipe.take()

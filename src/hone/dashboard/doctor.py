@@ -1,0 +1,364 @@
+"""What went wrong in a run, from its numbers and rollouts: the first bad step, what shows it, what usually helps.
+
+    series (metrics.jsonl), steps (averages of the rollouts) ─► one look after another ─► findings, the gravest first
+
+A look is a function that gives a finding or nothing. Where one explains another (completions that are cut off explain
+rewards of 0), the explanation alone is told.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hone.dashboard.index import Index
+from hone.dashboard.tokens import Tokens
+
+UNSURE = -2.0  # nats a token: below it the model writes what it does not know
+CUT = 0.5  # share of completions that are cut off
+OLD = 4.0  # steps that trained tokens are behind
+APART = 0.05  # mismatch KL, nats a token
+DROPPED = 0.3  # share of tokens that the loss leaves out
+LOST = 0.5  # share of the reward gained or had that is lost again
+LONGER, ALIKE = 1.4, 0.5  # growth of completions, and how reward goes with length, that are told as paid for
+IDLE = 0.8  # share of steps without anything to learn from
+FEW = 5  # steps that a judgement needs
+
+Series = dict[str, dict[int, float]]  # metric: step: value
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`kind`: a word that scripts read; `rollouts`: numbers of those in the index that show it."""
+
+    kind: str
+    title: str
+    first_step: int
+    evidence: str
+    helps: list[str]
+    rollouts: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Report:
+    steps: int
+    findings: list[Finding]
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """`steps`: of each step averages of its rollouts (`Index.steps`)."""
+
+    series: Series
+    steps: list[dict[str, Any]]
+    prompt: str = ""  # what is odd about the tokens of a prompt
+
+    def of(self, name: str) -> dict[int, float]:
+        return self.series.get(name, {})
+
+    def trained(self, name: str) -> dict[int, float]:
+        """A metric of the trainer at the steps that had something to train on."""
+        had = self.of("tokens/trained")
+        return {step: value for step, value in self.of(name).items() if had.get(step, 1.0) > 0}
+
+
+NAMES = ["reward/mean", "entropy/mean", "mismatch_kl/mean", "is_masked/mean", "batch/off_policy_level/mean",
+         "batch/without_signal", "batch/solve_all", "batch/solve_none", "optim/grad_norm", "optim/lr", "tokens/trained",
+         "loss/mean", "val/loss", "optim/skipped", "is_truncated/mean"]  # fmt: skip
+
+
+def examine(index: Index) -> Report:
+    """Of a run of rl or sft."""
+    kept = index.series(NAMES, most=10**9)
+    series = {name: dict(zip(map(int, steps), values, strict=True)) for name, (steps, values) in kept.items()}
+    facts = Facts(series, *((index.steps(), odd_prompt(index)) if index.run.kind == "rl" else ([],)))
+    count = len(facts.of("reward/mean" if index.run.kind == "rl" else "loss/mean"))
+    if count < FEW:
+        return Report(count, [], f"{count} steps are too few to say anything (it takes {FEW})")
+    findings = [finding for look in (LOOKS if index.run.kind == "rl" else SFT_LOOKS) if (finding := look(facts))]
+    explained = {kind for finding in findings for kind in EXPLAINS.get(finding.kind, ())}
+    told = [finding for finding in findings if finding.kind not in explained]
+    return Report(count, [_shown(finding, index) for finding in told])
+
+
+def _shown(finding: Finding, index: Index) -> Finding:
+    """With rollouts of its first step that show it."""
+    if index.run.kind != "rl":
+        return finding
+    sort, down = {"length": ("tokens", True), "collapse": ("reward", False)}.get(finding.kind, ("reward", False))
+    wanted: dict[str, Any] = {"step_from": finding.first_step, "step_to": finding.first_step}
+    rows = index.rollouts(wanted | ({"truncated": 1} if finding.kind == "truncated" else {}), sort, down, 5, 0)["rows"]
+    return Finding(**{**asdict(finding), "rollouts": [row["id"] for row in rows]})
+
+
+def template(facts: Facts) -> Finding | None:
+    """From the first step on little is rewarded, and the prompt is not what the model's tokenizer is made for, or the
+    model is unsure of every token that it writes."""
+    first = facts.steps[:FEW]
+    known = [row["logprob"] for row in first if row["logprob"] is not None]
+    mean = sum(known) / len(known) if known else 0.0
+    if not first or max(row["reward"] for row in first) > 0.1 or not (facts.prompt or mean < UNSURE):
+        return None
+    seen = facts.prompt or (
+        f"The first tokens that were sampled had {mean:.1f} nats each on average: a model that knows the form of what "
+        "it is asked is far surer"
+    )
+    return Finding(
+        "template", "The prompts are not in the form that the model was trained on", first[0]["step"],
+        f"{seen}. The reward of the first steps is {first[0]['reward']:.2f}.",
+        ["Look at a prompt token by token: are the special tokens of the model's chat format there, once each?",
+         "Compare chat_template.jinja of the model with the one of its supervised warm-up.",
+         "If the model has seen no such tasks yet, warm it up with `sft` first."],
+    )  # fmt: skip
+
+
+def odd_prompt(index: Index) -> str:
+    """What is odd about the tokens of the first prompt, by the tokenizer that the run kept; mostly nothing."""
+    rows = index.rollouts({}, "step", False, 1, 0)["rows"]
+    found = index.whole(rows[0]["id"]) if rows else None
+    turns = (found or {}).get("turns") or [{}]
+    ids = turns[0].get("prompt_ids")
+    return Tokens.of(index.root, index.run).oddity(ids) if isinstance(ids, list) and ids else ""
+
+
+def truncated(facts: Facts) -> Finding | None:
+    """Most completions are cut off by max_tokens, from the beginning."""
+    cut = [row for row in facts.steps[:FEW] if row["truncated"] > CUT]
+    if not cut or len(cut) < min(FEW, len(facts.steps)):
+        return None
+    share, tokens = cut[0]["truncated"], cut[0]["tokens"]
+    return Finding(
+        "truncated", "Completions are cut off before they end", cut[0]["step"],
+        f"{share:.0%} of the completions of step {cut[0]['step']} reached the limit; they had {tokens:.0f} tokens.",
+        ["Raise orchestrator.sampling.max_tokens (and seq_len, if it is the limit).",
+         "Ask for shorter answers in the system prompt, or take a model that ends its answers."],
+    )  # fmt: skip
+
+
+def constant(facts: Facts) -> Finding | None:
+    """All rollouts have had one reward, in nearly all steps."""
+    flat = [row for row in facts.steps if row["high"] - row["low"] < 1e-9]
+    is_from_the_start = all(row["high"] - row["low"] < 1e-9 for row in facts.steps[:FEW])
+    if (
+        not flat
+        or not is_from_the_start
+        or len(flat) < IDLE * len(facts.steps)
+        or len({round(r["reward"], 9) for r in flat}) > 1
+    ):
+        return None
+    value = flat[0]["reward"]
+    if value == 0 and flat[0]["truncated"] > CUT:
+        return None  # what is cut off has no reward
+    return Finding(
+        "no_variance", "The reward is the same for every rollout", flat[0]["step"],
+        f"In {len(flat)} of {len(facts.steps)} steps every rollout was given {value:.4g}: nothing to learn from.",
+        ["Read a few rollouts beside their rewards: does the reward function see what it should (parser, answer)?",
+         "If all fail: partial rewards, easier examples, or a longer warm-up. If all succeed: harder examples."],
+    )  # fmt: skip
+
+
+def no_signal(facts: Facts) -> Finding | None:
+    """The rollouts of a group have the same reward, in most groups of the last steps."""
+    idle, n = facts.of("batch/without_signal"), max(FEW, len(facts.of("batch/without_signal")) // 4)
+    last = sorted(idle)[-n:]
+    if not last or sum(idle[step] for step in last) / len(last) < IDLE:
+        return None
+    solved = [facts.of("batch/solve_all").get(step, 0.0) for step in last]
+    if sum(solved) / len(solved) > 0.5:
+        return None  # it has learnt its task
+    first = next(step for step in sorted(idle) if idle[step] >= IDLE)
+    return Finding(
+        "no_signal", "Few groups have anything to learn from", first,
+        f"In the last {len(last)} steps {sum(idle[s] for s in last) / len(last):.0%} of the groups had one reward.",
+        ["More rollouts an example (orchestrator.rollouts_per_example), or a finer reward.",
+         "Leave out what is too easy or too hard: orchestrator.buffer.online_difficulty_filtering."],
+    )  # fmt: skip
+
+
+def collapse(facts: Facts) -> Finding | None:
+    """The reward was there, and is gone."""
+    rewards = facts.of("reward/mean")
+    steps = sorted(rewards)
+    level = _smooth([rewards[step] for step in steps])
+    best = max(range(len(level)), key=level.__getitem__)
+    floor = min(0.0, *level)
+    start = max(best, 0)
+    lost = [i for i in range(start, len(steps)) if rewards[steps[i]] - floor < (1 - LOST) * (level[best] - floor)]
+    last = [rewards[step] for step in steps[-FEW:]]
+    if not lost or level[best] - floor < 0.05 or sum(last) / len(last) - floor > (1 - LOST) * (level[best] - floor):
+        return None
+    first = steps[lost[0]]
+    entropy, norm = facts.trained("entropy/mean"), facts.trained("optim/grad_norm")
+    before = [entropy[s] for s in sorted(entropy) if s < first] or [0.0]
+    after = [entropy[s] for s in sorted(entropy) if s >= first] or [0.0]
+    how = (
+        "rose"
+        if max(after) > 2 * max(before)
+        else "fell"
+        if max(after) < 0.3 * max(before)
+        else "stayed about as it was"
+    )
+    lr = facts.of("optim/lr")
+    said = (
+        f"The reward was {level[best]:.3f} around step {steps[best]} and {sum(last) / len(last):.3f} at the end. The "
+        f"entropy {how} ({max(before):.2f} before, {max(after):.2f} after)"
+        + (f"; the gradient's norm reached {max(norm.values()):.1f}" if norm else "")
+        + (
+            f"; the learning rate was {lr[max(s for s in lr if s <= first)]:.1e}."
+            if any(s <= first for s in lr)
+            else "."
+        )
+    )
+    rate = (
+        f"Lower the learning rate (trainer.optim.lr): by 10 at first, by 100 if the reward is lost within {FEW} steps."
+    )
+    return Finding(
+        "collapse", "The policy has collapsed: the reward is lost", first, said,
+        [rate, f"Go on from a checkpoint before it with changed keys: rl … --fork RUN@{max(1, first - 1)} or earlier.",
+         "A KL term (trainer.loss) or a smaller optim.max_norm hold it back; optim.skip_norm passes single bad steps."],
+    )  # fmt: skip
+
+
+def length(facts: Facts) -> Finding | None:
+    """Completions grow, and within a step the longer ones have the higher reward."""
+    if len(facts.steps) < 2 * FEW:
+        return None
+    n = max(2, len(facts.steps) // 5)
+    early, late = facts.steps[:n], facts.steps[-n:]
+    before, after = (sum(row["tokens"] for row in rows) / n for rows in (early, late))
+    alike = [row["alike"] for row in facts.steps if row["high"] > row["low"]]
+    if not alike or after < LONGER * before or sum(alike) / len(alike) < ALIKE:
+        return None
+    first = next(row["step"] for row in facts.steps if row["tokens"] > (1 + LONGER) / 2 * before)
+    return Finding(
+        "length", "The reward pays for length", first,
+        f"Completions grew from {before:.0f} to {after:.0f} tokens, and within a step the reward goes with their "
+        f"length (correlation {sum(alike) / len(alike):.2f}).",
+        ["Read the longest rollouts: do they say more, or the same again?",
+         "Weigh the reward by what is right, not by how much is written; orchestrator.overlong_share takes reward off "
+         "what comes near the limit.",
+         "A loss that weighs sequences alike favours long wrong answers; `algorithm` dr_grpo does not."],
+    )  # fmt: skip
+
+
+def stale(facts: Facts) -> Finding | None:
+    """The trainer learns from tokens of an old policy, or of another one."""
+    behind, apart = facts.of("batch/off_policy_level/mean"), facts.trained("mismatch_kl/mean")
+    masked = facts.trained("is_masked/mean")
+    late = [step for step in behind if behind[step] >= OLD]
+    wide = [step for step in apart if apart[step] >= APART]
+    dropped = [step for step in masked if masked[step] >= DROPPED]
+    if max(len(late), len(wide), len(dropped)) < max(FEW, 0.3 * len(behind)):
+        return None
+    first = min([*late, *wide, *dropped])
+    is_old = len(late) >= max(FEW, 0.3 * len(behind))
+    helps = [
+        "Lower max_async_level (1 is usually enough) and orchestrator.max_off_policy_steps.",
+        "Give the slower side more: time/generate and time/train of a step say which it is.",
+    ]
+    if not is_old:
+        helps = [
+            "The sampler's logprobs are not those of the trainer: compare dtype and engine on both sides.",
+            "weights/canary_difference says how far they are apart on the same text; truncated importance sampling and "
+            "masks (trainer.loss) only survive it.",
+        ]
+    return Finding(
+        "stale", "The trainer learns from tokens of an old policy" if is_old else "Sampler and trainer disagree", first,
+        f"Tokens were {_mean(behind):.1f} steps behind on average, the mismatch KL was {_mean(apart):.1e} and "
+        f"{_mean(masked):.0%} of the tokens were left out of the loss.", helps,
+    )  # fmt: skip
+
+
+def entropy_gone(facts: Facts) -> Finding | None:
+    """Nothing is tried any more, before the task is learnt."""
+    entropy, rewards = facts.trained("entropy/mean"), facts.of("reward/mean")
+    steps = sorted(entropy)
+    if len(steps) < 2 * FEW:
+        return None
+    start, end = (sum(entropy[s] for s in some) / FEW for some in (steps[:FEW], steps[-FEW:]))
+    reward = sum(rewards.get(s, 0.0) for s in steps[-FEW:]) / FEW
+    if end > 0.02 * start or start < 1e-3 or reward > 0.9 * max(rewards.values(), default=1.0):
+        return None
+    first = next(step for step in steps if entropy[step] < 0.05 * start)
+    return Finding(
+        "entropy",
+        "The policy tries nothing new any more",
+        first,
+        f"The entropy fell from {start:.3f} to {end:.4f} nats a token.",
+        ["A lower learning rate, a higher temperature, or clipping higher on the upper side (docs/algorithms.md)."],
+    )
+
+
+def failures(facts: Facts) -> Finding | None:
+    """Many rollouts end in an error."""
+    bad = [row for row in facts.steps if row["failed"] > 0.2]
+    if len(bad) < max(2, 0.2 * len(facts.steps)):
+        return None
+    return Finding(
+        "failures",
+        "Rollouts fail",
+        bad[0]["step"],
+        f"In {len(bad)} of {len(facts.steps)} steps over a fifth of the rollouts ended in an error.",
+        ["The rollouts say why (Rollouts, filter: failed); the orchestrator's log has the first of each kind."],
+    )
+
+
+def diverged(facts: Facts) -> Finding | None:
+    """The loss of supervised fine-tuning went up and stayed there."""
+    loss = facts.of("loss/mean")
+    steps = sorted(loss)
+    level = _smooth([loss[step] for step in steps])
+    low = min(range(len(level)), key=level.__getitem__)
+    if level[-1] < 1.3 * level[low] + 0.2 or level[-1] < 0.5 * level[0]:
+        return None
+    first = next(steps[i] for i in range(low, len(steps)) if level[i] > 1.15 * level[low] + 0.1)
+    return Finding(
+        "diverged",
+        "The loss went up again",
+        first,
+        f"It was {level[low]:.3f} around step {steps[low]} and is {level[-1]:.3f} at the end.",
+        ["A lower learning rate (optim.lr), a longer warm-up (scheduler.warmup_steps)."],
+    )
+
+
+def overfitted(facts: Facts) -> Finding | None:
+    """The validation loss rises while that of training falls."""
+    val = facts.of("val/loss")
+    steps = sorted(val)
+    if len(steps) < FEW:
+        return None
+    low = min(steps, key=val.__getitem__)
+    if val[steps[-1]] < 1.1 * val[low] + 0.02 or low == steps[-1]:
+        return None
+    return Finding(
+        "overfitted",
+        "It learns its data by heart",
+        low,
+        f"The validation loss was {val[low]:.3f} at step {low} and is {val[steps[-1]]:.3f} at the end.",
+        [f"Take the weights of step {low}, fewer epochs, or more data."],
+    )
+
+
+def _mean(values: dict[int, float]) -> float:
+    return sum(values.values()) / max(1, len(values))
+
+
+def _smooth(values: list[float], width: int = 3) -> list[float]:
+    """Of each value the mean with those before it, at most `width`."""
+    return [sum(values[max(0, i - width + 1) : i + 1]) / (i - max(0, i - width + 1) + 1) for i in range(len(values))]
+
+
+Look = Callable[[Facts], Finding | None]
+LOOKS: tuple[Look, ...] = (template, truncated, constant, collapse, stale, length, failures, entropy_gone, no_signal)
+SFT_LOOKS: tuple[Look, ...] = (diverged, overfitted)
+EXPLAINS = {  # what a finding explains is not told beside it
+    "template": ("truncated", "no_variance", "no_signal", "collapse"),
+    "truncated": ("no_signal",),
+    "no_variance": ("no_signal", "truncated"),
+    "collapse": ("no_signal", "entropy", "stale"),
+    "length": ("no_signal",),
+    "failures": ("no_signal",),
+}

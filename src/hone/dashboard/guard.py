@@ -1,0 +1,76 @@
+"""Who may ask the dashboard what: checked before any route.
+
+    Host       on loopback only loopback's names: a page of another site cannot reach it under a name of its own
+    Origin     none, or the page's own: another site's page starts nothing
+    token      for whatever starts, stops or changes something; off loopback for reading too
+
+The token comes in the header `Authorization: Bearer …`, which no form and no link of another site can send.
+"""
+
+import hmac
+import ipaddress
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hone.config.sections import LOOPBACK
+
+LARGEST = 2**20  # bytes of a request's body
+OPEN = ("/assets/", "/download/")  # the page itself has no data; a download's address is a secret that was asked for
+HEADERS = {
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, token: str, host: str) -> None:
+        self.app, self.token, self.on_loopback = app, token, host in LOOPBACK
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] = [*message.get("headers", []), *own]
+            await send(message)
+
+        refused = self.refusal(scope["method"], scope["path"], Headers(scope=scope))
+        if refused is not None:
+            status, why = refused
+            return await JSONResponse({"error": why}, status)(scope, receive, with_headers)
+        await self.app(scope, receive, with_headers)
+
+    def refusal(self, method: str, path: str, headers: Headers) -> tuple[int, str] | None:
+        """A status and why, or None."""
+        host = headers.get("host", "")
+        if self.on_loopback and not is_loopback(urlsplit(f"//{host}").hostname or ""):
+            return 403, f"Host {host!r} is not this machine's loopback address"
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            return 403, f"Origin {origin!r} is another site"
+        if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none") and path.startswith("/api"):
+            return 403, "asked by the page of another site"
+        is_large = headers.get("content-length", "0")
+        if not is_large.isdigit() or int(is_large) > LARGEST:
+            return 413, f"more than {LARGEST} bytes"
+        if path == "/" or path.startswith(OPEN) or (self.on_loopback and method in ("GET", "HEAD")):
+            return None
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self.token.encode()):
+            return 401, "the token of this dashboard is needed: open the address that it printed"
+        return None
+
+
+def is_loopback(name: str) -> bool:
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,429 @@
+"""What a run wrote, in SQLite: found in milliseconds where its files would take seconds to read.
+
+    metrics.jsonl ─────────────► points(metric, step, value)
+    rollouts/step_N/*.jsonl ───► rollouts(step, place in the file, what is filtered by) ─ texts, by three letters
+    results.jsonl of evaluations ┘
+
+An index stands in the user's cache directory, one a run, and is brought up to date with what has been added since. It
+keeps no rollout whole: those are read from their files, by where their line begins.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hone.dashboard.runs import Run, is_below
+from hone.run_directory import steps_in
+
+LAYOUT = 4  # of the tables; an index of another is made anew
+TEXT = 4000  # characters of a rollout's end, and of its beginning, that are searched
+AT_ONCE = 40  # steps that are written in one transaction
+ROLLOUTS = "rollouts.jsonl"
+SORTED_BY = ("step", "reward", "advantage", "tokens", "seconds", "turns")
+TABLES = """
+CREATE TABLE about(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
+CREATE TABLE metrics(id INTEGER PRIMARY KEY, name TEXT UNIQUE);
+CREATE TABLE points(metric INTEGER, step INTEGER, value REAL, PRIMARY KEY(metric, step)) WITHOUT ROWID;
+CREATE TABLE files(step INTEGER PRIMARY KEY, stamp TEXT);
+CREATE TABLE rollouts(
+  id INTEGER PRIMARY KEY, step INTEGER, start INTEGER, length INTEGER, grp INTEGER, member INTEGER, env TEXT,
+  example TEXT, reward REAL, advantage REAL, tokens INTEGER, stop TEXT, error TEXT, unused TEXT, truncated INTEGER,
+  seconds REAL, turns INTEGER, version INTEGER, logprob REAL, said TEXT);
+CREATE INDEX by_step ON rollouts(step);
+CREATE INDEX by_reward ON rollouts(reward);
+CREATE VIRTUAL TABLE texts USING fts5(text, tokenize='trigram', detail='none', columnsize=0);
+"""
+
+
+def cache_directory() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "hone" / "dashboard"
+
+
+class Index:
+    """Of one run. `update` is for one thread at a time; readers have connections of their own."""
+
+    def __init__(self, root: Path, run: Run, place: Path | None = None) -> None:
+        self.root, self.run = root, run
+        name = hashlib.sha256(f"{run.path.resolve()}:{run.kind}".encode()).hexdigest()[:24]
+        self.file = (place or cache_directory()) / f"{name}.sqlite"
+        self.progress = (0, 0)  # steps of rollouts that are in it, and that there are
+        self._lock = threading.Lock()
+        self._seen: tuple[str, ...] | None = None
+        self._seen_metrics: str | None = None
+
+    def _open(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self.file, timeout=30, isolation_level=None)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=OFF")  # what a crash breaks is made anew
+        connection.execute("PRAGMA cache_size=-16000")
+        return connection
+
+    def _ready(self) -> sqlite3.Connection:
+        """Opened, with its tables; made anew where it is damaged or has another layout."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        for _ in range(2):
+            try:
+                connection = self._open()
+                if connection.execute("PRAGMA user_version").fetchone()[0] == LAYOUT:
+                    return connection
+                if (
+                    connection.execute("PRAGMA user_version").fetchone()[0] == 0
+                    and not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+                ):
+                    connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version={LAYOUT}; COMMIT;")
+                    return connection
+                connection.close()
+            except sqlite3.DatabaseError:
+                pass
+            for suffix in ("", "-wal", "-shm"):
+                Path(f"{self.file}{suffix}").unlink(missing_ok=True)
+        raise sqlite3.DatabaseError(f"{self.file} cannot be written")
+
+    def update(self, waits: bool = False) -> bool:
+        """Takes in what is new; whether there was anything. `waits`: for an update under way in another thread."""
+        if not self._lock.acquire(blocking=waits):
+            return False
+        try:
+            is_new = self._metrics()
+            seen = tuple(_stamp(self.run.path / name) for name in ("rollouts", "results.jsonl"))
+            if seen == self._seen or self.run.kind == "sft":
+                return is_new
+            with contextlib.closing(self._ready()) as connection:
+                if self.run.kind == "rl":
+                    self._take_steps(connection)
+                else:
+                    self._take_file(connection, 0, self.run.path / "results.jsonl")
+            self._seen = seen
+            return True
+        finally:
+            self._lock.release()
+
+    def update_metrics(self) -> bool:
+        """Takes in new rows of metrics alone, which is quick; does nothing where an update is under way."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._metrics()
+        finally:
+            self._lock.release()
+
+    def _metrics(self) -> bool:
+        stamp = _stamp(self.run.metrics)
+        if stamp == self._seen_metrics:
+            return False
+        with contextlib.closing(self._ready()) as connection:
+            self._take_metrics(connection)
+        self._seen_metrics = stamp
+        return True
+
+    def _take_metrics(self, connection: sqlite3.Connection) -> None:
+        """From where it was left; from the beginning where the file is another (a resumed run writes it anew)."""
+        file = self.run.metrics
+        if not is_below(self.root, file):
+            return
+        of = os.stat(file)
+        known = json.loads(_about(connection, "metrics") or "[0, 0]")
+        start = known[1] if known[0] == of.st_ino and known[1] <= of.st_size else 0
+        with file.open("rb") as opened:
+            opened.seek(start)
+            added = opened.read()
+        whole = added[: added.rfind(b"\n") + 1]
+        if start and not whole:
+            return
+        names: dict[str, int] = {name: i for i, name in connection.execute("SELECT id, name FROM metrics")}
+        connection.execute("BEGIN")
+        if not start:
+            connection.execute("DELETE FROM points")
+        for line in whole.split(b"\n"):
+            row = _row(line)
+            step = row.get("step")
+            if not isinstance(step, int) or isinstance(step, bool):
+                continue
+            values = []
+            for name, value in row.items():
+                if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
+                    if name not in names:
+                        names[name] = len(names) + 1
+                        connection.execute("INSERT INTO metrics VALUES(?, ?)", (names[name], name))
+                    values.append((names[name], step, float(value)))
+            connection.executemany("INSERT OR REPLACE INTO points VALUES(?, ?, ?)", values)
+        _note(connection, "metrics", json.dumps([of.st_ino, start + len(whole)]))
+        connection.execute("COMMIT")
+
+    def _take_steps(self, connection: sqlite3.Connection) -> None:
+        there = {step: _stamp(place / ROLLOUTS) for step, place in steps_in(self.run.path / "rollouts").items()}
+        known = dict(connection.execute("SELECT step, stamp FROM files"))
+        gone = [step for step in known if step not in there or there[step] != known[step]]
+        new = sorted(step for step in there if there[step] and known.get(step) != there[step])
+        for some in (gone[i : i + AT_ONCE] for i in range(0, len(gone), AT_ONCE)):
+            connection.execute("BEGIN")
+            for step in some:
+                _forget(connection, step)
+            connection.execute("COMMIT")
+        self.progress = (len(there) - len(new), len(there))
+        for some in (new[i : i + AT_ONCE] for i in range(0, len(new), AT_ONCE)):
+            connection.execute("BEGIN")
+            for step in some:
+                self._add(connection, step, self.run.path / "rollouts" / f"step_{step}" / ROLLOUTS)
+                connection.execute("INSERT OR REPLACE INTO files VALUES(?, ?)", (step, there[step]))
+            connection.execute("COMMIT")
+            self.progress = (self.progress[0] + len(some), len(there))
+
+    def _take_file(self, connection: sqlite3.Connection, step: int, file: Path) -> None:
+        """A file that grows: as one step, read anew when it has changed."""
+        stamp = _stamp(file)
+        known = dict(connection.execute("SELECT step, stamp FROM files"))
+        if stamp and known.get(step) != stamp:
+            connection.execute("BEGIN")
+            _forget(connection, step)
+            self._add(connection, step, file)
+            connection.execute("INSERT OR REPLACE INTO files VALUES(?, ?)", (step, stamp))
+            connection.execute("COMMIT")
+        self.progress = (1, 1)
+
+    def _add(self, connection: sqlite3.Connection, step: int, file: Path) -> None:
+        if not is_below(self.root, file):
+            return
+        start = 0
+        with file.open("rb") as opened:
+            for line in opened:
+                row = _row(line)
+                if "completion" in row:
+                    values, text = _columns(row)
+                    done = connection.execute(
+                        f"INSERT INTO rollouts VALUES(NULL, ?, ?, ?, {', '.join('?' * len(values))})",
+                        (step, start, len(line), *values),
+                    )
+                    connection.execute("INSERT INTO texts(rowid, text) VALUES(?, ?)", (done.lastrowid, text))
+                start += len(line)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """A connection that cannot write. An index that does not exist yet is made first."""
+        if not self.file.exists():
+            self._ready().close()
+        connection = sqlite3.connect(f"file:{self.file}?mode=ro", uri=True, timeout=30)
+        try:
+            connection.execute("PRAGMA cache_size=-16000")
+            yield connection
+        finally:
+            connection.close()
+
+    def names(self) -> list[str]:
+        with self.reading() as connection:
+            return [name for (name,) in connection.execute("SELECT name FROM metrics ORDER BY name")]
+
+    def last(self) -> dict[str, float]:
+        """The newest value of every metric, with the newest `step`."""
+        sql = """SELECT name, value, max(step) FROM points JOIN metrics ON id = metric GROUP BY metric"""
+        with self.reading() as connection:
+            rows = connection.execute(sql).fetchall()
+        return {name: value for name, value, _ in rows} | {"step": max((step for *_, step in rows), default=0)}
+
+    def series(self, names: list[str], since: int = -1, most: int = 2000) -> dict[str, list[list[float]]]:
+        """Steps and values of metrics after step `since`; over so many steps in a row their mean, where there are more
+        than `most`."""
+        found: dict[str, list[list[float]]] = {}
+        with self.reading() as connection:
+            known: dict[str, int] = {name: i for i, name in connection.execute("SELECT id, name FROM metrics")}
+            for name in names:
+                if name not in known:
+                    continue
+                where = (known[name], since)
+                first, last, count = connection.execute(
+                    "SELECT min(step), max(step), count(*) FROM points WHERE metric = ? AND step > ?", where
+                ).fetchone()
+                width = 1 if count <= most else math.ceil((last - first + 1) / most)
+                rows = connection.execute(
+                    "SELECT max(step), avg(value) FROM points WHERE metric = ? AND step > ? GROUP BY step / ? "
+                    "ORDER BY 1",
+                    (*where, width),
+                ).fetchall()
+                found[name] = [[step for step, _ in rows], [value for _, value in rows]]
+        return found
+
+    def rollouts(self, wanted: dict[str, Any], sort: str, descending: bool, most: int, skip: int) -> dict[str, Any]:
+        """Rows that fit, and how many do. `wanted`: step_from, step_to, reward_from, reward_to, tokens_from, tokens_to,
+        env, stop, unused, group, example, text. Raises ValueError for another `sort`."""
+        if sort not in SORTED_BY:
+            raise ValueError(f"sort {sort!r}: {', '.join(SORTED_BY)}")
+        where, values = _where(wanted)
+        order = f"{sort} {'DESC' if descending else 'ASC'}, id"
+        with self.reading() as connection:
+            connection.row_factory = sqlite3.Row
+            total = connection.execute(f"SELECT count(*) FROM rollouts WHERE {where}", values).fetchone()[0]
+            rows = connection.execute(
+                f"SELECT * FROM rollouts WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?", (*values, most, skip)
+            ).fetchall()
+        return {"total": total, "rows": [dict(row) for row in rows]}
+
+    def kinds(self) -> dict[str, list[Any]]:
+        """What rollouts can be filtered by: environments, how they ended, why they were not used, the steps."""
+        with self.reading() as connection:
+            found = {
+                name: [
+                    row[0] for row in connection.execute(f"SELECT DISTINCT {name} FROM rollouts ORDER BY 1 LIMIT 200")
+                ]
+                for name in ("env", "stop", "unused")
+            }
+            found["steps"] = list(connection.execute("SELECT min(step), max(step), count(*) FROM rollouts").fetchone())
+        return found
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Of each step what its rollouts were on average, in order; `alike`: how reward goes with length (-1 to 1)."""
+        sql = """SELECT step, count(*) AS count, avg(reward) AS reward, min(reward) AS low, max(reward) AS high,
+            avg(tokens) AS tokens, avg(truncated) AS truncated, avg(logprob) AS logprob, avg(error != '') AS failed,
+            avg(reward * tokens) AS both, avg(reward * reward) AS reward2, avg(1.0 * tokens * tokens) AS tokens2
+            FROM rollouts GROUP BY step ORDER BY step"""
+        with self.reading() as connection:
+            connection.row_factory = sqlite3.Row
+            found = [dict(row) for row in connection.execute(sql)]
+        for row in found:
+            reward2, tokens2 = row.pop("reward2") - row["reward"] ** 2, row.pop("tokens2") - row["tokens"] ** 2
+            spread = math.sqrt(max(reward2, 0.0) * max(tokens2, 0.0))
+            both = row.pop("both") - row["reward"] * row["tokens"]
+            row["alike"] = both / spread if spread > 1e-9 else 0.0
+        return found
+
+    def place(self, number: int) -> dict[str, Any] | None:
+        """The row of a rollout."""
+        with self.reading() as connection:
+            connection.row_factory = sqlite3.Row
+            row = connection.execute("SELECT * FROM rollouts WHERE id = ?", (number,)).fetchone()
+        return None if row is None else dict(row)
+
+    def whole(self, number: int) -> dict[str, Any] | None:
+        """A rollout as it was written, with its place in the index; None where it is not there any more."""
+        row = self.place(number)
+        if row is None:
+            return None
+        file = self.file_of(row["step"])
+        if not is_below(self.root, file):
+            return None
+        with file.open("rb") as opened:
+            opened.seek(row["start"])
+            found = _row(opened.read(row["length"]))
+        return {"at": row, **found} if found else None
+
+    def file_of(self, step: int) -> Path:
+        return self.run.path / ("results.jsonl" if self.run.kind == "eval" else f"rollouts/step_{step}/{ROLLOUTS}")
+
+
+def _where(wanted: dict[str, Any]) -> tuple[str, list[Any]]:
+    parts, values = ["1"], []
+    for name, column in (("step", "step"), ("reward", "reward"), ("tokens", "tokens")):
+        for end, sign in (("from", ">="), ("to", "<=")):
+            if wanted.get(f"{name}_{end}") is not None:
+                parts.append(f"{column} {sign} ?")
+                values.append(wanted[f"{name}_{end}"])
+    for name, column in (
+        ("env", "env"),
+        ("stop", "stop"),
+        ("unused", "unused"),
+        ("group", "grp"),
+        ("example", "example"),
+    ):
+        if wanted.get(name) is not None:
+            parts.append(f"{column} = ?")
+            values.append(wanted[name])
+    if wanted.get("failed"):
+        parts.append("error != ''")
+    if wanted.get("truncated"):
+        parts.append("truncated = 1")
+    if text := wanted.get("text"):
+        where = "said" if len(text) < 3 else "text"  # three letters are indexed; fewer are looked for in what is listed
+        escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+        plain = f"{where} LIKE ?" + ("" if escaped == text else " ESCAPE '\\'")
+        parts.append(plain if where == "said" else f"id IN (SELECT rowid FROM texts WHERE {plain})")
+        values.append(f"%{escaped}%")
+    return " AND ".join(parts), values
+
+
+def _columns(row: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
+    """What is filtered and listed of a line of rollouts.jsonl or results.jsonl, and its text to search."""
+    turns = [turn for turn in _list(row.get("turns")) if isinstance(turn, dict)]
+    tokens = sum(len(turn["ids"]) if isinstance(turn.get("ids"), list) else _int(turn.get("tokens")) for turn in turns)
+    said = "\n".join(_text(message) for message in _list(row.get("completion")))
+    asked = [_text(message) for message in _list(row.get("prompt"))]
+    text = clean(f"{asked[-1] if asked else ''}\n{said}\n{row.get('answer') or ''}")
+    text = text if len(text) <= 2 * TEXT else f"{text[:TEXT]}\n{text[-TEXT:]}"
+    columns = (
+        _int(row.get("group", row.get("example_id"))), _int(row.get("member", row.get("rollout"))),
+        clean(row.get("env")), clean(row.get("example_id")), _number(row.get("reward")), _number(row.get("advantage")),
+        tokens, clean(row.get("stop") or ""), clean(row.get("error") or "")[:500], clean(row.get("unused") or ""),
+        int(bool(row.get("is_truncated"))), _number(row.get("seconds")), len(turns),
+        _int(turns[0].get("version")) if turns else -1, _mean_logprob(turns), clean(said)[:160],
+    )  # fmt: skip
+    return columns, text
+
+
+def _mean_logprob(turns: list[dict[str, Any]]) -> float | None:
+    """Of the tokens that the model wrote; none where they are not known."""
+    logprobs = [x for turn in turns for x in _list(turn.get("logprobs")) if isinstance(x, (int, float))]
+    return sum(logprobs) / len(logprobs) if logprobs else None
+
+
+def _text(message: Any) -> str:
+    if not isinstance(message, dict):
+        return ""
+    content = message.get("content") or ""
+    calls = json.dumps(message["tool_calls"], ensure_ascii=False) if message.get("tool_calls") else ""
+    return (content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)) + calls
+
+
+def clean(value: Any) -> str:
+    """As text that every reader takes: lone surrogates are replaced."""
+    return str("" if value is None else value).encode("utf-8", "replace").decode()
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _int(value: Any) -> int:
+    return value if isinstance(value, int) and abs(value) < 2**62 else -1
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """A line that is not whole, or no object, is none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _stamp(file: Path) -> str:
+    """Says whether a file or directory is the same as before; empty where there is none."""
+    try:
+        of = os.stat(file, follow_symlinks=False)
+    except OSError:
+        return ""
+    return f"{of.st_ino} {of.st_size} {of.st_mtime_ns}"
+
+
+def _forget(connection: sqlite3.Connection, step: int) -> None:
+    connection.execute("DELETE FROM texts WHERE rowid IN (SELECT id FROM rollouts WHERE step = ?)", (step,))
+    connection.execute("DELETE FROM rollouts WHERE step = ?", (step,))
+    connection.execute("DELETE FROM files WHERE step = ?", (step,))
+
+
+def _about(connection: sqlite3.Connection, key: str) -> str | None:
+    row = connection.execute("SELECT value FROM about WHERE key = ?", (key,)).fetchone()
+    return None if row is None else row[0]
+
+
+def _note(connection: sqlite3.Connection, key: str, value: str) -> None:
+    connection.execute("INSERT OR REPLACE INTO about VALUES(?, ?)", (key, value))

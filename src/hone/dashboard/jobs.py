@@ -1,0 +1,288 @@
+"""Runs that are started from the page: one at a time on this machine, the others wait; or handed to Slurm.
+
+    ROOT/.hone/jobs/NAME/   job.json (what it is, how it stands), COMMAND.toml, log.txt
+
+A job is the command that a person would type, `rl @ rl.toml --output-dir DIR`, in a session of its own: it goes on when
+the dashboard ends, and another dashboard finds it. To stop it is to ask it to leave a checkpoint (`hone/leaving.py`).
+"""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import hone
+from hone.config.base import load_config
+from hone.config.commands import COMMANDS, import_object
+from hone.dashboard.runs import find_runs, is_below, read_end, read_text, status
+from hone.leaving import AGAIN
+from hone.run_directory import rewrite
+
+KINDS = ("rl", "sft", "vf-rl")
+TEMPLATES = Path(hone.__file__).parent / "launch" / "workspace" / "configs"
+PLACES = ("configs", "examples")  # below the root, where recipes are looked for
+MOST = 300  # recipes that are listed
+CHECKPOINTS = 25  # steps between checkpoints where a configuration has none: what is stopped can go on
+LOOK = 0.3  # seconds between looks at what runs
+LOG = 64 * 1024
+
+
+@dataclass
+class Job:
+    """`state`: queued, running, done, stopped (with a checkpoint), failed, submitted (to Slurm)."""
+
+    name: str
+    command: str
+    output_dir: str  # below the root
+    where: str = "here"
+    state: str = "queued"
+    resume: bool = False
+    pid: int = 0
+    code: int | None = None
+    more: str = ""
+    begun: str = ""
+
+    @property
+    def run(self) -> str:
+        return f"{self.output_dir}:{'rl' if self.command == 'vf-rl' else self.command}"
+
+
+class Jobs:
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+        self.directory = self.root / ".hone" / "jobs"
+        self._lock = threading.RLock()
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._thread: threading.Thread | None = None
+
+    def lab(self) -> dict[str, Any]:
+        """What can be started, and what has been."""
+        return {
+            "commands": KINDS, "recipes": [name for name, _ in self._recipes()], "jobs": self.listed(),
+            "slurm": shutil.which("sbatch") is not None, "root": str(self.root),
+        }  # fmt: skip
+
+    def _recipes(self) -> list[tuple[str, Path]]:
+        """TOML files below the root's folders of them, and those that come with Hone."""
+        own = [file for place in PLACES for file in sorted((self.root / place).rglob("*.toml"))[:MOST]]
+        found = [(file.relative_to(self.root).as_posix(), file) for file in own if is_below(self.root, file)]
+        shipped = sorted(TEMPLATES.rglob("*.toml"))
+        return found + [(f"hone: {file.relative_to(TEMPLATES).as_posix()}", file) for file in shipped]
+
+    def recipe(self, name: str) -> dict[str, str]:
+        """Its text, and which command it is for, as far as that shows. Raises KeyError."""
+        text = dict(self._recipes())[name].read_text(errors="replace")
+        guess = "vf-rl" if "vf-rl" in name or "[trainer.args]" in text else "sft" if "sft" in Path(name).name else "rl"
+        return {"toml": text, "command": guess}
+
+    def check(self, command: str, toml: str) -> dict[str, Any]:
+        """Whether the command would take this configuration; else its message."""
+        if command not in KINDS:
+            return {"ok": False, "error": f"command {command!r}: {', '.join(KINDS)}"}
+        with tempfile.TemporaryDirectory() as place:
+            file = Path(place) / f"{command}.toml"
+            file.write_text(toml)
+            try:
+                config = load_config(import_object(COMMANDS[command][0]), ["@", str(file)])
+            except (ValueError, ConnectionError, tomllib.TOMLDecodeError) as error:
+                return {"ok": False, "error": str(error).replace(f"{file}", file.name)}
+        resolved = config.resolved().model_dump(mode="json")
+        return {"ok": True, "max_steps": resolved.get("max_steps"), "model": (resolved.get("model") or {}).get("name")}
+
+    def start(self, command: str, toml: str, output_dir: str, where: str, more: str) -> dict[str, Any]:
+        """Puts a run at the end of the line, or submits it. Raises ValueError."""
+        checked = self.check(command, toml)
+        if not checked["ok"]:
+            raise ValueError(checked["error"])
+        if where not in ("here", "slurm"):
+            raise ValueError(f"where {where!r}: here, slurm")
+        with self._lock:
+            name = self._new_name(command)
+            place = (self.root / (output_dir or f"outputs/{name}")).resolve()
+            if not place.is_relative_to(self.root) or place == self.root:
+                raise ValueError(f"output directory {output_dir!r} is not below {self.root}")
+            directory = place.relative_to(self.root).as_posix()
+            kind = "rl" if command == "vf-rl" else command
+            if (place / f"run_{kind}.json").exists():
+                raise ValueError(f"{directory} holds an earlier {kind} run; take another directory, or resume that run")
+            if any(job.output_dir == directory and job.state in ("queued", "running") for job in self._all()):
+                raise ValueError(f"{directory} is the directory of another job that waits or runs")
+            own = self.directory / name
+            own.mkdir(parents=True)
+            (own / f"{command}.toml").write_text(toml)
+            begun = time.strftime("%Y-%m-%d %H:%M:%S")
+            job = Job(name, command, directory, where, more=more, begun=begun)
+            if where == "slurm":
+                self._submit(job)
+            self._write(job)
+            self._look_after()
+        return self._shown(job)
+
+    def stop(self, name: str) -> dict[str, Any]:
+        """Asks it to leave: it ends after its step, with a checkpoint. One that waits is taken out of the line."""
+        return self._signal(name, signal.SIGUSR1)
+
+    def kill(self, name: str) -> dict[str, Any]:
+        """Ends it now; what it has done since its last checkpoint is lost."""
+        return self._signal(name, signal.SIGTERM)
+
+    def resume(self, name: str) -> dict[str, Any]:
+        """Goes on from its last checkpoint. Raises ValueError while it runs."""
+        with self._lock:
+            job = self._get(name)
+            if job.state in ("queued", "running"):
+                raise ValueError(f"{name} is {job.state}")
+            if job.where == "slurm":
+                raise ValueError("a job of Slurm is gone on with by Slurm: hone slurm status DIR")
+            job.state, job.resume, job.code = "queued", True, None
+            self._write(job)
+            self._look_after()
+            return self._shown(job)
+
+    def remove(self, name: str) -> dict[str, Any]:
+        """Forgets a job that has ended; its run stays."""
+        with self._lock:
+            job = self._get(name)
+            if job.state == "running":
+                raise ValueError(f"{name} is running")
+            shutil.rmtree(self.directory / job.name)
+            return {"name": name, "state": "removed"}
+
+    def log(self, name: str) -> dict[str, Any]:
+        job = self._get(name)
+        text, start = read_end(self.root, self.directory / job.name / "log.txt", LOG)
+        return self._shown(job) | {"text": text, "start": start}
+
+    def listed(self) -> list[dict[str, Any]]:
+        """The newest first."""
+        with self._lock:
+            return [self._shown(job) for job in reversed(self._all())]
+
+    def _shown(self, job: Job) -> dict[str, Any]:
+        return asdict(job) | {"run": job.run}
+
+    def _all(self) -> list[Job]:
+        found = []
+        for file in sorted(self.directory.glob("*/job.json")):
+            with contextlib.suppress(ValueError, TypeError):
+                found.append(self._as_it_stands(Job(**json.loads(read_text(self.root, file)))))
+        return found
+
+    def _get(self, name: str) -> Job:
+        """Raises KeyError."""
+        for job in self._all():
+            if job.name == name:
+                return job
+        raise KeyError(name)
+
+    def _as_it_stands(self, job: Job) -> Job:
+        """A job that another dashboard has started runs as long as its run shows that it does."""
+        if job.state == "running" and job.name not in self._processes:
+            run = find_runs(self.root / job.output_dir) if (self.root / job.output_dir).is_dir() else {}
+            alive = any(status(self.root, one, 0, None) in ("running", "silent") for one in run.values())
+            if not (alive and _exists(job.pid)):
+                job.state = "stopped"
+        return job
+
+    def _new_name(self, command: str) -> str:
+        taken = [re.fullmatch(rf"{command}-(\d+)", path.name) for path in self.directory.glob(f"{command}-*")]
+        return f"{command}-{1 + max((int(match[1]) for match in taken if match), default=0):03d}"
+
+    def _write(self, job: Job) -> None:
+        rewrite(self.directory / job.name / "job.json", json.dumps(asdict(job), indent=2) + "\n")
+
+    def _signal(self, name: str, number: signal.Signals) -> dict[str, Any]:
+        with self._lock:
+            job = self._get(name)
+            if job.state == "queued":
+                job.state = "stopped"
+                self._write(job)
+            elif job.state == "running" and job.pid > 1:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(job.pid, number)
+            return self._shown(job)
+
+    def words(self, job: Job) -> list[str]:
+        """The command, as a person would type it."""
+        file = self.directory / job.name / f"{job.command}.toml"
+        if job.where == "slurm":
+            own = ["slurm", job.command, str(file), "--output-dir", str(self.root / job.output_dir)]
+            return [sys.executable, "-m", "hone", *own, *shlex.split(job.more)]
+        words = [sys.executable, "-m", "hone", job.command, "@", str(file)]
+        if job.command == "vf-rl":  # it keeps what it resumes from, and its directory is a key of its file
+            output = ["--trainer.args.output-dir", job.output_dir]
+        else:
+            output = ["--output-dir", job.output_dir]
+            if "ckpt" not in tomllib.loads(file.read_text()):
+                output += ["--ckpt.interval", str(CHECKPOINTS)]
+        return [*words, *output, *(["--resume", "auto"] if job.resume else [])]
+
+    def _submit(self, job: Job) -> None:
+        """Raises ValueError with what Slurm, or the command, says against it."""
+        done = subprocess.run(self.words(job), cwd=self.root, capture_output=True, text=True, timeout=120)
+        (self.directory / job.name / "log.txt").write_text(done.stdout + done.stderr)
+        if done.returncode:
+            shutil.rmtree(self.directory / job.name)
+            raise ValueError((done.stderr or done.stdout).strip()[-2000:] or "sbatch failed")
+        job.state = "submitted"
+
+    def _look_after(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        """Until nothing waits or runs."""
+        while True:
+            with self._lock:
+                jobs = self._all()
+                running = [job for job in jobs if job.state == "running"]
+                for job in running:
+                    self._ended(job)
+                queued = [job for job in jobs if job.state == "queued"]
+                if queued and not any(job.state == "running" for job in jobs):
+                    self._begin(queued[0])
+                if not queued and not any(job.state == "running" for job in jobs):
+                    self._thread = None
+                    return
+            time.sleep(LOOK)
+
+    def _begin(self, job: Job) -> None:
+        with (self.directory / job.name / "log.txt").open("ab") as log:
+            process = subprocess.Popen(
+                self.words(job), cwd=self.root, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        self._processes[job.name] = process
+        job.state, job.pid, job.code = "running", process.pid, None
+        self._write(job)
+
+    def _ended(self, job: Job) -> None:
+        process = self._processes.get(job.name)
+        code = None if process is None else process.poll()
+        if process is not None and code is None:
+            return
+        if process is not None:
+            job.code = code
+            job.state = "done" if code == 0 else "stopped" if code in (AGAIN, -signal.SIGTERM, 143, 130) else "failed"
+            del self._processes[job.name]
+            self._write(job)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,165 @@
+"""The runs and evaluations below a directory: what they are, whether they are at work, how far they came.
+
+Nothing outside the root is read: a run is known by its place below it, found by looking, and links are not followed.
+"""
+
+import json
+import os
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hone import machine
+from hone.run_directory import RunDirectory
+
+DEPTH = 6  # directories below the root that are looked through
+KINDS = ("rl", "sft")
+PASSED_OVER = {"rollouts", "weights", "checkpoints", "checkpoints_sft", "broadcasts", "logs", "alive", "wandb", "src",
+               "node_modules", "bad_steps", "tensorboard", "configs", "models", "tests", "docs"}  # fmt: skip
+GONE = 60.0  # seconds of silence after which nobody is expected to come back
+FRESH = 20.0  # seconds since the last line of an evaluation that is taken to be at work
+
+
+@dataclass(frozen=True)
+class Run:
+    """`id`: its place below the root and what it is, as in `outputs/demo:rl`."""
+
+    id: str
+    kind: str  # rl, sft, eval
+    path: Path
+
+    @property
+    def metrics(self) -> Path:
+        return RunDirectory(self.path, self.kind).metrics
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / ("metadata.json" if self.kind == "eval" else f"run_{self.kind}.json")
+
+
+def find_runs(root: Path) -> dict[str, Run]:
+    """By id. Directories that cannot be read have none."""
+    found = {}
+    for directory, names in _directories(root, DEPTH):
+        place = directory.relative_to(root).as_posix()
+        kinds = [kind for kind in KINDS if f"run_{kind}.json" in names]
+        kinds += ["eval"] if {"metadata.json", "results.jsonl"} <= names else []
+        for kind in kinds:
+            found[f"{place}:{kind}"] = Run(f"{place}:{kind}", kind, directory)
+    return found
+
+
+def _directories(top: Path, depth: int) -> Iterator[tuple[Path, set[str]]]:
+    """Those below, with the names of the plain files in each."""
+    try:
+        entries = list(os.scandir(top))
+    except OSError:
+        return
+    yield top, {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
+    for entry in entries if depth else []:
+        is_looked_through = not entry.name.startswith(".") and entry.name not in PASSED_OVER
+        if is_looked_through and entry.is_dir(follow_symlinks=False):
+            yield from _directories(Path(entry.path), depth - 1)
+
+
+def read_text(root: Path, file: Path, most: int = 2**20) -> str:
+    """The end of a file below the root, at most so many bytes; nothing where it is none, or a link leads out."""
+    data, _ = read_end(root, file, most)
+    return data
+
+
+def read_end(root: Path, file: Path, most: int) -> tuple[str, int]:
+    """With where it begins."""
+    try:
+        if not is_below(root, file):
+            return "", 0
+        with file.open("rb") as opened:
+            start = max(0, opened.seek(0, os.SEEK_END) - most)
+            opened.seek(start)
+            return opened.read(most).decode(errors="replace"), start
+    except OSError:
+        return "", 0
+
+
+def is_below(root: Path, file: Path) -> bool:
+    """Whether it is a plain file whose real place is below the root."""
+    return file.is_file() and file.resolve().is_relative_to(root.resolve())
+
+
+def read_json(root: Path, file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_text(root, file))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def config_of(root: Path, run: Run) -> dict[str, Any]:
+    """The resolved configuration, as far as it can be read. A run of several processes has one for each."""
+    names = {"rl": ("orchestrator", "trainer", "rl"), "sft": ("sft",), "eval": ()}[run.kind]
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            found |= tomllib.loads(read_text(root, run.path / "configs" / f"{name}.toml"))
+        except tomllib.TOMLDecodeError:
+            continue
+    return found
+
+
+def components(run: Run) -> dict[str, float]:
+    """Of each process that shows that it lives: seconds since it last did."""
+    names = [file for file in _listed(run.path / "alive") if not file.is_symlink()]
+    if run.kind == "sft":
+        names = [file for file in names if file.name.startswith("sft")]
+    elif run.kind == "rl":
+        names = [file for file in names if not file.name.startswith("sft")]
+    ages = {}
+    for file in names:
+        try:
+            ages[file.name.replace("_", " ")] = max(0.0, _now() - file.stat().st_mtime)
+        except OSError:
+            continue
+    return ages
+
+
+def _listed(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except OSError:
+        return []
+
+
+def _now() -> float:
+    """By the clock that stamps files."""
+    return time.time()  # noqa: TID251
+
+
+def status(root: Path, run: Run, step: int, max_steps: int | None) -> str:
+    """running, silent (a process stands still, or was killed just now), done, stopped."""
+    if run.kind == "eval":
+        about = read_json(root, run.manifest)
+        if "seconds" in about:
+            return "done"
+        age = _age(run.path / "results.jsonl")
+        return "running" if age is not None and age < FRESH else "stopped"
+    youngest = min(components(run).values(), default=GONE)
+    if youngest < GONE:
+        return "running" if youngest < max(machine.silence(), 5.0) else "silent"
+    over = read_json(root, run.manifest).get("over")
+    return "done" if over or (max_steps and step >= max_steps) else "stopped"
+
+
+def _age(file: Path) -> float | None:
+    try:
+        return max(0.0, _now() - file.stat().st_mtime)
+    except OSError:
+        return None
+
+
+def age(run: Run) -> float:
+    """Seconds since the run last wrote a row, or was begun."""
+    ages = [_age(file) for file in (run.metrics, run.manifest, run.path / "results.jsonl")]
+    return min((one for one in ages if one is not None), default=0.0)

@@ -1,0 +1,211 @@
+"""The routes of the dashboard: thin; what they show is made by views.py, what they start by jobs.py.
+
+/  /assets/…          the page
+/api/runs, /api/run, /api/series, /api/rollouts, /api/rollout, /api/log, /api/doctor, /api/plot
+/api/lab, /api/lab/check, /api/lab/start, /api/jobs/NAME/{stop,kill,resume,remove}, /api/ticket
+/download/TICKET      a checkpoint as an archive, once
+"""
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from hone.dashboard.archive import tar
+from hone.dashboard.guard import Guard
+from hone.dashboard.jobs import Jobs
+from hone.dashboard.views import Runs
+
+ASSETS = Path(__file__).parent / "assets"
+PAGE = 50  # rollouts of a page, unless asked otherwise; and at most
+MOST = 200
+VALID = 60.0  # seconds in which a download has to begin
+
+
+def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | None = None) -> Starlette:
+    runs, jobs = Runs(root, cache), Jobs(root)
+    tickets: dict[str, tuple[float, Path]] = {}
+
+    def ask(request: Request) -> dict[str, str]:
+        return dict(request.query_params)
+
+    def route(make: Callable[..., Any], *names: str) -> Callable[[Request], Any]:
+        """Answers with what `make` gives for these parameters, in a thread; 404 for what is not there."""
+
+        async def answer(request: Request) -> Response:
+            asked = ask(request)
+            missing = [name for name in names if name not in asked]
+            if missing:
+                return JSONResponse({"error": f"missing: {', '.join(missing)}"}, 400)
+            return await told(partial(make, *(asked[name] for name in names)))
+
+        return answer
+
+    async def told(make: Callable[[], Any]) -> Response:
+        try:
+            found = await asyncio.to_thread(make)
+        except KeyError as error:
+            return JSONResponse({"error": f"not there: {error.args[0]}"}, 404)
+        except ValueError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        return JSONResponse({"error": "not there"}, 404) if found is None else JSONResponse(found)
+
+    def detail(name: str) -> dict[str, Any]:
+        runs.update(name)
+        return runs.detail(name) | {"jobs": [job for job in jobs.listed() if job["run"] == name]}
+
+    async def series(request: Request) -> Response:
+        asked = ask(request)
+        names, since = asked.get("names", "").split(","), int_of(asked.get("since"), -1)
+
+        def make() -> dict[str, Any]:
+            index = runs.get(asked.get("run", ""))[1]
+            index.update_metrics()
+            return index.series(names[:200], since)
+
+        return await told(make)
+
+    async def rollouts(request: Request) -> Response:
+        asked = ask(request)
+
+        def make() -> dict[str, Any]:
+            index = runs.get(asked.get("run", ""))[1]
+            runs.update(asked["run"])
+            wanted: dict[str, Any] = {
+                name: number_of(asked[name])
+                for name in ("step_from", "step_to", "reward_from", "reward_to", "tokens_from", "tokens_to", "group")
+                if asked.get(name)
+            }
+            wanted |= {name: asked[name] for name in ("env", "stop", "unused", "example", "text") if asked.get(name)}
+            wanted |= {name: True for name in ("failed", "truncated") if asked.get(name) == "1"}
+            most, skip = min(int_of(asked.get("most"), PAGE), MOST), max(0, int_of(asked.get("skip"), 0))
+            found = index.rollouts(wanted, asked.get("sort") or "step", asked.get("down", "1") == "1", most, skip)
+            return found | {"kinds": index.kinds(), "indexed": index.progress}
+
+        return await told(make)
+
+    async def rollout(request: Request) -> Response:
+        asked = ask(request)
+        return await told(lambda: runs.rollout(asked.get("run", ""), int_of(asked.get("n"), -1)))
+
+    async def plot(request: Request) -> Response:
+        asked = ask(request)
+        kind = "png" if asked.get("format") == "png" else "svg"
+
+        def make() -> bytes:
+            from hone.dashboard.plots import draw
+
+            return draw([runs.get(name)[1] for name in asked.get("run", "").split("|")], kind)
+
+        try:
+            data = await asyncio.to_thread(make)
+        except KeyError as error:
+            return JSONResponse({"error": f"not there: {error.args[0]}"}, 404)
+        except ValueError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        return Response(data, media_type="image/png" if kind == "png" else "image/svg+xml")
+
+    async def ticket(request: Request) -> Response:
+        body = await body_of(request)
+
+        def make() -> dict[str, str]:
+            place = runs.checkpoint(str(body.get("run")), str(body.get("name")))
+            now = time.monotonic()
+            for old in [key for key, (until, _) in tickets.items() if until < now]:
+                del tickets[old]
+            key = secrets.token_urlsafe(24)
+            tickets[key] = (now + VALID, place)
+            return {"url": f"/download/{key}"}
+
+        return await told(make)
+
+    async def download(request: Request) -> Response:
+        until, place = tickets.pop(request.path_params["ticket"], (0.0, Path()))
+        if until < time.monotonic():
+            return JSONResponse({"error": "this download is not valid any more: ask for it again"}, 404)
+        name = f"{place.parent.parent.name}-{place.name}"
+        plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
+        named = {"content-disposition": f'attachment; filename="{plain}.tar"', "content-encoding": "identity"}
+        return StreamingResponse(tar(place, plain), media_type="application/x-tar", headers=named)
+
+    async def check(request: Request) -> Response:
+        body = await body_of(request)
+        return await told(lambda: jobs.check(str(body.get("command")), str(body.get("toml", ""))))
+
+    async def begin(request: Request) -> Response:
+        body = await body_of(request)
+        words = [str(body.get(name) or "") for name in ("command", "toml", "output_dir", "where", "more")]
+        return await told(lambda: jobs.start(*words))
+
+    async def act(request: Request) -> Response:
+        name, what = request.path_params["name"], request.path_params["what"]
+        if what not in ("stop", "kill", "resume", "remove"):
+            return JSONResponse({"error": f"no action {what!r}"}, 404)
+        return await told(lambda: getattr(jobs, what)(name))
+
+    async def page(request: Request) -> Response:
+        return FileResponse(ASSETS / "index.html")
+
+    routes = [
+        Route("/", page),
+        Mount("/assets", StaticFiles(directory=ASSETS)),
+        Route("/api/runs", route(lambda: {"runs": runs.listed(), "root": str(runs.root)})),
+        Route("/api/run", route(detail, "run")),
+        Route("/api/series", series),
+        Route("/api/rollouts", rollouts),
+        Route("/api/rollout", rollout),
+        Route("/api/log", route(runs.log, "run", "name")),
+        Route("/api/doctor", route(runs.doctor, "run")),
+        Route("/api/plot", plot),
+        Route("/api/lab", route(jobs.lab)),
+        Route("/api/lab/recipe", route(jobs.recipe, "name")),
+        Route("/api/lab/check", check, methods=["POST"]),
+        Route("/api/lab/start", begin, methods=["POST"]),
+        Route("/api/jobs/{name}/{what}", act, methods=["POST"]),
+        Route("/api/jobs/{name}", route(lambda: None)),
+        Route("/api/job", route(jobs.log, "name")),
+        Route("/api/ticket", ticket, methods=["POST"]),
+        Route("/download/{ticket}", download),
+    ]
+    middleware = [
+        Middleware(Guard, token=token, host=host),
+        Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1),
+    ]
+    app = Starlette(routes=routes, middleware=middleware)
+    app.state.jobs = jobs
+    return app
+
+
+async def body_of(request: Request) -> dict[str, Any]:
+    try:
+        found = await request.json()
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def int_of(text: str | None, otherwise: int) -> int:
+    try:
+        return int(text or "")
+    except ValueError:
+        return otherwise
+
+
+def number_of(text: str) -> float:
+    """Raises ValueError."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no number") from None

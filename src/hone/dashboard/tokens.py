@@ -1,0 +1,109 @@
+"""The tokens of a rollout as they can be shown: text, logprobs of both sides, what was trained on, by which version."""
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+from hone.dashboard.runs import Run, is_below
+from hone.run_directory import checkpoints_in, steps_in
+from hone.transport.trained import Seen
+
+MARK = re.compile(r"<\|[a-zA-Z_]{2,24}\|>|\[/?INST\]|<(?:start|end)_of_turn>")
+MOST = 16384  # tokens of a rollout that are shown
+WIDEST = 200  # characters of a token that are shown
+
+
+class Tokens:
+    """Decodes by a tokenizer.json that the run has written; by none where it has not, or it cannot be read."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._tokenizer: Any = None
+        if file is not None:
+            from tokenizers import Tokenizer
+
+            try:
+                self._tokenizer = Tokenizer.from_file(str(file))
+            except Exception:  # tokenizers raises Exception itself
+                self._tokenizer = None
+
+    @staticmethod
+    def of(root: Path, run: Run) -> "Tokens":
+        return _of(*_file(root, run))
+
+    @property
+    def is_known(self) -> bool:
+        return self._tokenizer is not None
+
+    def text(self, token: int) -> str:
+        if self._tokenizer is None:
+            return f"{token}"
+        name = self._tokenizer.id_to_token(token)
+        if name is None:
+            return f"{token}"
+        added = self._tokenizer.get_added_tokens_decoder()
+        return str(name if token in added else self._tokenizer.decode([token], skip_special_tokens=False))[:WIDEST]
+
+    def oddity(self, prompt: list[int]) -> str:
+        """What is odd about the tokens of a prompt: chat tokens that the tokenizer has and the prompt has not, or as
+        ordinary text, or a beginning twice; empty where nothing is."""
+        if self._tokenizer is None:
+            return ""
+        known = {i: str(token.content) for i, token in self._tokenizer.get_added_tokens_decoder().items()}
+        added = {i: content for i, content in known.items() if re.fullmatch(r"[<\[]\S+[>\]]", content)}
+        used = [token for token in prompt if token in added]
+        text = str(self._tokenizer.decode([t for t in prompt if t not in added], skip_special_tokens=False))
+        marks = sorted({*MARK.findall(text)})
+        if marks:
+            return f"{', '.join(marks[:3])} stands in the prompt as ordinary text: a special token of another tokenizer"
+        if len(added) > 2 and not used:
+            names = ", ".join(sorted(added.values())[:4])
+            return f"The prompt has none of the {len(added)} special tokens of the tokenizer ({names}, …)"
+        if len(prompt) > 1 and prompt[0] == prompt[1] and prompt[0] in added:
+            return f"The prompt begins with {added[prompt[0]]} twice"
+        return ""
+
+    def sequences(self, turns: Any, seen: Seen) -> list[dict[str, Any]]:
+        """The turns as the sequences that they were trained as (`orchestrator.group.samples_of`), with what the trainer
+        saw of each. `sampled`: of the model's own tokens; of others None."""
+        sequences: list[dict[str, Any]] = []
+        for turn in turns if isinstance(turns, list) else []:
+            prompt, ids = turn.get("prompt_ids"), turn.get("ids")
+            if not isinstance(prompt, list) or not isinstance(ids, list):
+                continue
+            last = sequences[-1] if sequences else None
+            if last is None or prompt[: len(last["ids"])] != last["ids"]:
+                last = {"ids": [], "sampled": [], "version": []}
+                sequences.append(last)
+            between = prompt[len(last["ids"]) :]
+            last["sampled"] += [None] * len(between) + list(turn.get("logprobs") or [None] * len(ids))
+            last["version"] += [None] * len(between) + [turn.get("version")] * len(ids)
+            last["ids"] += between + ids
+        for i, one in enumerate(sequences):
+            own = [j for j, logprob in enumerate(one["sampled"]) if logprob is not None and j > 0]
+            one["trained"], one["masked"] = [None] * len(one["ids"]), [None] * len(one["ids"])
+            if i < len(seen) and len(seen[i][0]) == len(own):
+                for j, logprob, is_masked in zip(own, *(x.tolist() for x in seen[i]), strict=True):
+                    one["trained"][j], one["masked"][j] = logprob, is_masked
+            one["cut"] = max(0, len(one["ids"]) - MOST)
+            for key in ("ids", "sampled", "version", "trained", "masked"):
+                one[key] = one[key][:MOST]
+            texts: dict[int, str] = {token: self.text(token) for token in {*one["ids"]} if isinstance(token, int)}
+            one["text"] = [texts.get(token, "?") for token in one["ids"]]
+        return sequences
+
+
+@functools.lru_cache(maxsize=4)
+def _of(file: Path | None, _stamp: int) -> Tokens:
+    return Tokens(file)
+
+
+def _file(root: Path, run: Run) -> tuple[Path | None, int]:
+    """A tokenizer.json of the run, and when it was written."""
+    places = [run.path / "configs", *steps_in(run.path / "weights").values(), *checkpoints_in(run.path).values(),
+              run.path / "broadcasts" / "text"]  # fmt: skip
+    for place in places:
+        file = place / "tokenizer.json"
+        if is_below(root, file):
+            return file, file.stat().st_mtime_ns
+    return None, 0

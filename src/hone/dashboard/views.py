@@ -1,0 +1,153 @@
+"""What the pages show of a run, made from its index and its files."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from hone.dashboard.doctor import examine
+from hone.dashboard.index import Index, clean
+from hone.dashboard.runs import (
+    Run,
+    age,
+    components,
+    config_of,
+    find_runs,
+    is_below,
+    read_end,
+    read_json,
+    read_text,
+    status,
+)
+from hone.dashboard.tokens import Tokens
+from hone.run_directory import RunDirectory, checkpoints_in, steps_in
+from hone.transport.trained import read_trained
+
+SPARK = 60  # points of the small curve in the list
+LOG = 256 * 1024  # bytes of the end of a log that are shown
+HEADLINE = {"rl": "reward/mean", "sft": "loss/mean", "eval": "reward"}
+
+
+class Runs:
+    """The runs below a root, each with its index. Indexes are brought up to date when somebody looks."""
+
+    def __init__(self, root: Path, cache: Path | None = None) -> None:
+        self.root, self.cache = root.resolve(), cache
+        self._indexes: dict[str, Index] = {}
+        self._lock = threading.Lock()
+
+    def all(self) -> dict[str, Run]:
+        return find_runs(self.root)
+
+    def get(self, name: str) -> tuple[Run, Index]:
+        """Raises KeyError where there is no such run below the root."""
+        with self._lock:
+            index = self._indexes.get(name)
+        if index is None or not index.run.manifest.is_file():
+            run = self.all()[name]
+            index = self._of(run)
+        return index.run, index
+
+    def _of(self, run: Run) -> Index:
+        with self._lock:
+            return self._indexes.setdefault(run.id, Index(self.root, run, self.cache))
+
+    def listed(self) -> list[dict[str, Any]]:
+        """A line for each, the newest first."""
+        lines = [self.line(run) for run in self.all().values()]
+        return sorted(lines, key=lambda line: line["age"])
+
+    def line(self, run: Run) -> dict[str, Any]:
+        index = self._of(run)
+        index.update_metrics()
+        config, about = config_of(self.root, run), read_json(self.root, run.manifest)
+        metric = HEADLINE[run.kind]
+        steps, values = index.series([metric], most=SPARK).get(metric, [[], []])
+        step, most = (int(steps[-1]) if steps else 0), config.get("max_steps")
+        model = config.get("model") if isinstance(config.get("model"), dict) else {}
+        found = {
+            "id": run.id, "kind": run.kind, "name": run.path.name if run.id[0] != "." else self.root.name,
+            "place": run.id.rpartition(":")[0], "status": status(self.root, run, step, most), "step": step,
+            "max_steps": most, "metric": metric, "spark": values, "age": age(run),
+            "model": clean((model or {}).get("name") or about.get("model") or ""),
+            "env": ", ".join(_names(config.get("env") or (config.get("orchestrator") or {}).get("env"))),
+            "device": clean(about.get("device") or ""), "fork": about.get("fork"), "started": about.get("started"),
+        }  # fmt: skip
+        if run.kind == "eval":
+            rewards = about.get("reward") if isinstance(about.get("reward"), (int, float)) else about.get("avg_reward")
+            found |= {"env": clean(about.get("env") or ""), "spark": [rewards] if rewards is not None else []}
+        return found
+
+    def detail(self, name: str) -> dict[str, Any]:
+        run, index = self.get(name)
+        configs = {
+            file.stem: read_text(self.root, file) for file in sorted((run.path / "configs").glob("*.toml"))
+        } if run.kind != "eval" else {"metadata": read_text(self.root, run.manifest)}  # fmt: skip
+        return {
+            **self.line(run), "components": components(run), "configs": configs, "logs": self.logs(run),
+            "checkpoints": self.checkpoints(run), "last": index.last(), "names": index.names(),
+            "about": read_json(self.root, run.manifest), "indexed": index.progress,
+        }  # fmt: skip
+
+    def update(self, name: str) -> None:
+        """Takes in what a run has written since; in a thread of its own, since the first time may take a minute."""
+        index = self.get(name)[1]
+        threading.Thread(target=index.update, daemon=True).start()
+
+    def logs(self, run: Run) -> list[str]:
+        """Names of its logs, as `orchestrator.log`."""
+        places = [run.path / "logs", run.path / "runs"]
+        return sorted({file.name for place in places for file in place.glob("*.log") if is_below(self.root, file)})
+
+    def log(self, name: str, log: str) -> dict[str, Any]:
+        """The end of one of its logs. Raises KeyError for a name that is none of them."""
+        run, _ = self.get(name)
+        if log not in self.logs(run):
+            raise KeyError(log)
+        file = next(file for file in (run.path / "logs" / log, run.path / "runs" / log) if is_below(self.root, file))
+        text, start = read_end(self.root, file, LOG)
+        return {"text": text, "start": start}
+
+    def checkpoints(self, run: Run) -> list[dict[str, Any]]:
+        """Weights as model directories, and what a run resumes from."""
+        if run.kind == "eval":
+            return []
+        directory = RunDirectory(run.path, run.kind)
+        places = [("weights", steps_in(directory.weights)), ("weights", checkpoints_in(run.path)),
+                  ("checkpoint", steps_in(directory.checkpoints))]  # fmt: skip
+        return [
+            {"kind": kind, "step": step, "name": path.relative_to(run.path).as_posix(), "bytes": _bytes(path)}
+            for kind, found in places for step, path in found.items() if not path.is_symlink()
+        ]  # fmt: skip
+
+    def checkpoint(self, name: str, place: str) -> Path:
+        """The directory of one of its checkpoints. Raises KeyError for what is none of them."""
+        run, _ = self.get(name)
+        for one in self.checkpoints(run):
+            if one["name"] == place:
+                return run.path / place
+        raise KeyError(place)
+
+    def rollout(self, name: str, number: int) -> dict[str, Any] | None:
+        """A rollout whole, with its tokens as they can be shown and what the trainer saw of them."""
+        run, index = self.get(name)
+        found = index.whole(number)
+        if found is None:
+            return None
+        at, tokens = found["at"], Tokens.of(self.root, run)
+        seen = read_trained(index.file_of(at["step"]).parent).get((at["grp"], at["member"]), [])
+        return {**found, "sequences": tokens.sequences(found.get("turns"), seen), "decoded": tokens.is_known}
+
+    def doctor(self, name: str) -> dict[str, Any]:
+        index = self.get(name)[1]
+        index.update(waits=True)
+        return examine(index).as_dict()
+
+
+def _names(envs: Any) -> list[str]:
+    envs = [envs] if isinstance(envs, dict) else envs if isinstance(envs, list) else []
+    named = [(env.get("name"), env.get("id")) for env in envs if isinstance(env, dict)]
+    return [clean(name if name not in (None, "None") else id) for name, id in named]
+
+
+def _bytes(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file() and not file.is_symlink())

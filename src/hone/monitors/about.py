@@ -1,0 +1,44 @@
+"""What a run was made by and on: versions, the state of the source, the device."""
+
+import functools
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+
+@functools.cache
+def made_by() -> dict[str, str]:
+    """Versions of Hone, torch and Python; the commit of the directory that the command was given in, if it has one."""
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for name in ("hone-rl", "torch"):
+        try:
+            found[name.removesuffix("-rl")] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    commit = commit_of(Path.cwd())
+    return found | ({"commit": commit} if commit else {})
+
+
+def commit_of(directory: Path) -> str:
+    """As `1a2b3c4d`, with `+` where files differ from it; empty where there is none, or no git."""
+    try:
+        words = ["git", "-C", str(directory), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=1)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def device_name(device: Any, count: int = 1) -> str:
+    """Of a torch device in words, as `NVIDIA H200` or `CPU (avx512)`."""
+    if device.type == "cuda":
+        import torch
+
+        name = torch.cuda.get_device_name(device)
+    else:
+        from hone import machine
+
+        name = f"CPU ({machine.isa()})"
+    return f"{count} x {name}" if count > 1 else name
