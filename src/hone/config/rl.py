@@ -119,6 +119,9 @@ class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
 
 
 class RLConfig(ResumableConfig):
+    fork: Free[str | None] = None
+    """RUN@N: begin with the checkpoint of step N of the run in that directory, with whatever keys differ from it. The
+    new run has a directory of its own, which says where it came from."""
     max_steps: Free[Positive] = 100
     """Optimiser steps to train for."""
     seq_len: Positive = 2048

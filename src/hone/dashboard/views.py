@@ -70,12 +70,20 @@ class Runs:
             "max_steps": most, "metric": metric, "spark": values, "age": age(run),
             "model": clean((model or {}).get("name") or about.get("model") or ""),
             "env": ", ".join(_names(config.get("env") or (config.get("orchestrator") or {}).get("env"))),
-            "device": clean(about.get("device") or ""), "fork": about.get("fork"), "started": about.get("started"),
+            "device": clean(about.get("device") or ""), "fork": self.origin(about.get("fork")), "started": about.get("started"),
         }  # fmt: skip
         if run.kind == "eval":
             rewards = about.get("reward") if isinstance(about.get("reward"), (int, float)) else about.get("avg_reward")
             found |= {"env": clean(about.get("env") or ""), "spark": [rewards] if rewards is not None else []}
         return found
+
+    def origin(self, fork: Any) -> dict[str, Any] | None:
+        """Where a run was forked from, by its place below the root where it is there."""
+        if not isinstance(fork, dict):
+            return None
+        place = Path(str(fork.get("run")))
+        name = place.relative_to(self.root).as_posix() if place.is_relative_to(self.root) else str(place)
+        return {"run": clean(name), "step": fork.get("step"), "changed": fork.get("changed")}
 
     def detail(self, name: str) -> dict[str, Any]:
         run, index = self.get(name)

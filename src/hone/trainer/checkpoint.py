@@ -199,7 +199,10 @@ def restore(sources: list[Path], optimizer: Optimizer, config: Config, ranks: Ra
 def refuse_changes(before: dict[str, Any], now: Config, source: Path) -> None:
     """Raises ValueError where a run that goes on from a checkpoint would learn something else."""
     for key, was, found in differences(before, now):
-        raise ValueError(f"--resume: {key} differs from the run in {source.parent.parent}: it had {was}, found {found}")
+        raise ValueError(
+            f"--resume: {key} differs from the run in {source.parent.parent}: it had {was}, found {found}; "
+            f"with other keys it is a new run: --fork {source.parent.parent}@{source.name.removeprefix('step_')}"
+        )
 
 
 def progress_of(sources: list[Path], step: int) -> dict[str, Any] | None:

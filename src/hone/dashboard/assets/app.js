@@ -56,7 +56,7 @@ const go = (path, asked) => { const q = asked ? query(asked) : ""; location.hash
 const runPath = (id, tab = "overview") => `/run/${encodeURIComponent(id)}/${tab}`;
 function useRoute() {
   const [route, set] = useState(parse());
-  useEffect(() => { const on = () => set(parse()); addEventListener("hashchange", on); return () => removeEventListener("hashchange", on); }, []);
+  useEffect(() => { const on = () => set(parse()); addEventListener("hashchange", on); on(); return () => removeEventListener("hashchange", on); }, []);
   return route;
 }
 
@@ -190,7 +190,7 @@ function RunList() {
       <thead><tr><th></th><th>Run</th><th>Status</th><th>Curve</th><th class="num">First → last</th><th class="num">Step</th><th>Model, environment</th><th>Device</th><th class="num">Last sign</th></tr></thead>
       <tbody>${found.map(run => html`<tr key=${run.id}>
         <td><input type="checkbox" aria-label=${`choose ${run.id}`} checked=${chosen.includes(run.id)} onChange=${() => toggle(run.id)} disabled=${run.kind === "eval"} /></td>
-        <td><a href=${"#" + runPath(run.id, run.kind === "eval" ? "rollouts" : "overview")}><b>${run.place === "." ? run.name : run.place}</b></a> <span class="chip">${run.kind}</span>${run.fork && html` <span class="chip">from ${run.fork.run}@${run.fork.step}</span>`}</td>
+        <td><a href=${"#" + runPath(run.id, run.kind === "eval" ? "rollouts" : "overview")}><b>${run.place === "." ? run.name : run.place}</b></a> <span class="chip">${run.kind}</span>${run.fork && html` <span class="chip">fork of ${run.fork.run}@${run.fork.step}</span>`}</td>
         <td><span class="status ${run.status}">${run.status}</span></td>
         <td class="wide"><${Spark} values=${run.spark} /></td>
         <td class="num wide">${run.spark.length > 1 ? `${short(run.spark[0])} → ${short(run.spark.at(-1))}` : run.spark.length ? short(run.spark[0]) : "–"} <span class="soft small">${run.metric.split("/")[0]}</span></td>
@@ -205,7 +205,9 @@ function RunList() {
 const TABS = { rl: ["overview", "timeline", "rollouts", "checkpoints", "doctor", "config", "logs"], sft: ["overview", "checkpoints", "doctor", "config", "logs"], eval: ["rollouts", "config"] };
 function RunPage({ id, tab, asked, theme }) {
   const { data: run, error } = usePolled(() => api(`/api/run?${query({ run: id })}`), [id], 2);
-  if (!run) return html`<${Problem} error=${error} />${!error && html`<p class="soft">Reading the run …</p>`}`;
+  const isAbsent = error && error.message.startsWith("not there");
+  if (!run) return isAbsent ? html`<h1>${id.replace(/:\w+$/, "")}</h1><p class="soft">No such run is here. One that was just started appears when it has loaded its model; what it says meanwhile is in the <a href="#/lab">lab</a>.</p>`
+    : html`<${Problem} error=${error} />${!error && html`<p class="soft">Reading the run …</p>`}`;
   const tabs = TABS[run.kind], shown = tabs.includes(tab) ? tab : tabs[0];
   const job = run.jobs[0];
   return html`<div class="row"><h1>${run.place === "." ? run.name : run.place}</h1><span class="chip">${run.kind}</span><span class="status ${run.status}">${run.status}</span>
@@ -304,13 +306,13 @@ function Timeline({ run }) {
 // ---------------------------------------------------------------- rollouts
 const FILTERS = ["step_from", "step_to", "reward_from", "reward_to", "tokens_from", "tokens_to", "env", "stop", "unused", "text", "failed", "truncated", "group", "sort", "down", "skip"];
 function Rollouts({ run, asked }) {
-  const keep = changes => go(runPath(run.id, "rollouts"), { ...asked, ...changes });
+  const keep = changes => go(runPath(run.id, "rollouts"), { ...parse().asked, ...changes });  // what is there now, not when it was drawn
   const wanted = Object.fromEntries(FILTERS.filter(name => asked[name] !== undefined).map(name => [name, asked[name]]));
   const live = run.status === "running" || run.indexed[0] < run.indexed[1];
   const { data, error } = usePolled(() => api(`/api/rollouts?${query({ run: run.id, ...wanted })}`), [run.id, JSON.stringify(wanted), live], live ? 3 : 0);
   const [typed, type] = useState(asked.text || "");
   useEffect(() => { type(asked.text || ""); }, [asked.text]);
-  useEffect(() => { const timer = setTimeout(() => { if (typed !== (asked.text || "")) keep({ text: typed, skip: "" }); }, 350); return () => clearTimeout(timer); }, [typed]);
+  useEffect(() => { const timer = setTimeout(() => { if (typed !== (parse().asked.text || "")) keep({ text: typed, skip: "" }); }, 350); return () => clearTimeout(timer); }, [typed]);
   const field = (name, label, props = {}) => html`<label>${label}<input type="number" step="any" value=${asked[name] || ""} onChange=${e => keep({ [name]: e.target.value, skip: "" })} ...${props} /></label>`;
   const select = (name, label, values) => values.length > 1 && html`<label>${label}<select value=${asked[name] || ""} onChange=${e => keep({ [name]: e.target.value, skip: "" })}><option value="">any</option>${values.filter(Boolean).map(v => html`<option value=${v}>${v}</option>`)}</select></label>`;
   const kinds = data ? data.kinds : { env: [], stop: [], unused: [], steps: [0, 0, 0] };

@@ -1,0 +1,98 @@
+"""`rl --fork RUN@N`: a new run that begins with the checkpoint of step N of another, with whatever keys it likes.
+
+    RUN/checkpoints/step_N ─► DIR/checkpoints/step_N ─► DIR goes on from there, as a resumed run does
+    RUN/metrics.jsonl, rows to N ─► DIR/metrics.jsonl    run_rl.json: {"fork": {"run", "step", "changed"}}
+
+The weights, the optimiser and the place in the data are those of the other run. The place in the data is begun anew
+where what it counts has changed (the number of prompts, the environments). The other run is not changed.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+from hone.config.base import differences
+from hone.config.rl import RLConfig
+from hone.monitors.metrics import read_rows
+from hone.run_directory import RunDirectory, appearing, steps_in
+from hone.trainer.checkpoint import HEADER, Damaged, read_header
+from hone.transport.batches import read_progress, write_progress
+
+log = logging.getLogger("hone.rl")
+COUNTED = ("seed", "orchestrator.batch_size", "orchestrator.rollouts_per_example", "orchestrator.env")
+
+
+def forked(config: RLConfig) -> RLConfig:
+    """The configuration that goes on in its own directory; what it goes on from is there then. Raises ValueError."""
+    if config.fork is None:
+        return config
+    source, step = parse(config.fork)
+    run = RunDirectory(config.output_dir, "rl", config.layout)
+    goes_on = config.model_copy(update={"fork": None, "clean": False, "resume": True})
+    if run.manifest.exists() and config.resume in (True, "auto"):
+        begun = json.loads(run.manifest.read_text()).get("fork")
+        if begun is None or (begun["run"], begun["step"]) != (str(source), step):
+            raise ValueError(f"--fork {config.fork}: {run.path} holds a run that did not begin there")
+        return goes_on  # it was begun before, and goes on
+    if source == run.path.resolve():
+        raise ValueError(f"--fork {config.fork}: a fork has a directory of its own; give another --output-dir")
+    checkpoint = found(source, step)
+    try:
+        header = read_header(checkpoint)
+    except Damaged as error:
+        raise ValueError(f"--fork {config.fork}: {checkpoint} is damaged: {error}") from None
+    run.claim(clean=config.clean, weight_steps=config.weights.steps(config.max_steps))
+    changed = {key: [was, now] for key, was, now in differences(header["config"], config)}
+    counts_anew = any(key.startswith(COUNTED) for key in changed)
+    with appearing(run.checkpoints / f"step_{step}") as place:
+        shutil.copytree(checkpoint, place, copy_function=_link, dirs_exist_ok=True)
+        progress = read_progress(checkpoint / "orchestrator")
+        if counts_anew or progress is None:
+            (place / "orchestrator" / "progress.json").unlink(missing_ok=True)
+            (place / "orchestrator").mkdir(exist_ok=True)
+            write_progress({"step": step}, place / "orchestrator")
+            header["files"].pop("orchestrator/progress.json", None)
+        (place / HEADER).unlink()
+        (place / HEADER).write_text(json.dumps(header | {"config": {}}, indent=2) + "\n")
+    earlier = [row for row in read_rows(source / "metrics.jsonl") if row["step"] <= step]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in earlier))
+    run.note(fork={"run": str(source), "step": step, "changed": changed}, started=time.strftime("%Y-%m-%d %H:%M:%S"))
+    words = (
+        ", ".join(f"{key} {was} -> {now}" for key, (was, now) in changed.items())
+        or "no key that changes what is learnt"
+    )
+    log.info("Forked from step %d of %s; changed: %s", step, source, words)
+    return goes_on
+
+
+def parse(fork: str) -> tuple[Path, int]:
+    """The run's directory and the step of RUN@N. Raises ValueError."""
+    match = re.fullmatch(r"(.+)@(\d+)", fork)
+    if match is None:
+        raise ValueError(
+            f"--fork {fork!r}: it is RUN@N, the directory of a run and a step of which it has a checkpoint"
+        )
+    return Path(match[1]).resolve(), int(match[2])
+
+
+def found(source: Path, step: int) -> Path:
+    """The checkpoint of that step. Raises ValueError, with those that there are."""
+    there = steps_in(source / "checkpoints")
+    if step in there:
+        return there[step]
+    if not (source / "run_rl.json").exists():
+        raise ValueError(f"--fork {source}@{step}: {source} holds no rl run")
+    steps = ", ".join(map(str, there)) or "none; --ckpt.interval N writes them"
+    raise ValueError(f"--fork {source}@{step}: no checkpoint of step {step} there; there are: {steps}")
+
+
+def _link(source: str, target: str) -> None:
+    """The same file under another name where the disk can; nobody writes into a checkpoint."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

@@ -1,0 +1,270 @@
+"""The dashboard in a real Chromium: a run started, watched, read token by token, compared, stopped, gone on with, and
+its weights taken home. Screenshots go to $SCREENSHOTS where that is set."""
+
+import functools
+import json
+import os
+import re
+import shutil
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import patience
+from tests.integration.conftest import command, until
+
+pytestmark = pytest.mark.browser
+TOKEN = "a-token-for-tests"
+LONG = 6000  # steps of a run that is stopped before
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    found = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("no Chromium here (make test-browser)")
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def dashboard(started, tmp_path):
+    """Starts one over a directory; its address."""
+
+    def over(root):
+        log = tmp_path / "dashboard.log"
+        with log.open("w") as out:
+            process = started("hone_dashboard", root, log=out)
+        until(lambda: "http://" in log.read_text(), process, words=log.read_text)
+        return re.search(r"http://[^/]+", log.read_text())[0]
+
+    return over
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The command of the dashboard, and its end; runs that it has started end with it here."""
+    from tests.integration import conftest
+
+    processes = []
+
+    def begin(_, root, log):
+        words = [conftest.BIN / "hone", "dashboard", root, "--port", "0"]
+        processes.append(conftest.start(*words, log=log, cwd=root, env={"HONE_API_KEY": TOKEN}))
+        return processes[-1]
+
+    yield begin
+    for process in processes:
+        conftest.end(process)
+
+
+def pages(browser, width=1280, height=900, **kwargs):
+    """A page, with what it complains about in its list `problems`."""
+    page = browser.new_context(viewport={"width": width, "height": height}, accept_downloads=True, **kwargs).new_page()
+    page.set_default_timeout(1000 * patience(30))
+    page.problems = []
+    page.on("pageerror", lambda error: page.problems.append(str(error)))
+    # A run that was just started is not there yet: the page asks for it until it is.
+    page.on("console", lambda m: page.problems.append(m.text) if m.type == "error" and " 404 " not in m.text else None)
+    page.on("dialog", lambda dialog: (page.problems.append(f"dialog: {dialog.message}"), dialog.accept()))
+    return page
+
+
+def shot(page, name):
+    if place := os.environ.get("SCREENSHOTS"):
+        Path(place).mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=f"{place}/{name}.png")
+
+
+def start_run(page, url, place, toml_of):
+    page.goto(f"{url}/#/lab")
+    page.get_by_label("recipe").select_option(value="configs/prime-rl/reverse-text-tiny.toml")
+    text = page.get_by_label("configuration")
+    until(lambda: len(text.input_value()) > 100)
+    text.fill(toml_of(text.input_value()))
+    page.get_by_label("output directory").fill(place)
+    page.get_by_text("valid", exact=True).wait_for()
+    page.get_by_role("button", name="Start").click()
+    page.get_by_role("link", name=place).first.click()
+    page.get_by_role("heading", name=place).wait_for()
+
+
+def status_is(page, word):
+    page.locator(f"main .status.{word}").first.wait_for()
+
+
+def test_a_run_from_the_lab_to_its_weights(browser, dashboard, tmp_path):
+    root = tmp_path / "lab"
+    root.mkdir()
+    command("hone", "lab", "setup", "--prime-rl", "--no-install", cwd=root)
+    url, page = dashboard(root), pages(browser)
+
+    # The page without a token reads, and starts nothing.
+    page.goto(f"{url}/#/lab")
+    page.get_by_text("open the address with the token").wait_for()
+    page.goto(f"{url}/#token={TOKEN}")
+    page.get_by_text("No run is here yet").wait_for()
+    page.reload()
+
+    # What is typed is checked by the command's own types.
+    page.goto(f"{url}/#/lab")
+    page.get_by_label("recipe").select_option(value="configs/prime-rl/reverse-text-tiny.toml")
+    text = page.get_by_label("configuration")
+    until(lambda: len(text.input_value()) > 100)
+    right = text.input_value()
+    text.fill(right.replace("max_steps", "max_step"))
+    page.get_by_text("did you mean max-steps").wait_for()
+    assert page.get_by_role("button", name="Start").is_disabled()
+
+    # Started, and the reward seen to rise while it runs.
+    slowly = {"max_steps = 100": "max_steps = 250", "lr = 3e-4": "lr = 4e-5"}
+    start_run(page, url, "outputs/first", lambda text: functools.reduce(lambda t, x: t.replace(*x), slowly.items(), text))
+    now = page.locator("section[aria-label=Reward] .now")
+    now.wait_for()
+    seen = []
+    deadline = time.monotonic() + patience(120)
+    while page.locator("main .status.done").count() == 0:
+        assert time.monotonic() < deadline
+        seen.append(float(now.inner_text()))
+        page.wait_for_timeout(300)
+    page.wait_for_timeout(2500)
+    seen.append(float(now.inner_text()))
+    assert len(set(seen)) > 3, "it was not live"
+    assert seen[-1] > seen[0] + 0.05, seen
+    shot(page, "overview")
+
+    # What the run waited for, and what the doctor says.
+    page.get_by_role("link", name="Timeline").click()
+    page.get_by_text("Where the seconds of a step go").wait_for()
+    assert page.locator("svg.timeline rect").count() >= 200
+    shot(page, "timeline")
+    page.get_by_role("link", name="Doctor").click()
+    page.get_by_text("Nothing is wrong that would be known").wait_for()
+
+    # A rollout, token by token, by address too.
+    page.get_by_role("link", name="Rollouts").click()
+    page.get_by_label("text").fill("reversed_text")
+    page.get_by_text("32,000 of 32,000 rollouts").wait_for()
+    page.locator("th").get_by_role("button", name="Step").click()
+    page.locator("tr.click").first.click()
+    tokens = page.get_by_role("listbox", name="tokens")
+    tokens.get_by_text("<|assistant|>", exact=True).wait_for()
+    tokens.focus()
+    page.keyboard.press("End")
+    facts = page.locator("article dl.facts").last
+    facts.get_by_text("probability").wait_for()
+    assert "difference" in facts.inner_text() and "ratio 1.0000" in facts.inner_text()
+    for mode in ("trained", "difference", "advantage", "masked", "version"):
+        page.locator("article select").first.select_option(value=mode)
+    page.get_by_role("button", name="Its group alone").click()
+    page.get_by_role("list", name="rollouts of the group").wait_for()
+    assert page.get_by_role("listitem").count() == 16
+    shot(page, "rollout")
+    before, address = page.locator("article").inner_text(), page.url
+    again = pages(browser, 390, 844, color_scheme="dark")
+    again.goto(address)
+    again.locator("article h2").first.wait_for()
+    again.get_by_role("list", name="rollouts of the group").wait_for()
+    assert again.locator("article h2").first.inner_text() == before.splitlines()[0]
+    assert again.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    shot(again, "rollout_phone")
+
+    # A long run beside it: stopped with a checkpoint, gone on with.
+    start_run(page, url, "outputs/second", lambda t: t.replace("max_steps = 100", f"max_steps = {LONG}"))
+    page.locator("section[aria-label=Reward] .now").wait_for()
+    page.get_by_role("button", name="Stop").click()
+    status_is(page, "stopped")
+    page.get_by_role("button", name="Resume").wait_for()
+    steps = [int(path.name.removeprefix("step_")) for path in (root / "outputs/second/checkpoints").iterdir()]
+    page.get_by_role("button", name="Resume").click()
+    page.get_by_role("button", name="Stop").wait_for()
+
+    def rows():
+        return [json.loads(line)["step"] for line in (root / "outputs/second/metrics.jsonl").read_text().splitlines()]
+
+    until(lambda: rows()[-1] > max(steps) + 5)
+    assert rows() == sorted(set(rows())), "a step was taken twice"
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_role("button", name="Resume").wait_for()
+
+    # Two runs side by side.
+    page.goto(f"{url}/#/")
+    for name in ("first", "second"):
+        page.get_by_label(f"choose outputs/{name}:rl").check()
+    page.get_by_role("button", name="Compare").click()
+    page.get_by_text("What differs in their configurations").wait_for()
+    page.locator("section[aria-label='reward/mean'] canvas").wait_for()
+    assert page.get_by_role("cell", name="max_steps", exact=True).count() == 1
+    shot(page, "compare")
+    phone = pages(browser, 390, 844, color_scheme="dark")
+    phone.goto(f"{url}/#/")
+    phone.get_by_role("link", name="outputs/first").wait_for()
+    shot(phone, "runs_phone")
+    phone.goto(f"{url}/#/run/outputs%2Ffirst%3Arl/overview")
+    phone.locator("section[aria-label=Reward] canvas").wait_for()
+    assert phone.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    shot(phone, "overview_phone")
+
+    # Its weights, as an archive that transformers takes.
+    page.goto(f"{url}/#/run/outputs%2Ffirst%3Arl/checkpoints")
+    row = page.get_by_role("row").filter(has_text="Model, in the hub's format")
+    with page.expect_download() as download:
+        row.get_by_role("button", name="Download").click()
+    download.value.save_as(tmp_path / "model.tar")
+    with tarfile.open(tmp_path / "model.tar") as archive:
+        archive.extractall(tmp_path / "home", filter="data")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place = next((tmp_path / "home").iterdir())
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+    assert model.num_parameters() > 1e5 and tokenizer("ab")["input_ids"]
+    assert not page.problems and not phone.problems and not again.problems
+
+
+def test_hostile_contents_are_shown_as_text(browser, dashboard, tmp_path):
+    evil = "<img src=x onerror=alert(1)><script>alert(2)</script>\x1b[31m\u202e${alert(3)}"
+    root = tmp_path / "root"
+    run = root / "a<b>&\"'run"
+    (run / "rollouts" / "step_1").mkdir(parents=True)
+    (run / "configs").mkdir()
+    (run / "logs").mkdir()
+    (run / "run_rl.json").write_text(json.dumps({"command": "rl", "device": evil, "fork": {"run": evil, "step": 1}}))
+    (run / "configs" / "rl.toml").write_text(f"max_steps = 1\n[model]\nname = {json.dumps(evil)}\n")
+    (run / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "reward/mean": 0.5, evil: 1.0, "metrics/<b>/<i>": 2.0}) + '\n{"step": 2, "rew'
+    )
+    (run / "logs" / "orchestrator.log").write_text(evil + "\n\x1b]0;owned\x07\n")
+    said = {"role": evil, "content": evil + "A" * 1_000_000, "tool_calls": [{"function": {"name": evil}}]}
+    row = {"env": evil, "example_id": 1, "prompt": [said], "completion": [said], "answer": evil, "reward": 1.0,
+           "metrics": {evil: 1.0}, "stop": evil, "error": evil, "is_truncated": False, "seconds": 1, "timings": {evil: 1},
+           "turns": [{"prompt_ids": [1], "ids": [2, 10**12], "logprobs": [-1.0, -2.0], "version": 0}], "group": 0,
+           "member": 0, "advantage": 1.0, "is_used": True, "unused": evil}  # fmt: skip
+    lines = [json.dumps(row), '{"completion": 3}', '["no object"]', "\udc80 no JSON", json.dumps(row)[:100]]
+    (run / "rollouts" / "step_1" / "rollouts.jsonl").write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
+    (tmp_path / "secret.log").write_text("a secret")
+    (run / "logs" / "trainer.log").symlink_to(tmp_path / "secret.log")
+    (root / "out").symlink_to("/")
+    url, page = dashboard(root), pages(browser)
+    page.goto(url)
+    link = page.get_by_role("link", name="a<b>&\"'run")
+    link.wait_for()
+    link.click()
+    page.locator("section[aria-label=Reward]").wait_for()
+    for tab in ("timeline", "rollouts", "checkpoints", "doctor", "config", "logs"):
+        page.get_by_role("link", name=tab.title(), exact=True).click()
+        page.wait_for_timeout(400)
+        assert "a secret" not in page.content()
+    page.get_by_role("link", name="Rollouts").click()
+    page.locator("tr.click").first.click()
+    page.get_by_role("listbox", name="tokens").wait_for()
+    page.locator("article .message").first.wait_for()
+    assert page.locator("article img, article script").count() == 0
+    assert page.locator("img").count() == 0
+    assert "<img src=x onerror=alert(1)>" in page.locator("article .message").first.inner_text()
+    assert not page.problems, page.problems
