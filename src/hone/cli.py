@@ -107,7 +107,7 @@ def _run(command: str, argv: list[str]) -> int:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
             from hone.monitors.log import start_logging
 
-            log = start_logging(config.log_level)
+            log = start_logging(config.log_level, getattr(config, "log_format", "text"))
             if "model" not in config.model_fields_set and hasattr(config, "model"):
                 log.info("No model is named: it is %s", config.model.name)
             main = import_object(main_path)

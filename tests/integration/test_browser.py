@@ -124,7 +124,7 @@ def test_a_run_from_the_lab_to_its_weights(browser, dashboard, tmp_path):
 
     # Started, and the reward seen to rise while it runs.
     slowly = {"max_steps = 100": "max_steps = 250", "lr = 3e-4": "lr = 4e-5"}
-    start_run(page, url, "outputs/first", lambda text: functools.reduce(lambda t, x: t.replace(*x), slowly.items(), text))
+    start_run(page, url, "outputs/first", lambda t: functools.reduce(lambda x, y: x.replace(*y), slowly.items(), t))
     now = page.locator("section[aria-label=Reward] .now")
     now.wait_for()
     seen = []
@@ -242,7 +242,8 @@ def test_hostile_contents_are_shown_as_text(browser, dashboard, tmp_path):
     (run / "logs" / "orchestrator.log").write_text(evil + "\n\x1b]0;owned\x07\n")
     said = {"role": evil, "content": evil + "A" * 1_000_000, "tool_calls": [{"function": {"name": evil}}]}
     row = {"env": evil, "example_id": 1, "prompt": [said], "completion": [said], "answer": evil, "reward": 1.0,
-           "metrics": {evil: 1.0}, "stop": evil, "error": evil, "is_truncated": False, "seconds": 1, "timings": {evil: 1},
+           "metrics": {evil: 1.0}, "stop": evil, "error": evil, "is_truncated": False, "seconds": 1,
+           "timings": {evil: 1},
            "turns": [{"prompt_ids": [1], "ids": [2, 10**12], "logprobs": [-1.0, -2.0], "version": 0}], "group": 0,
            "member": 0, "advantage": 1.0, "is_used": True, "unused": evil}  # fmt: skip
     lines = [json.dumps(row), '{"completion": 3}', '["no object"]', "\udc80 no JSON", json.dumps(row)[:100]]

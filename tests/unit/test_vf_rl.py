@@ -183,7 +183,7 @@ def test_who_gets_which_gpu(tmp_path):
         ("loss-type", "grpo", "loss_type = 'grpo' is not possible: the loss is masked importance sampling"),
         ("mask-env-responses", "false", "what the environment says is never trained on"),
         ("lora-rnk", "3", "did you mean trainer.args.lora-rank"),
-        ("report-to", "tensorboard", "'wandb' or 'none'"),
+        ("report-to", "mlflow", "'tensorboard' or 'none'"),
         ("lr-scheduler-type", "cosin", "'cosine'"),
         ("lr-scheduler-type", "constant_with_warmup", "needs warmup_steps"),
         ("max-steps", "0", "greater than 0"),

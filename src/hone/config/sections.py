@@ -63,8 +63,25 @@ class WandbConfig(Config):
     """Weights & Biases project that the run is logged to."""
     name: str | None = None
     """Name of the run in Weights & Biases; it picks one unless given."""
+    group: str | None = None
+    """Group of runs in Weights & Biases that this one belongs to."""
     offline: bool = False
     """Log to disk only; `wandb sync` uploads it later."""
+    samples: Annotated[int, Field(ge=0)] = 8
+    """Rollouts of a step that are logged as a table, from the lowest reward to the highest; 0 logs none, and no
+    histograms of rewards, advantages and lengths."""
+    interval: Positive = 10
+    """Steps between those whose rollouts are logged; the first and the last step's are too."""
+
+
+class TensorBoardConfig(Config):
+    dir: Path | None = None
+    """Directory of the event files, for `tensorboard --logdir`; tensorboard/ in the run's directory unless given."""
+    samples: Annotated[int, Field(ge=0)] = 8
+    """Rollouts of a step that are written as text, from the lowest reward to the highest; 0 writes none, and no
+    histograms of rewards, advantages and lengths."""
+    interval: Positive = 10
+    """Steps between those whose rollouts are written; the first and the last step's are too."""
 
 
 class OptimConfig(Config):
@@ -380,8 +397,11 @@ class RunConfig(Config):
     seed: int = 0
     """Seed of every random choice: initial weights, order of the data, sampling."""
     wandb: Free[WandbConfig | None] = None
+    tensorboard: Free[TensorBoardConfig | None] = None
     log_level: Free[Literal["debug", "info", "warning"]] = "info"
     """Least important kind of message that is printed and logged."""
+    log_format: Free[Literal["text", "json"]] = "text"
+    """Form of the lines on the console: text for people, json for programs that collect them, an object a line."""
     log_interval: Free[Annotated[int, Field(ge=0)]] = 1
     """Print the lines of every this many steps, and of the last; 0 prints none. Log files have every step."""
 

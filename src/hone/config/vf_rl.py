@@ -196,8 +196,9 @@ class RLTrainerArgs(Config):
     """Print every so many steps."""
     sample_steps: Annotated[int, Field(ge=0)] = 5
     """Print a prompt and its completion every so many steps; 0 prints none."""
-    report_to: Annotated[list[Literal["wandb", "none"]], BeforeValidator(as_list)] | None = None
-    """Where metrics go beside the run's own files: wandb or none. Unless given, wandb where a key of wandb is."""
+    report_to: Annotated[list[Literal["wandb", "tensorboard", "none"]], BeforeValidator(as_list)] | None = None
+    """Where metrics go beside the run's own files: wandb, tensorboard, both, or none. Unless given, wandb where a key
+    of wandb is."""
     wandb: WandbConfig | None = None
 
     @model_validator(mode="before")
@@ -302,7 +303,7 @@ class VfRLConfig(Config):
     def _as_rl(self) -> dict[str, Any]:
         args, inference = self.trainer.args, _serve(self.inference.args, self.trainer.args)
         scheduler = args.lr_scheduler_type.removesuffix("_with_warmup")
-        wandb = args.wandb or (WandbConfig() if args.report_to == ["wandb"] else None)
+        wandb = args.wandb or (WandbConfig() if "wandb" in (args.report_to or []) else None)
         if wandb is not None and wandb.name is None:
             wandb = wandb.model_copy(update={"name": args.run_name})
         values: dict[str, Any] = {
@@ -310,7 +311,8 @@ class VfRLConfig(Config):
             "output_dir": self.output_dir, "layout": "trainer", "seed": args.seed, "clean": self.clean,
             "resume": self.resume, "log_level": self.log_level, "log_interval": 0, "max_steps": args.max_steps,
             "seq_len": args.max_seq_len, "max_async_level": args.num_batches_ahead, "deployment": self.deployment,
-            "wandb": wandb and wandb.model_dump(), "inference": inference,
+            "wandb": wandb and wandb.model_dump(),
+            "tensorboard": {} if "tensorboard" in (args.report_to or []) else None, "inference": inference,
             "orchestrator": {
                 "env": [self.env.model_dump()],
                 "batch_size": args.batch_size, "rollouts_per_example": args.rollouts_per_example,

@@ -70,7 +70,8 @@ class Runs:
             "max_steps": most, "metric": metric, "spark": values, "age": age(run),
             "model": clean((model or {}).get("name") or about.get("model") or ""),
             "env": ", ".join(_names(config.get("env") or (config.get("orchestrator") or {}).get("env"))),
-            "device": clean(about.get("device") or ""), "fork": self.origin(about.get("fork")), "started": about.get("started"),
+            "device": clean(about.get("device") or ""), "fork": self.origin(about.get("fork")),
+            "started": about.get("started"),
         }  # fmt: skip
         if run.kind == "eval":
             rewards = about.get("reward") if isinstance(about.get("reward"), (int, float)) else about.get("avg_reward")

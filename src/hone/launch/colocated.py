@@ -28,12 +28,13 @@ from hone.kernels.gpu.compiling import together
 from hone.launch.watching import Watcher
 from hone.models.loading import Loaded, load
 from hone.models.lora import Merged
+from hone.monitors import trackers
 from hone.monitors.about import device_name, made_by
 from hone.monitors.log import component_log
-from hone.monitors.metrics import Metrics, check_wandb
+from hone.monitors.metrics import Metrics
 from hone.monitors.report import StepReport
 from hone.orchestrator.orchestrator import Orchestrator
-from hone.orchestrator.rollouts_file import write_rollouts
+from hone.orchestrator.rollouts_file import shown, write_rollouts
 from hone.orchestrator.teacher import Teacher
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import Checkpoints, forget_after, progress_of, restore, resume_from
@@ -49,7 +50,7 @@ LOOK = 0.2  # seconds between looks whether the run is asked to end
 
 def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[str, Environment] | None = None) -> None:
     """`watcher` is told of each step; `environments`: by name, instead of loading those of the configuration."""
-    check_wandb(config.wandb)
+    trackers.check(config.wandb, config.tensorboard)
     run = RunDirectory(config.output_dir, "rl", config.layout)
     sources = resume_from(run, config.resume)
     run.refuse_earlier(config.may_start_anew or bool(sources))  # before seconds of loading
@@ -78,7 +79,7 @@ def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[st
     run.write_config(to_toml(config))
     run.keep_tokenizer(loaded.directory)
     run.note(device=device_name(trainer.device), **made_by())
-    with Pulse(run.pulse("trainer")), Metrics(run.metrics, config.wandb, config) as metrics:
+    with Pulse(run.pulse("trainer")), Metrics(run.metrics, config) as metrics:
         service = EngineService(engine, lockstep=True)
         progress = progress_of(sources, first - 1)
         steps = (first, weight_steps, progress)
@@ -157,6 +158,7 @@ async def train(
         seconds = time.perf_counter() - start
         values = {**collected.metrics, **trained, "time/step": seconds}
         of_rollouts.sampled(step, values)
+        of_rollouts.rollouts(step, partial(shown, step, collected.groups))
         of_training.trained(step, values)
         values |= await evaluated(step)
         of_rollouts.whole(step, values)  # before the checkpoint: a run that resumes from it has the row

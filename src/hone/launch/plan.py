@@ -121,7 +121,8 @@ def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
     own = config.model_dump(include={"clean", "resume", "ckpt", "weights", "weight_broadcast", "ranks_timeout"})
     configs: dict[str, Any] = {}
     orchestrator = config.orchestrator.model_dump() | common | {"seq_len": config.seq_len}
-    orchestrator["wandb"] = config.wandb and config.wandb.model_dump()
+    for tracker in ("wandb", "tensorboard"):
+        orchestrator[tracker] = getattr(config, tracker) and getattr(config, tracker).model_dump()
     if config.inference is not None:
         server = config.inference.server
         allowed = config.inference.allowed_dirs or [config.output_dir]

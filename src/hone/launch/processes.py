@@ -28,7 +28,7 @@ from hone.config.sections import BACKEND_LOST
 from hone.inference.address import bind
 from hone.launch.plan import Component, plan
 from hone.launch.watching import Follower, Watcher
-from hone.monitors.metrics import check_wandb
+from hone.monitors import trackers
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import refuse_changes, resume_from, step_of
 
@@ -41,7 +41,7 @@ log = logging.getLogger("hone.rl")
 def launch(config: RLConfig, watcher: Watcher | None = None) -> None:
     """Runs the components to their end, or until the watcher has them ended. Raises ValueError with the cause when one
     of them fails."""
-    check_wandb(config.wandb)
+    trackers.check(config.wandb, config.tensorboard)
     run = RunDirectory(config.output_dir, "rl", config.layout)
     sources = resume_from(run, config.resume)
     if config.inference is None:

@@ -3,19 +3,21 @@
 Step lines have the level SUCCESS: scripts look for lines with SUCCESS and Step in them.
 """
 
+import json
 import logging
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 SUCCESS = 25
 FORMAT = "%(asctime)s %(levelname)7s %(message)s"
 
 
-def start_logging(level: str = "info") -> logging.Logger:
-    """Logs of `hone` to stdout."""
+def start_logging(level: str = "info", form: str = "text") -> logging.Logger:
+    """Logs of `hone` to stdout, as text or as objects of JSON."""
     logging.addLevelName(SUCCESS, "SUCCESS")
     handler = _Stdout()
-    handler.setFormatter(logging.Formatter(FORMAT, "%H:%M:%S"))
+    handler.setFormatter(_Json() if form == "json" else logging.Formatter(FORMAT, "%H:%M:%S"))
     handler.addFilter(lambda record: getattr(record, "console", True))
     root = logging.getLogger("hone")
     root.handlers = [handler]
@@ -23,6 +25,13 @@ def start_logging(level: str = "info") -> logging.Logger:
     root.propagate = False
     logging.raiseExceptions = False  # a full disk takes lines of the log, and no more
     return root
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        found = {"time": when, "level": record.levelname.lower(), "component": record.name.removeprefix("hone.")}
+        return json.dumps(found | {"message": record.getMessage()}, ensure_ascii=False)
 
 
 class _Stdout(logging.StreamHandler):  # type: ignore[type-arg]

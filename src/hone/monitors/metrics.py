@@ -1,19 +1,13 @@
-"""Metrics of a run: one JSON object a step in a file, and Weights & Biases where it is asked for."""
+"""Metrics of a run: one JSON object a step in a file, and the trackers that are asked for."""
 
 import contextlib
-import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hone.config.base import Config
-from hone.config.sections import WandbConfig
-
-
-def check_wandb(config: WandbConfig | None) -> None:
-    """Raises ValueError, naming the extra, when wandb is asked for and not installed. Call before work starts."""
-    if config is not None and importlib.util.find_spec("wandb") is None:
-        raise ValueError("wandb is asked for but not installed; install the extra: pip install 'hone-rl[wandb]'")
+from hone.config.sections import RunConfig
+from hone.monitors.trackers import Rows, TensorBoard, Tracker, Trackers, Wandb
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -29,31 +23,29 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 class Metrics:
     """Use as a context manager; `log(step, values)` appends a line."""
 
-    def __init__(self, path: Path, wandb: WandbConfig | None, run_config: Config) -> None:
+    def __init__(self, path: Path, config: RunConfig) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        goes_on = path.exists() and path.stat().st_size > 0
         self.file = path.open("a")
-        self.run = None
-        if wandb is not None:
-            import wandb as library
-
-            mode: Any = "offline" if wandb.offline else None  # None: what WANDB_MODE says, or online
-            try:
-                self.run = library.init(
-                    project=wandb.project, name=wandb.name, config=run_config.public(), dir=str(path.parent), mode=mode
-                )
-            except library.errors.UsageError as error:  # no API key, for one
-                raise ValueError(f"wandb: {error}; or write to disk only: --wandb.offline") from None
+        makers: list[tuple[str, Callable[[], Tracker]]] = []
+        if (wandb := config.wandb) is not None:
+            makers.append(("wandb", lambda: Wandb(path.parent, path.stem, wandb, config, goes_on)))
+        if (board := config.tensorboard) is not None:
+            makers.append(("tensorboard", lambda: TensorBoard(path.parent, board, config)))
+        self.trackers = Trackers(makers)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self.file.write(json.dumps({"step": step, **values}) + "\n")
         self.file.flush()
-        if self.run is not None:
-            self.run.log(values, step=step)
+        self.trackers.row(step, values)
+
+    def rollouts(self, step: int, max_steps: int, rows: Callable[[], Rows]) -> None:
+        """For the trackers; the run's own file has all of them."""
+        self.trackers.rollouts(step, max_steps, rows)
 
     def __enter__(self) -> "Metrics":
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.file.close()
-        if self.run is not None:
-            self.run.finish(exit_code=0 if kind is None else 1)
+        self.trackers.close(kind is None)

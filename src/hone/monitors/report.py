@@ -6,11 +6,13 @@ evaluated ─► line of each environment ─► row
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from hone.monitors.lines import evaluation_line, orchestrator_line, sft_line, summary_line, trainer_line, why_no_signal
 from hone.monitors.log import SUCCESS
 from hone.monitors.metrics import Metrics
+from hone.monitors.trackers import Rows
 
 
 class StepReport:
@@ -46,6 +48,11 @@ class StepReport:
 
     def evaluated(self, version: int, values: dict[str, float]) -> None:
         self.log.info("%s", evaluation_line(version, values))
+
+    def rollouts(self, step: int, rows: Callable[[], Rows]) -> None:
+        """What was written in a step, for trackers; `rows` is asked where one of them wants it."""
+        if self.metrics is not None:
+            self.metrics.rollouts(step, self.max_steps, rows)
 
     def row(self, step: int, values: dict[str, float]) -> None:
         if self.metrics is not None:

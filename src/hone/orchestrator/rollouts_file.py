@@ -4,10 +4,12 @@ tokens behind it."""
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hone.environments.rows import rollout_of, row_of
-from hone.orchestrator.group import Group, samples_of
+from hone.orchestrator.group import Group, samples_of, tokens_of
 from hone.orchestrator.schedule import Task
+from hone.records import Message
 from hone.run_directory import appearing
 
 FILE = "rollouts.jsonl"
@@ -27,6 +29,27 @@ def write_rollouts(groups: list[Group], directory: Path, write_more: Callable[[P
 def _row(group: Group, i: int) -> dict[str, object]:
     judged = {"group": group.task.number, "member": i, "advantage": group.advantages[i], "is_used": group.learnt[i]}
     return row_of(group.rollouts[i], group.task.env) | judged | {"unused": group.unused}
+
+
+def shown(step: int, groups: list[Group]) -> list[dict[str, Any]]:
+    """The rollouts as trackers take them (`monitors/trackers.py`): what people read, and numbers for histograms."""
+    return [
+        {
+            "step": step, "env": group.task.env, "prompt": said(rollout.example.prompt[-1:]),
+            "completion": said(rollout.messages), "answer": rollout.example.answer, "reward": float(rollout.reward),
+            "advantage": group.advantages[i], "tokens": tokens_of(rollout), "stop": rollout.stop,
+            "error": rollout.error or "",
+        }
+        for group in groups for i, rollout in enumerate(group.rollouts)
+    ]  # fmt: skip
+
+
+def said(messages: list[Message]) -> str:
+    """The texts of messages, with the tools that they call."""
+    calls = [
+        json.dumps([call.get("function") for call in m["tool_calls"]]) if m.get("tool_calls") else "" for m in messages
+    ]
+    return "\n".join(f"{m.get('content') or ''}{call}" for m, call in zip(messages, calls, strict=True))
 
 
 def read_group(directory: Path, number: int, temperatures: dict[str, float]) -> Group | None:

@@ -12,6 +12,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from hone.config.help import to_toml
 from hone.config.rl import OrchestratorRunConfig
 from hone.environments import Environment, load_environments
 from hone.evals.held_out import evaluate
+from hone.monitors import trackers
 from hone.monitors.lag import Lag
 from hone.monitors.log import component_log
-from hone.monitors.metrics import Metrics, check_wandb, read_rows
+from hone.monitors.metrics import Metrics, read_rows
 from hone.monitors.report import StepReport
 from hone.orchestrator.orchestrator import Collected, Orchestrator
-from hone.orchestrator.rollouts_file import write_rollouts
+from hone.orchestrator.rollouts_file import shown, write_rollouts
 from hone.orchestrator.teacher import Teacher
 from hone.orchestrator.weights import Weights
 from hone.records import Prompt
@@ -36,7 +38,7 @@ from hone.transport.waiting import Pulse, Wait, Watch
 
 
 def main(config: OrchestratorRunConfig) -> None:
-    check_wandb(config.wandb)
+    trackers.check(config.wandb, config.tensorboard)
     environments = load_environments(config.env)
     held_out = load_environments(config.eval.env) if config.eval else {}
     run = RunDirectory(config.output_dir, "rl", config.layout)
@@ -74,7 +76,7 @@ async def orchestrate(
         first, config.max_steps, orchestrator.count, ", ".join(environments), ", ".join(config.client.base_url),
     )  # fmt: skip
     with (
-        Metrics(run.metrics, config.wandb, config) as metrics,
+        Metrics(run.metrics, config) as metrics,
         Pulse(run.pulse("orchestrator")),
         Watch({"trainer": run.pulse("trainer")}, log),
     ):
@@ -138,6 +140,7 @@ async def work(
         times = {"time/wait_for_weights": waited, "time/step": time.perf_counter() - start}
         values = {**collected.metrics, **times, **lag.take()}
         rows.report.sampled(step, values)
+        rows.report.rollouts(step, partial(shown, step, collected.groups))
         await asyncio.to_thread(publish, collected, values, run)
     await weights.at_least(config.max_steps)
     async with weights.busy:  # with the evaluation of the last

@@ -99,7 +99,7 @@ function Chart({ title, lines, log, percent, theme, note }) {
       width: place.current.clientWidth || 320, height: 190, cursor: { sync: { key: "steps" }, points: { size: 6 }, drag: { x: true, y: false } }, legend: { show: false },
       scales: { x: { time: false }, y: log ? { distr: 3 } : { range: (_, low, high) => low === null ? [0, 1] : high - low < 1e-12 ? [low - (Math.abs(low) / 2 || 0), high + (Math.abs(high) / 2 || 1)] : uPlot.rangeNum(low, high, .1, true) } },
       axes: [{ ...axis, size: 28 }, { ...axis, size: 56, values: (_, ticks) => ticks.map(v => v === null ? "" : value(v)) }],
-      series: [{}, ...drawn.map((line, i) => ({ label: line.label, stroke: line.of ? "transparent" : css(line.colour || COLOURS[i % 6]), width: line.of ? 0 : 1.7, points: { show: line.data[0].length < 30 && !line.of }, spanGaps: true }))],
+      series: [{}, ...drawn.map((line, i) => ({ label: line.label, stroke: line.of ? "transparent" : css(line.colour || COLOURS[i % 6]), width: line.of ? 0 : 1.7, points: { show: u => u.data[0].length < 30 && !line.of }, spanGaps: true }))],
       bands: low >= 0 && high >= 0 ? [{ series: [high + 1, low + 1], fill: css("--c1") + "2e" }] : [],
       hooks: { setCursor: [u => setAt(u.cursor.idx)] },
     };
@@ -146,7 +146,7 @@ const TIMES = ["time/step", "time/generate", "time/wait_for_weights", "time/wait
 // All series of a run, kept up with: only what is new is asked for, all again where the run has gone back.
 function useSeries(id, names, live) {
   const [series, set] = useState({}), last = useRef(-1), wanted = names.join(",");
-  useEffect(() => { set({}); last.current = -1; }, [id]);
+  useEffect(() => { set({}); last.current = -1; }, [id, wanted]);
   useEffect(() => {
     if (!wanted) return;
     let on = true, timer = 0;

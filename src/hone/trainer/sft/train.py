@@ -25,9 +25,10 @@ from hone.kernels import cpu
 from hone.models.loading import Loaded, load
 from hone.models.lora import add_lora, seed_dropout
 from hone.models.transformer import Transformer
+from hone.monitors import trackers
 from hone.monitors.about import device_name, made_by
 from hone.monitors.log import component_log
-from hone.monitors.metrics import Metrics, check_wandb
+from hone.monitors.metrics import Metrics
 from hone.monitors.report import StepReport
 from hone.run_directory import RunDirectory
 from hone.text.tokenizer import Tokenizer
@@ -60,7 +61,7 @@ NOTHING: list[Row] = [[([0, 0], [False, True])]]  # what a rank without rows goe
 
 
 def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
-    check_wandb(config.wandb)
+    trackers.check(config.wandb, config.tensorboard)
     keep_freed_memory()
     reads: Any = Source if config.data.streaming else load_rows
     rows = [] if config.data.fake else [reads(name, config.data.split) for name in config.data.name]
@@ -85,7 +86,7 @@ def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
         forget_after(done, run)
     run.write_config(to_toml(config))
     run.note(device=device_name(loaded.model.embed.weight.device, ranks.count), **made_by())
-    with Pulse(run.pulse("sft")), Metrics(run.metrics, config.wandb, config) as metrics:
+    with Pulse(run.pulse("sft")), Metrics(run.metrics, config) as metrics:
         report = reporter(config, run.logs, metrics)
         Trainer(config, loaded, optimizer, run, report, ranks, evaluate).train(rows, val_rows, done)
         run.end(config.max_steps or 1)

@@ -1,0 +1,202 @@
+"""Where numbers and samples of a run go beside its own files: Weights & Biases, TensorBoard.
+
+A tracker takes rows of metrics and, of some steps, rollouts: a table to read and the distributions behind the means.
+What goes wrong in one is said once, and the run goes on without it.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import math
+import re
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hone.config.base import Config
+from hone.config.sections import TensorBoardConfig, WandbConfig
+from hone.monitors.about import made_by
+
+log = logging.getLogger("hone")
+COLUMNS = ("step", "env", "prompt", "completion", "answer", "reward", "advantage", "tokens", "stop", "error")
+DISTRIBUTIONS = ("reward", "advantage", "tokens")
+LONGEST = 4000  # characters of a text in a table
+Rows = list[dict[str, Any]]  # of rollouts, with COLUMNS as keys
+
+
+class Tracker(ABC):
+    """`rows`: of rollouts; `sample`: those of them that are shown whole."""
+
+    interval = 10  # steps between those whose rollouts are taken
+    samples = 8
+
+    @abstractmethod
+    def row(self, step: int, values: dict[str, float]) -> None: ...
+
+    @abstractmethod
+    def rollouts(self, step: int, rows: Rows, sample: Rows) -> None: ...
+
+    @abstractmethod
+    def close(self, well: bool) -> None: ...
+
+
+class Trackers:
+    """Those that a run has. None of them can end it."""
+
+    def __init__(self, makers: list[tuple[str, Callable[[], Tracker]]]) -> None:
+        self._all: dict[str, Tracker] = {}
+        for name, make in makers:
+            try:
+                self._all[name] = make()
+            except ValueError:  # a mistake in the configuration: nothing has begun
+                raise
+            except Exception as error:  # whatever a library of others raises
+                self._given_up(name, error)
+
+    def row(self, step: int, values: dict[str, float]) -> None:
+        self._each(lambda tracker: tracker.row(step, values))
+
+    def rollouts(self, step: int, max_steps: int, rows: Callable[[], Rows]) -> None:
+        """`rows` is asked only where a tracker takes rollouts of this step."""
+        due = [
+            one for one in self._all.values() if one.samples and (step % one.interval == 0 or step in (1, max_steps))
+        ]
+        if due:
+            found = rows()
+            self._each(
+                lambda tracker: (
+                    tracker.rollouts(step, found, spread(found, tracker.samples)) if tracker in due else None
+                )
+            )
+
+    def close(self, well: bool) -> None:
+        self._each(lambda tracker: tracker.close(well))
+
+    def _each(self, tell: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._all.items()):
+            try:
+                tell(tracker)
+            except Exception as error:  # whatever a library of others raises
+                del self._all[name]
+                self._given_up(name, error)
+
+    def _given_up(self, name: str, error: Exception) -> None:
+        log.warning("%s failed (%s: %s): the run goes on without it", name, type(error).__name__, error)
+
+
+def spread(rows: Rows, count: int) -> Rows:
+    """So many of them, from the lowest reward to the highest."""
+    ordered = sorted(rows, key=lambda row: row["reward"])
+    if len(ordered) <= count:
+        return ordered
+    return [ordered[round(i * (len(ordered) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+class Wandb(Tracker):
+    """Every metric over its own step: rows may come out of order, as those of an evaluation do."""
+
+    def __init__(self, directory: Path, name: str, config: WandbConfig, run_config: Config, goes_on: bool) -> None:
+        import wandb as library
+
+        self.library, self.interval, self.samples = library, config.interval, config.samples
+        file = directory / f"wandb_{name}.id"  # the same run in W&B for the same run here
+        with contextlib.suppress(OSError):
+            library.setup()
+        identity = file.read_text().strip() if goes_on and file.exists() else uuid.uuid4().hex[:12]
+        file.write_text(identity + "\n")
+        mode: Any = "offline" if config.offline else None  # None: what WANDB_MODE says, or online
+        try:
+            self.run = library.init(
+                project=config.project, name=config.name, group=config.group, id=identity, resume="allow", mode=mode,
+                config=run_config.public() | {"made_by": made_by()}, dir=str(directory),
+            )  # fmt: skip
+        except library.errors.UsageError as error:  # no API key, for one
+            raise ValueError(f"wandb: {error}; or write to disk only: --wandb.offline") from None
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def row(self, step: int, values: dict[str, float]) -> None:
+        self.run.log({"step": step, **values})
+
+    def rollouts(self, step: int, rows: Rows, sample: Rows) -> None:
+        table = self.library.Table(columns=list(COLUMNS), data=[[row[key] for key in COLUMNS] for row in sample])
+        found = {f"distribution/{key}": self.library.Histogram([row[key] for row in rows]) for key in DISTRIBUTIONS}
+        self.run.log({"step": step, "samples": table, **found})
+
+    def close(self, well: bool) -> None:
+        self.run.finish(exit_code=0 if well else 1)
+
+
+class TensorBoard(Tracker):
+    """Event files, as `tensorboard --logdir DIR` reads them; written without TensorFlow."""
+
+    def __init__(self, directory: Path, config: TensorBoardConfig, run_config: Config) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.protos, self.event, self.interval, self.samples = (
+            summary_pb2,
+            event_pb2.Event,
+            config.interval,
+            config.samples,
+        )
+        self.writer = EventFileWriter(str(config.dir or directory / "tensorboard"), flush_secs=5)
+        self._text("config", 0, _fenced(str(run_config.public() | {"made_by": made_by()})))
+
+    def row(self, step: int, values: dict[str, float]) -> None:
+        made = [self.protos.Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
+        self._add(step, made)
+
+    def rollouts(self, step: int, rows: Rows, sample: Rows) -> None:
+        self._add(step, [self._histogram(f"distribution/{key}", [row[key] for row in rows]) for key in DISTRIBUTIONS])
+        parts = [
+            f"**reward {row['reward']:.4g}**, {row['stop'] or row['error']}\n\n{_fenced(row['prompt'])}\n\n"
+            f"{_fenced(row['completion'])}"
+            for row in sample
+        ]
+        self._text("samples", step, "\n\n---\n\n".join(parts))
+
+    def close(self, well: bool) -> None:
+        self.writer.close()
+
+    def _add(self, step: int, values: list[Any]) -> None:
+        self.writer.add_event(self.event(wall_time=_now(), step=step, summary=self.protos.Summary(value=values)))
+
+    def _text(self, tag: str, step: int, text: str) -> None:
+        from tensorboard.compat.proto import tensor_pb2, types_pb2
+
+        about = self.protos.SummaryMetadata(plugin_data=self.protos.SummaryMetadata.PluginData(plugin_name="text"))
+        tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[text.encode("utf-8", "replace")])
+        self._add(step, [self.protos.Summary.Value(tag=tag, metadata=about, tensor=tensor)])
+
+    def _histogram(self, tag: str, values: list[float]) -> Any:
+        import numpy as np
+
+        known = np.array([x for x in values if math.isfinite(x)] or [0.0], dtype=np.float64)
+        counts, edges = np.histogram(known, bins=30)
+        made = self.protos.HistogramProto(
+            min=known.min(), max=known.max(), num=len(known), sum=known.sum(), sum_squares=(known**2).sum(),
+            bucket_limit=edges[1:].tolist(), bucket=counts.astype(float).tolist(),
+        )  # fmt: skip
+        return self.protos.Summary.Value(tag=tag, histo=made)
+
+
+def check(wandb: WandbConfig | None, tensorboard: TensorBoardConfig | None = None) -> None:
+    """Raises ValueError, naming the extra, for a tracker that is asked for and not installed: before work starts."""
+    for name, config in (("wandb", wandb), ("tensorboard", tensorboard)):
+        if config is not None and importlib.util.find_spec(name) is None:
+            raise ValueError(f"{name} is asked for but not installed; install the extra: pip install 'hone-rl[{name}]'")
+
+
+def _fenced(text: str) -> str:
+    """As code: Markdown in what a model wrote stays as it is."""
+    fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
+    return f"{fence}\n{text[:LONGEST]}\n{fence}"
+
+
+def _now() -> float:
+    """The clock's time, which stands in event files."""
+    return time.time()  # noqa: TID251
