@@ -1,0 +1,324 @@
+"""The dashboard without a browser: its index, who may ask it what, its archives, its jobs, the doctor's judgement."""
+
+import io
+import json
+import os
+import tarfile
+import time
+
+import pytest
+from starlette.testclient import TestClient
+
+from hone.dashboard import jobs as jobs_module
+from hone.dashboard.archive import tar
+from hone.dashboard.doctor import LOOKS, Facts
+from hone.dashboard.index import Index
+from hone.dashboard.jobs import Jobs
+from hone.dashboard.runs import find_runs, status
+from hone.dashboard.server import build_app
+from hone.dashboard.tokens import Tokens
+from tests.integration.conftest import until
+
+RL = 'max_steps = 3\n[model]\nname = "m"\n[[orchestrator.env]]\nid = "reverse-text"\n'
+
+
+def rollout(step, i, **more):
+    said = [{"role": "assistant", "content": f"said {i} at {step}"}]
+    turns = [{"prompt_ids": [1, 2], "ids": [3] * (i + 1), "logprobs": [-0.5] * (i + 1), "version": step - 1}]
+    asked = [{"role": "user", "content": "ask"}]
+    row = {"env": "e", "example_id": i, "prompt": asked, "completion": said, "answer": "",
+           "reward": i / 10, "metrics": {}, "stop": "done", "error": None, "is_truncated": False, "seconds": 0.1,
+           "turns": turns, "group": step, "member": i, "advantage": 0.0, "is_used": True, "unused": ""}  # fmt: skip
+    return row | more
+
+
+def write_step(run, step, rows):
+    place = run / "rollouts" / f"step_{step}"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "rollouts.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of three steps below tmp_path/root, and a way to its index."""
+    place = tmp_path / "root" / "outputs" / "a"
+    for step in (1, 2, 3):
+        write_step(place, step, [rollout(step, i) for i in range(4)])
+    rows = ({"step": step, "reward/mean": step / 10, "loss/mean": 1.0} for step in (1, 2, 3))
+    (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "configs").mkdir()
+    (place / "configs" / "rl.toml").write_text(RL)
+    (place / "run_rl.json").write_text("{}")
+    return place
+
+
+def index_of(run):
+    root = run.parents[1]
+    return Index(root, find_runs(root)["outputs/a:rl"], root / ".cache")
+
+
+def test_an_index_takes_in_what_is_new_and_forgets_what_is_gone(run):
+    index = index_of(run)
+    assert index.update() and not index.update()
+    assert index.last()["step"] == 3 and index.rollouts({}, "step", True, 50, 0)["total"] == 12
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "reward/mean": 0.4}\n{"step": 5, "rew')  # the last line is yet to be whole
+    write_step(run, 4, [rollout(4, 0)])
+    assert index.update()
+    assert index.series(["reward/mean"])["reward/mean"] == [[1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4]]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('ard/mean": 0.5}\n')
+    index.update()
+    assert index.series(["reward/mean"], since=3)["reward/mean"] == [[4, 5], [0.4, 0.5]]
+    # A run that goes on from step 2 writes its rows anew and takes step 3 again.
+    (run / "new").write_text("".join((run / "metrics.jsonl").read_text().splitlines(True)[:2]))
+    (run / "new").replace(run / "metrics.jsonl")
+    for step in (3, 4):
+        (run / "rollouts" / f"step_{step}" / "rollouts.jsonl").unlink()
+        (run / "rollouts" / f"step_{step}").rmdir()
+    write_step(run, 3, [rollout(3, 9)])
+    index.update()
+    assert index.last()["step"] == 2
+    found = index.rollouts({"step_from": 3}, "step", True, 50, 0)
+    assert found["total"] == 1 and found["rows"][0]["said"] == "said 9 at 3"
+    other = index_of(run)
+    other.update()  # what is kept is read by the next
+    assert other.rollouts({}, "step", True, 50, 0)["total"] == 9
+
+
+def test_a_damaged_index_is_made_anew(run):
+    index = index_of(run)
+    index.update()
+    index.file.write_bytes(b"no database" * 100)
+    again = index_of(run)
+    again.update()
+    assert again.rollouts({}, "step", True, 50, 0)["total"] == 12
+
+
+def test_filters(run):
+    write_step(run, 4, [rollout(4, 0, env="f", unused="no_signal", answer="a 100% right_answer", error="late"),
+                        rollout(4, 1, is_truncated=True)])  # fmt: skip
+    index = index_of(run)
+    index.update()
+
+    def count(**wanted):
+        return index.rollouts(wanted, "reward", False, 50, 0)["total"]
+
+    assert count(reward_from=0.25) == 3 and count(tokens_to=1) == 4 and count(env="f") == count(failed=True) == 1
+    assert count(truncated=True) == 1 and count(unused="no_signal") == 1 and count(step_from=2, step_to=3) == 8
+    assert count(text="2 at 3") == 1 and count(text="SAID") == 14 and count(text="at") == 14 and count(text="zz") == 0
+    assert count(text="100% right_answer") == 1 and count(text="100_ right") == 0 and count(text='"') == 0
+    rows = index.rollouts({}, "tokens", True, 2, 1)["rows"]
+    assert [row["tokens"] for row in rows] == [4, 4]
+    with pytest.raises(ValueError, match="step, reward"):
+        index.rollouts({}, "id; DROP TABLE rollouts", True, 1, 0)
+    whole = index.whole(rows[0]["id"])
+    assert whole["completion"][0]["content"] == "said 3 at 2" and whole["at"]["step"] == 2
+
+
+def test_what_cannot_be_read_is_passed_over(run):
+    place = run / "rollouts" / "step_4"
+    place.mkdir()
+    bad = [
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'"text"',
+        b'{"completion": [{"content": "\\ud800"}], "reward": NaN, "turns": 3}',
+    ]
+    (place / "rollouts.jsonl").write_bytes(b"\n".join(bad) + b'\n{"completion": [')
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\n{"step": true}\n{"step": "x", "a": 1}\n{"step": 4, "reward/mean": NaN, "b": 1e400}\n')
+        file.write(b'{"step": 4, "c": 2}\n')
+    index = index_of(run)
+    index.update()
+    assert index.rollouts({"step_from": 4}, "step", True, 9, 0)["total"] == 1
+    assert index.last()["c"] == 2 and "b" not in index.last()
+
+
+def client(root, token="secret", host="127.0.0.1", **kwargs):
+    app = build_app(root, token, host, cache=root / ".cache")
+    return TestClient(app, base_url=f"http://{host}:8500", raise_server_exceptions=False, **kwargs)
+
+
+def test_reading_on_loopback_needs_no_token_and_starting_always_does(run):
+    ours = client(run.parents[1])
+    assert ours.get("/api/runs").json()["runs"][0]["id"] == "outputs/a:rl"
+    assert ours.post("/api/lab/check", json={"command": "rl", "toml": ""}).status_code == 401
+    wrong = {"authorization": "Bearer wrong"}
+    assert ours.post("/api/lab/start", json={}, headers=wrong).status_code == 401
+    assert ours.post("/api/jobs/x/stop", json={}).status_code == 401
+    told = ours.post("/api/lab/check", json={"command": "rl", "toml": RL}, headers={"authorization": "Bearer secret"})
+    assert told.json() == {"ok": True, "max_steps": 3, "model": "m"}
+
+
+def test_elsewhere_reading_needs_the_token_too(run):
+    ours = client(run.parents[1], host="10.1.2.3")
+    for path in ("/api/runs", "/api/run?run=outputs/a:rl", "/api/log?run=outputs/a:rl&name=x", "/api/lab"):
+        assert ours.get(path).status_code == 401, path
+    assert ours.get("/").status_code == 200 and ours.get("/assets/app.js").status_code == 200
+    assert ours.get("/api/runs", headers={"authorization": "Bearer secret"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"},
+        {"host": "127.0.0.1.evil.example:8500"},
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site"},
+    ],
+)
+def test_the_page_of_another_site_is_refused(run, headers):
+    ours = client(run.parents[1])
+    assert ours.get("/api/runs", headers=headers).status_code == 403
+    own = {**headers, "authorization": "Bearer secret"}
+    assert ours.post("/api/lab/check", json={"command": "rl", "toml": RL}, headers=own).status_code == 403
+
+
+def test_nothing_outside_the_root_is_read(run, tmp_path):
+    (tmp_path / "secret.log").write_text("a secret")
+    (run / "logs").mkdir()
+    (run / "logs" / "a.log").symlink_to(tmp_path / "secret.log")
+    (run / "logs" / "own.log").write_text("own")
+    (run / "weights" / "step_1").mkdir(parents=True)
+    (run / "weights" / "step_1" / "model.safetensors").write_bytes(b"w" * 100)
+    (run / "weights" / "step_1" / "link").symlink_to(tmp_path / "secret.log")
+    (run / "weights" / "step_2").symlink_to(tmp_path)
+    (run / "configs" / "orchestrator.toml").symlink_to(tmp_path / "secret.log")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "run_rl.json").write_text("{}")
+    (run.parents[1] / "out").symlink_to(outside)
+    ours = client(run.parents[1])
+    assert [one["id"] for one in ours.get("/api/runs").json()["runs"]] == ["outputs/a:rl"]
+    detail = ours.get("/api/run", params={"run": "outputs/a:rl"}).json()
+    assert detail["logs"] == ["own.log"] and "a secret" not in json.dumps(detail)
+    assert [one["name"] for one in detail["checkpoints"]] == ["weights/step_1"]
+    for name in ("a.log", "../../../secret.log", "/etc/passwd", "..%2f..%2fsecret.log"):
+        assert ours.get("/api/log", params={"run": "outputs/a:rl", "name": name}).status_code == 404
+    for name in ("../outside:rl", "/etc:rl", "out:rl", "outputs/a:eval"):
+        assert ours.get("/api/run", params={"run": name}).status_code == 404
+    for path in ("/assets/../server.py", "/assets/%2e%2e/server.py", "/download/x"):
+        assert ours.get(path).status_code == 404
+    ours.headers["authorization"] = "Bearer secret"
+    for name in ("weights/step_2", "../a/weights/step_1", "/etc", "configs"):
+        assert ours.post("/api/ticket", json={"run": "outputs/a:rl", "name": name}).status_code == 404
+    url = ours.post("/api/ticket", json={"run": "outputs/a:rl", "name": "weights/step_1"}).json()["url"]
+    with tarfile.open(fileobj=io.BytesIO(ours.get(url).content)) as archive:
+        assert archive.getnames() == ["a-step_1/model.safetensors"]
+    assert ours.get(url).status_code == 404  # once
+
+
+def test_answers_say_what_they_are_and_carry_the_policy(run):
+    ours = client(run.parents[1])
+    for path in ("/", "/assets/app.js", "/api/runs", "/nothing"):
+        headers = ours.get(path).headers
+        assert "script" not in headers["content-security-policy"] and headers["x-content-type-options"] == "nosniff"
+    assert ours.get("/api/rollouts", params={"run": "outputs/a:rl", "reward_from": "x"}).status_code == 400
+    assert ours.get("/api/rollouts", params={"run": "outputs/a:rl", "sort": "x"}).status_code == 400
+    assert ours.get("/api/run").json()["error"] == "missing: run"
+    big = {"authorization": "Bearer secret", "content-length": str(2**21)}
+    assert ours.post("/api/lab/check", content=b"x", headers=big).status_code == 413
+
+
+def test_an_archive_is_made_without_being_held(tmp_path):
+    place = tmp_path / "a"
+    place.mkdir()
+    (place / "big").write_bytes(os.urandom(3 * 2**20 + 17))
+    (place / "empty").write_bytes(b"")
+    parts = list(tar(place, "x"))
+    assert max(map(len, parts)) < 2 * 2**20
+    with tarfile.open(fileobj=io.BytesIO(b"".join(parts))) as archive:
+        assert archive.extractfile("x/big").read() == (place / "big").read_bytes()
+        assert archive.getmember("x/empty").size == 0
+
+
+def test_the_lab_refuses_what_the_command_would_and_what_is_not_its_own(run):
+    jobs = Jobs(run.parents[1])
+    assert "did you mean max-steps" in jobs.check("rl", RL.replace("max_steps", "max_step"))["error"]
+    assert "rm -rf" in jobs.check("rm -rf", "")["error"] and not jobs.check("sft", "x = ")["ok"]
+    with pytest.raises(ValueError, match="not below"):
+        jobs.start("rl", RL, "../elsewhere", "here", "")
+    with pytest.raises(ValueError, match="holds an earlier rl run"):
+        jobs.start("rl", RL, "outputs/a", "here", "")
+    with pytest.raises(KeyError):
+        jobs.recipe("../../etc/passwd")
+    with pytest.raises(KeyError):
+        jobs.stop("../a")
+    assert jobs.listed() == []
+
+
+def test_jobs_run_one_after_the_other(run, monkeypatch):
+    jobs = Jobs(run.parents[1])
+    monkeypatch.setattr(
+        Jobs, "words", lambda self, job: ["sh", "-c", f"echo {job.name}; sleep 0.4; exit {job.more or 0}"]
+    )
+    monkeypatch.setattr(jobs_module, "LOOK", 0.02)
+    names = [jobs.start("rl", RL, f"outputs/{i}", "here", more)["name"] for i, more in enumerate(("", "3", ""))]
+    until(lambda: sum(job["state"] == "running" for job in jobs.listed()) == 1)
+    assert jobs.stop(names[2])["state"] == "stopped"  # taken out of the line
+    until(lambda: {job["name"]: job["state"] for job in jobs.listed()}[names[1]] == "failed")
+    assert {job["name"]: job["state"] for job in jobs.listed()} == dict(zip(names, ("done", "failed", "stopped")))
+    assert jobs.log(names[1])["text"] == f"{names[1]}\n" and jobs.log(names[1])["code"] == 3
+    assert jobs.remove(names[0])["state"] == "removed" and len(jobs.listed()) == 2
+    until(lambda: jobs._thread is None)  # nothing is looked after any more
+
+
+def test_a_run_is_silent_and_then_stopped_when_its_pulse_is_old(run):
+    root, one = run.parents[1], find_runs(run.parents[1])["outputs/a:rl"]
+    assert status(root, one, 3, 3) == "done" and status(root, one, 2, 3) == "stopped"
+    (run / "alive").mkdir()
+    (run / "alive" / "trainer").write_text("1 1")
+    assert status(root, one, 2, 3) == "running"
+    for seconds, word in ((40, "silent"), (90, "stopped")):
+        then = time.time() - seconds  # noqa: TID251
+        os.utime(run / "alive" / "trainer", (then, then))
+        assert status(root, one, 2, 3) == word
+
+
+def test_tokens_follow_the_sequences_that_were_trained():
+    turns = [{"prompt_ids": [1, 2], "ids": [3, 4], "logprobs": [-1.0, -2.0], "version": 0},
+             {"prompt_ids": [1, 2, 3, 4, 5], "ids": [6], "logprobs": [-3.0], "version": 1},
+             {"prompt_ids": [9], "ids": [8], "logprobs": [-4.0], "version": 2}]  # fmt: skip
+    import numpy as np
+
+    seen = [(np.array([-1.5, -2.5, -3.5], np.float32), np.array([False, True, False])),
+            (np.array([-4.5], np.float32), np.array([False]))]  # fmt: skip
+    first, second = Tokens(None).sequences(turns, seen)
+    assert first["ids"] == [1, 2, 3, 4, 5, 6] and first["sampled"] == [None, None, -1.0, -2.0, None, -3.0]
+    assert first["trained"] == [None, None, -1.5, -2.5, None, -3.5] and first["masked"][3] is True
+    assert second["trained"] == [None, -4.5] and second["version"] == [None, 2]
+    assert Tokens(None).sequences([{"prompt_ids": 3}, {"ids": None}], []) == []
+
+
+def told(steps, **series):
+    """The kinds of findings for averages of steps and constant or listed metrics."""
+    count = len(steps)
+    base = {"count": 8, "reward": 0.5, "low": 0.0, "high": 1.0, "tokens": 10.0, "truncated": 0.0, "logprob": -0.3,
+            "failed": 0.0, "alike": 0.0}  # fmt: skip
+    rows = [base | {"step": i + 1} | step for i, step in enumerate(steps)]
+    values = {name: value if isinstance(value, list) else [value] * count for name, value in series.items()}
+    named = {name.replace("__", "/"): dict(enumerate(column, 1)) for name, column in values.items()}
+    named.setdefault("reward/mean", {row["step"]: row["reward"] for row in rows})
+    return [finding.kind for look in LOOKS if (finding := look(Facts(named, rows)))]
+
+
+def test_the_doctor_leaves_runs_alone_that_learn():
+    rising = [{"reward": 0.2 + 0.02 * i, "tokens": 10 + i / 3} for i in range(40)]
+    entropy = [1.0 - 0.02 * i for i in range(40)]
+    assert told(rising, entropy__mean=entropy, mismatch_kl__mean=1e-4, is_masked__mean=0.01) == []
+    solved = [{"reward": 1.0, "low": 1.0} if i > 20 else {} for i in range(40)]
+    idle = [1.0 if i > 20 else 0.1 for i in range(40)]
+    assert told(solved, batch__without_signal=idle, batch__solve_all=idle) == []
+    noisy = [{"reward": 0.5 + 0.2 * (-1) ** i} for i in range(30)]
+    assert told(noisy) == []
+    assert told([{"reward": 0.0, "low": 0.0, "high": 0.0}] * 3 + [{"reward": 0.1 * i} for i in range(8)]) == []
+
+
+def test_the_doctor_on_sides_that_disagree_and_rollouts_that_fail():
+    assert told([{}] * 20, mismatch_kl__mean=0.2) == ["stale"]
+    assert told([{}] * 20, batch__off_policy_level__mean=6.0) == ["stale"]
+    assert told([{"failed": 0.5}] * 20) == ["failures"]
+    assert told([{}] * 20, batch__without_signal=0.95, batch__solve_all=0.1) == ["no_signal"]
+    assert told([{}] * 20, entropy__mean=[1.0] * 10 + [0.001] * 10, reward__mean=[0.9] * 10 + [0.5] * 10) == ["entropy"]
