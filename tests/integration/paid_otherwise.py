@@ -1,7 +1,6 @@
 """An environment of reversed texts whose reward is not for the reversed text: for length, or the same for all."""
 
 import reverse_text
-
 from hone.environments import Rubric
 
 

@@ -23,7 +23,7 @@ def rl(out, *words, model=MODEL, **kwargs):
 
 
 def paid(kind):
-    return "--orchestrator.env", '{"id": "paid_otherwise", "args": {"kind": "%s", %s}}' % (kind, TEXTS)
+    return "--orchestrator.env", f'{{"id": "paid_otherwise", "args": {{"kind": "{kind}", {TEXTS}}}}}'
 
 
 BROKEN = {

@@ -233,8 +233,8 @@ def test_an_algorithm_in_a_components_file_is_that_of_the_run(tmp_path):
 
 
 FREE_KEYS = (
-    "output_dir layout clean resume fork wandb tensorboard ckpt log_level log_format log_interval ranks_timeout "
-    "max_steps max_seconds bench "
+    "output_dir layout clean resume fork dashboard wandb tensorboard ckpt log_level log_format "
+    "log_interval ranks_timeout max_steps max_seconds bench "
     "weights val eval weight_broadcast deployment inference inference_replicas inference_gpu_ids trainer_gpu_ids "
     "trainer_nodes inference_nodes "
     "on_bad_step sharding batch_timeout activation_checkpointing micro_batch_tokens micro_batch_size client base_url "

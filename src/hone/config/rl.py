@@ -119,6 +119,9 @@ class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
 
 
 class RLConfig(ResumableConfig):
+    dashboard: Free[bool] = False
+    """Serve the dashboard over output_dir while the run goes on; its address is printed. `hone dashboard DIR` serves it
+    at any time."""
     fork: Free[str | None] = None
     """RUN@N: begin with the checkpoint of step N of the run in that directory, with whatever keys differ from it. The
     new run has a directory of its own, which says where it came from."""

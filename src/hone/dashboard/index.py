@@ -56,6 +56,8 @@ class Index:
         self.file = (place or cache_directory()) / f"{name}.sqlite"
         self.progress = (0, 0)  # steps of rollouts that are in it, and that there are
         self._lock = threading.Lock()
+        self._making = threading.Lock()
+        self._is_made = False
         self._seen: tuple[str, ...] | None = None
         self._seen_metrics: str | None = None
 
@@ -68,6 +70,12 @@ class Index:
 
     def _ready(self) -> sqlite3.Connection:
         """Opened, with its tables; made anew where it is damaged or has another layout."""
+        with self._making:
+            connection = self._made()
+            self._is_made = True
+        return connection
+
+    def _made(self) -> sqlite3.Connection:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(2):
             try:
@@ -208,7 +216,7 @@ class Index:
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """A connection that cannot write. An index that does not exist yet is made first."""
-        if not self.file.exists():
+        if not self._is_made or not self.file.exists():
             self._ready().close()
         connection = sqlite3.connect(f"file:{self.file}?mode=ro", uri=True, timeout=30)
         try:

@@ -63,7 +63,6 @@ def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | Non
         return JSONResponse({"error": "not there"}, 404) if found is None else JSONResponse(found)
 
     def detail(name: str) -> dict[str, Any]:
-        runs.update(name)
         return runs.detail(name) | {"jobs": [job for job in jobs.listed() if job["run"] == name]}
 
     async def series(request: Request) -> Response:
@@ -82,7 +81,7 @@ def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | Non
 
         def make() -> dict[str, Any]:
             index = runs.get(asked.get("run", ""))[1]
-            runs.update(asked["run"])
+            is_reading = runs.update(asked["run"])
             wanted: dict[str, Any] = {
                 name: number_of(asked[name])
                 for name in ("step_from", "step_to", "reward_from", "reward_to", "tokens_from", "tokens_to", "group")
@@ -92,7 +91,7 @@ def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | Non
             wanted |= {name: True for name in ("failed", "truncated") if asked.get(name) == "1"}
             most, skip = min(int_of(asked.get("most"), PAGE), MOST), max(0, int_of(asked.get("skip"), 0))
             found = index.rollouts(wanted, asked.get("sort") or "step", asked.get("down", "1") == "1", most, skip)
-            return found | {"kinds": index.kinds(), "indexed": index.progress}
+            return found | {"kinds": index.kinds(), "indexed": index.progress, "reading": is_reading}
 
         return await told(make)
 

@@ -23,6 +23,7 @@ from hone.run_directory import RunDirectory, checkpoints_in, steps_in
 from hone.transport.trained import read_trained
 
 SPARK = 60  # points of the small curve in the list
+MOMENT = 0.1  # seconds that somebody who looks waits for what is new
 LOG = 256 * 1024  # bytes of the end of a log that are shown
 HEADLINE = {"rl": "reward/mean", "sft": "loss/mean", "eval": "reward"}
 
@@ -97,10 +98,14 @@ class Runs:
             "about": read_json(self.root, run.manifest), "indexed": index.progress,
         }  # fmt: skip
 
-    def update(self, name: str) -> None:
-        """Takes in what a run has written since; in a thread of its own, since the first time may take a minute."""
+    def update(self, name: str) -> bool:
+        """Takes in what a run has written since; in a thread of its own, since the first time may take a minute.
+        Returns whether that goes on."""
         index = self.get(name)[1]
-        threading.Thread(target=index.update, daemon=True).start()
+        work = threading.Thread(target=index.update, args=[True], daemon=True)
+        work.start()
+        work.join(MOMENT)
+        return work.is_alive()
 
     def logs(self, run: Run) -> list[str]:
         """Names of its logs, as `orchestrator.log`."""

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hone import leaving
@@ -30,8 +31,10 @@ from hone.models.loading import Loaded, load
 from hone.models.lora import Merged
 from hone.monitors import trackers
 from hone.monitors.about import device_name, made_by
+from hone.monitors.lines import whole_run_line
 from hone.monitors.log import component_log
 from hone.monitors.metrics import Metrics
+from hone.monitors.progress import Live
 from hone.monitors.report import StepReport
 from hone.orchestrator.orchestrator import Orchestrator
 from hone.orchestrator.rollouts_file import shown, write_rollouts
@@ -58,6 +61,20 @@ def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[st
     own, evaluation = environments, config.orchestrator.eval
     environments = own or load_environments(config.orchestrator.env)
     held_out = {} if evaluation is None else own or load_environments(evaluation.env)
+    with Live("rl") as live:
+        live.doing("loading the model")
+        carry_out(config, run, sources, environments, held_out, watcher, live)
+
+
+def carry_out(
+    config: RLConfig,
+    run: RunDirectory,
+    sources: list[Path],
+    environments: dict[str, Environment],
+    held_out: dict[str, Environment],
+    watcher: Watcher | None,
+    live: Live,
+) -> None:
     loaded = load(config.model, seed=config.seed)
     trainer = RLTrainer(loaded.model, config.trainer, config.max_steps, run.bad_steps, seed=config.seed)
     limit, serving = loaded.model.spec.max_position_embeddings, config.inference or ServeConfig()
@@ -67,6 +84,7 @@ def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[st
     engine = Engine(
         sampled.model, max_model_len=length, **room(serving, loaded.model, length, trainer.memory(most_tokens).step)
     )
+    live.doing("preparing")
     with together():
         rehearse(engine, config.orchestrator.batch_size)
         trainer.rehearse(most_tokens)
@@ -79,10 +97,11 @@ def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[st
     run.write_config(to_toml(config))
     run.keep_tokenizer(loaded.directory)
     run.note(device=device_name(trainer.device), **made_by())
+    live.begin(config.max_steps, first - 1)
     with Pulse(run.pulse("trainer")), Metrics(run.metrics, config) as metrics:
         service = EngineService(engine, lockstep=True)
         progress = progress_of(sources, first - 1)
-        steps = (first, weight_steps, progress)
+        steps = (first, weight_steps, progress, live)
         service.run_beside(
             train(config, loaded, environments, held_out, service, trainer, sampled, run, metrics, watcher, *steps)
         )
@@ -102,6 +121,7 @@ async def train(
     first: int,
     weight_steps: list[int],
     progress: dict[str, Any] | None,
+    live: Live,
 ) -> None:
     orchestrator_log, trainer_log = component_log("orchestrator", run.logs), component_log("trainer", run.logs)
     service.engine.set_version(first - 1)
@@ -114,6 +134,7 @@ async def train(
         count_tokens=lambda prompt: len(loaded.tokenizer.prompt_ids(prompt)),
     )  # fmt: skip
     orchestrator.go_on(first, progress, run.rollouts)
+    orchestrator.heard = partial(live.doing, "generating")
     if teacher is not None:
         await teacher.check()
     trainer_log.info(
@@ -133,6 +154,7 @@ async def train(
         """Metrics of an evaluation of this version; none where no evaluation is due."""
         if evaluation is None or not evaluation.is_due(version, config.max_steps):
             return {}
+        live.doing("evaluating")
         found = await evaluate(evaluation, held_out, client, config.seed)
         of_rollouts.evaluated(version, found)
         return found
@@ -150,6 +172,7 @@ async def train(
             await service.run(partial(checkpoints.leave, step - 1, config.public(), values, progress))
             return
         write = partial(write_rollouts, collected.groups, run.rollouts / f"step_{step}")
+        live.doing("training")
         trained = await service.run(partial(trainer.step, collected.batch, meanwhile=write))
         await service.run(sampled.follow)
         if trainer.trained is not None:
@@ -167,6 +190,7 @@ async def train(
         if step in weight_steps or not goes_on:
             save = partial(save_weights, export, run, step, config.max_steps, loaded, config.model.name, values)
             await service.run(save)
+        live.step(f"reward {values['reward/mean']:.4f}")
         progress = collected.progress
         await service.run(partial(checkpoints.save, step, is_last, config.public(), values, progress))
         if watcher is not None and (step in weight_steps or not goes_on):
@@ -180,6 +204,7 @@ async def train(
     last = step if first <= config.max_steps else first - 1
     run.end(last)
     trainer_log.info("Weights of step %d in %s", last, run.weights_of(last))
+    trainer_log.info("%s", whole_run_line(run))
 
 
 async def unless_asked(work: Coroutine[Any, Any, T]) -> T | None:

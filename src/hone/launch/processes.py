@@ -29,6 +29,7 @@ from hone.inference.address import bind
 from hone.launch.plan import Component, plan
 from hone.launch.watching import Follower, Watcher
 from hone.monitors import trackers
+from hone.monitors.lines import whole_run_line
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import refuse_changes, resume_from, step_of
 
@@ -79,6 +80,7 @@ def launch(config: RLConfig, watcher: Watcher | None = None) -> None:
         watch(children, follower)
     finally:
         end(children)
+    log.info("%s", whole_run_line(run))
 
 
 def refuse_other_rollouts(source: Path, config: RLConfig) -> None:

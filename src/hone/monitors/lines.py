@@ -1,5 +1,8 @@
 """The step lines of the console, as scripts read them: `Step N | Time: … | Reward: …`."""
 
+from hone.monitors.metrics import read_rows
+from hone.run_directory import RunDirectory
+
 
 def orchestrator_line(step: int, values: dict[str, float]) -> str:
     return (
@@ -87,3 +90,16 @@ def why_no_signal(step: int, values: dict[str, float]) -> str:
         why, cure = "the rollouts of each group had the same reward", "more rollouts an example, or a finer reward"
     failed = f" ({values['progress/failed']:.0f} failed)" if values["progress/failed"] else ""
     return f"Step {step}: nothing to learn from: {why}{failed}; what helps: {cure}"
+
+
+def whole_run_line(run: RunDirectory) -> str:
+    """What came of a run of RL, and where to look at it."""
+    rewards = {row["step"]: row["reward/mean"] for row in read_rows(run.metrics) if "reward/mean" in row}
+    look = f"look at it: hone dashboard {run.path}, hone doctor {run.path}, hone plot {run.path}"
+    if not rewards:
+        return look[0].upper() + look[1:]
+    first, last, best = min(rewards), max(rewards), max(rewards, key=rewards.__getitem__)
+    return (
+        f"Reward: {rewards[first]:.4f} at step {first}, {rewards[last]:.4f} at step {last}, at best "
+        f"{rewards[best]:.4f} (step {best}); {look}"
+    )

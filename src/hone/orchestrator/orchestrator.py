@@ -106,6 +106,7 @@ class Orchestrator:
         self.ready: dict[int, Group] = {}
         self.without_signal: list[Group] = []  # that were replaced, since the last step
         self.stale = 0
+        self.heard: Callable[[int, int], None] = lambda done, total: None  # told of groups that are ready for a step
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
 
@@ -223,6 +224,7 @@ class Orchestrator:
             self.without_signal.append(group)
         else:
             self.ready[number] = group
+            self.heard(len(self.ready), self.config.prompts_per_step)
         self._begin()
 
     def _drop_stale(self) -> None:

@@ -266,7 +266,7 @@ function Overview({ run, theme }) {
 }
 
 function Verdict({ run }) {
-  const { data } = usePolled(() => api(`/api/doctor?${query({ run: run.id })}`), [run.id, Math.floor(run.step / 10), run.status], 0);
+  const { data } = usePolled(() => api(`/api/doctor?${query({ run: run.id })}`), [run.id, Math.floor(4 * Math.log2(run.step + 1)), run.status], 0);  // seldom: it reads all rollouts
   const worst = data && data.findings[0];
   return worst && html`<div class="card finding" style=${{ marginBottom: ".9rem" }}><b>${worst.title}</b> (from step ${worst.first_step} on). ${worst.evidence} <a href=${"#" + runPath(run.id, "doctor")}>What helps</a></div>`;
 }
@@ -308,8 +308,9 @@ const FILTERS = ["step_from", "step_to", "reward_from", "reward_to", "tokens_fro
 function Rollouts({ run, asked }) {
   const keep = changes => go(runPath(run.id, "rollouts"), { ...parse().asked, ...changes });  // what is there now, not when it was drawn
   const wanted = Object.fromEntries(FILTERS.filter(name => asked[name] !== undefined).map(name => [name, asked[name]]));
-  const live = run.status === "running" || run.indexed[0] < run.indexed[1];
+  const [reading, setReading] = useState(false), live = run.status === "running" || reading;
   const { data, error } = usePolled(() => api(`/api/rollouts?${query({ run: run.id, ...wanted })}`), [run.id, JSON.stringify(wanted), live], live ? 3 : 0);
+  useEffect(() => { if (data) setReading(data.reading); }, [data]);
   const [typed, type] = useState(asked.text || "");
   useEffect(() => { type(asked.text || ""); }, [asked.text]);
   useEffect(() => { const timer = setTimeout(() => { if (typed !== (parse().asked.text || "")) keep({ text: typed, skip: "" }); }, 350); return () => clearTimeout(timer); }, [typed]);
@@ -318,7 +319,7 @@ function Rollouts({ run, asked }) {
   const kinds = data ? data.kinds : { env: [], stop: [], unused: [], steps: [0, 0, 0] };
   const skip = +(asked.skip || 0), chosen = asked.n ? +asked.n : null;
   const sortable = (name, label, cls = "num") => html`<th class=${cls} aria-sort=${(asked.sort || "step") === name ? (asked.down === "0" ? "ascending" : "descending") : null}><button class="link" onClick=${() => keep({ sort: name, down: (asked.sort || "step") === name && asked.down !== "0" ? "0" : "1", skip: "" })}>${label}${(asked.sort || "step") === name ? (asked.down === "0" ? " ↑" : " ↓") : ""}</button></th>`;
-  const list = html`<div class="card"><div class="row small soft"><span>${data ? `${data.total.toLocaleString("en")} of ${(kinds.steps[2] || 0).toLocaleString("en")} rollouts` : "…"}</span>${run.indexed[0] < run.indexed[1] && html`<span>reading: ${run.indexed[0]} of ${run.indexed[1]} steps</span>`}</div>
+  const list = html`<div class="card"><div class="row small soft"><span>${data ? `${data.total.toLocaleString("en")} of ${(kinds.steps[2] || 0).toLocaleString("en")} rollouts` : "…"}</span>${data && data.reading && html`<span>reading: ${data.indexed[0]} of ${data.indexed[1]} steps</span>`}</div>
     <div class="scroll"><table><thead><tr>${sortable("step", "Step")}${sortable("reward", "Reward")}${sortable("advantage", "Adv.")}${sortable("tokens", "Tokens")}<th>Written</th></tr></thead>
     <tbody>${data && data.rows.map(row => html`<tr key=${row.id} class="click" tabindex="0" aria-selected=${row.id === chosen} onClick=${() => keep({ n: row.id })} onKeyDown=${e => { if (e.key === "Enter") keep({ n: row.id }); }}>
       <td class="num">${row.step}</td><td class="num">${row.error ? html`<span class="status failed"></span>` : short(row.reward)}</td><td class="num">${short(row.advantage)}</td><td class="num">${row.tokens}${row.truncated ? " ✂" : ""}</td><td><div class="one">${row.error || row.said}</div></td></tr>`)}</tbody></table></div>
@@ -405,7 +406,7 @@ function Checkpoints({ run }) {
 }
 
 function Doctor({ run }) {
-  const { data, error } = usePolled(() => api(`/api/doctor?${query({ run: run.id })}`), [run.id, Math.floor(run.step / 10)], 0);
+  const { data, error } = usePolled(() => api(`/api/doctor?${query({ run: run.id })}`), [run.id, Math.floor(4 * Math.log2(run.step + 1))], 0);
   if (!data) return html`<${Problem} error=${error} />${!error && html`<p class="soft">Examining …</p>`}`;
   if (!data.findings.length) return html`<div class="card finding none"><h2>${data.note ? "Too early to say" : "Nothing is wrong that would be known"}</h2><p>${data.note || `${data.steps} steps were looked at: collapse, length, variance, staleness, truncation, the prompt's form, failures.`}</p></div>`;
   return data.findings.map(one => html`<section class="card finding" style=${{ marginBottom: ".9rem" }}><h2>${one.title}</h2><p>From step <b>${one.first_step}</b> on. ${one.evidence}</p><b>What usually helps</b><ul>${one.helps.map(text => html`<li>${text}</li>`)}</ul>

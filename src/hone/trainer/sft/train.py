@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hone import leaving
 from hone.config.help import to_toml
@@ -29,6 +27,7 @@ from hone.monitors import trackers
 from hone.monitors.about import device_name, made_by
 from hone.monitors.log import component_log
 from hone.monitors.metrics import Metrics
+from hone.monitors.progress import Live
 from hone.monitors.report import StepReport
 from hone.run_directory import RunDirectory
 from hone.text.tokenizer import Tokenizer
@@ -158,12 +157,12 @@ class Trainer:
             done + 1, max_steps,
         )  # fmt: skip
         start = time.perf_counter()
-        with _progress(disable=not self.ranks.is_first) as progress:
+        with Live("sft", self.ranks.is_first) as live:
+            live.begin(max_steps, done)
             if done == 0 and config.eval and config.eval.is_due(0, max_steps):
                 values = self._evaluate(0)
                 self.report.row(0, values)
             step = done
-            task = progress.add_task("sft", total=max_steps, completed=done, loss=float("nan"), rate=0.0)
             for step in range(done + 1, max_steps + 1):
                 values = self.step(step, max_steps, batches)
                 is_last = step == max_steps or self._is_over(start)
@@ -171,7 +170,7 @@ class Trainer:
                     values["val/loss"] = self.validate(val, data_of_val)
                 if config.eval and config.eval.is_due(step, step if is_last else max_steps):
                     values |= self._evaluate(step)
-                progress.update(task, advance=1, loss=values["loss/mean"], rate=values["perf/throughput"])
+                live.step(f"loss {values['loss/mean']:.4f}, {values['perf/throughput']:.0f} tokens/s")
                 self.report.max_steps = step if is_last else max_steps
                 self.report.tuned(step, values)
                 if not is_last and self.ranks.agree(leaving.is_asked(), self.device):
@@ -293,20 +292,6 @@ class Trainer:
     def _pack(self, rows: list[Row]) -> Packed:
         conversations = [conversation for row in rows for conversation in row]
         return pack([ids for ids, _ in conversations], [mask for _, mask in conversations], self.device)
-
-
-def _progress(disable: bool) -> Progress:
-    """A bar with loss, tokens/s and time left; on a terminal only, elsewhere the log lines stand alone."""
-    columns = [
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}"),
-        TextColumn("{task.fields[rate]:.0f} tokens/s"),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    ]
-    console = Console()
-    return Progress(*columns, console=console, transient=True, disable=disable or not console.is_terminal)
 
 
 if __name__ == "__main__":

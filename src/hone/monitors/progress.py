@@ -1,0 +1,48 @@
+"""How far a run is, in one line at the bottom of a terminal that stays below the log lines; nothing elsewhere."""
+
+from types import TracebackType
+from typing import Any
+
+
+class Live:
+    """Use as `with`. `begin` says how many steps there are, `doing` what a step is at, `step` that one is done."""
+
+    def __init__(self, name: str, is_on: bool = True) -> None:
+        from rich.console import Console
+
+        console = Console()
+        self.is_on = is_on and console.is_terminal
+        self._bar: Any = None
+        if self.is_on:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (
+                TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+                TextColumn("{task.fields[said]}"), TextColumn("{task.fields[doing]}"), TextColumn("left"),
+                TimeRemainingColumn(),
+            )  # fmt: skip
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task(name, total=None, said="", doing="")
+
+    def __enter__(self) -> "Live":
+        if self.is_on:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.is_on:
+            self._bar.stop()
+
+    def begin(self, total: int, done: int = 0) -> None:
+        if self.is_on:
+            self._bar.update(self._task, total=total, completed=done)
+
+    def doing(self, what: str, done: int | None = None, total: int | None = None) -> None:
+        """As in `generating 5/16`."""
+        if self.is_on:
+            self._bar.update(self._task, doing=what if done is None else f"{what} {done}/{total}")
+
+    def step(self, said: str) -> None:
+        """A step is done; `said` is its news."""
+        if self.is_on:
+            self._bar.update(self._task, advance=1, said=said)
