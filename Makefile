@@ -8,7 +8,7 @@ RUN := $(UV) run --no-sync
 # command spends seconds on compiling what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-isas test-newest test-verifiers test-vllm test-node test-slurm test-helm test-browser lint test-gpu chaos docs
+.PHONY: setup demo test test-isas test-newest test-verifiers test-vllm test-node test-slurm test-helm test-browser lint test-gpu chaos docs site package
 
 setup: .venv/.ready
 
@@ -85,11 +85,19 @@ test-browser: setup  ## the dashboard in a real Chromium, where it is or root ca
 	  { echo "no Chromium here, and none can be installed: not tested with it"; exit 0; }; \
 	$(UV) sync --quiet --locked --inexact --group browser && $(RUN) pytest -m browser tests/integration/test_browser.py
 
+package: setup  ## the wheel, built and tried in an environment of its own
+	$(RUN) python scripts/package.py --uv $(UV) --tag "$(TAG)"
+
 test-gpu:  ## on a machine with a GPU, with the Python there (docs/gpu.md)
 	PYTHONPATH=src:environments/reverse_text:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests/gpu
 
 chaos: setup  ## kills the parts of runs at random moments and compares with runs that were left alone
 	$(RUN) python -m tests.chaos
 
-docs: setup  ## rewrites docs/configuration.md from the types
+docs: setup  ## rewrites docs/configuration.md and docs/reference.md from the code
 	$(RUN) python -m hone.config.reference > docs/configuration.md
+	$(RUN) python scripts/reference.py > docs/reference.md
+
+site: setup  ## the documentation as a site in .site/html, with strict links
+	$(UV) sync --quiet --locked --inexact --group site
+	NO_MKDOCS_2_WARNING=1 $(RUN) python scripts/site.py
