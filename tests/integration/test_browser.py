@@ -219,6 +219,16 @@ def test_a_run_from_the_lab_to_its_weights(browser, dashboard, tmp_path):
     download.value.save_as(tmp_path / "model.tar")
     with tarfile.open(tmp_path / "model.tar") as archive:
         archive.extractall(tmp_path / "home", filter="data")
+    # Evaluated now: its rollouts appear as an evaluation.
+    row.get_by_role("button", name="Evaluate").click()
+    page.get_by_text("vf-eval-001").wait_for()
+    status_is(page, "done")
+    page.goto(f"{url}/#/")
+    page.get_by_role("link", name="outputs/evals/").click()
+    page.get_by_text("150 of 150 rollouts").wait_for()
+    page.locator("tr.click").first.click()
+    page.get_by_text("right answer").wait_for()
+    shot(page, "evaluation")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = next((tmp_path / "home").iterdir())

@@ -26,7 +26,7 @@ from typing import Any
 import hone
 from hone.config.base import load_config
 from hone.config.commands import COMMANDS, import_object
-from hone.dashboard.runs import find_runs, is_below, read_end, read_text, status
+from hone.dashboard.runs import Run, find_runs, is_below, read_end, read_text, status
 from hone.leaving import AGAIN
 from hone.run_directory import rewrite
 
@@ -56,6 +56,9 @@ class Job:
 
     @property
     def run(self) -> str:
+        """The run that it makes, or of which it evaluates weights."""
+        if self.command == "vf-eval":
+            return f"{Path(self.output_dir).parents[1].as_posix()}:rl"
         return f"{self.output_dir}:{'rl' if self.command == 'vf-rl' else self.command}"
 
 
@@ -126,6 +129,25 @@ class Jobs:
             job = Job(name, command, directory, where, more=more, begun=begun)
             if where == "slurm":
                 self._submit(job)
+            self._write(job)
+            self._look_after()
+        return self._shown(job)
+
+    def evaluate(self, run: Run, weights: Path, config: dict[str, Any], examples: int) -> dict[str, Any]:
+        """Puts an evaluation of a run's weights, on its own environment, at the end of the line. Raises ValueError."""
+        envs = (config.get("orchestrator") or {}).get("env") or config.get("env")
+        env = envs[0] if isinstance(envs, list) and envs else envs
+        if run.kind != "rl" or not isinstance(env, dict) or not isinstance(env.get("id"), str):
+            raise ValueError("evaluated are weights of rl runs, whose configuration names an environment")
+        sampling = (config.get("orchestrator") or {}).get("sampling") or config.get("sampling") or {}
+        asked = {"env": env["id"], "args": env.get("args") or {}, "n": max(1, min(examples, 10_000)),
+                 "max_tokens": sampling.get("max_tokens")}  # fmt: skip
+        with self._lock:
+            name = self._new_name("vf-eval")
+            (self.directory / name).mkdir(parents=True)
+            begun = time.strftime("%Y-%m-%d %H:%M:%S")
+            place = weights.resolve().relative_to(self.root).as_posix()
+            job = Job(name, "vf-eval", place, more=json.dumps(asked), begun=begun)
             self._write(job)
             self._look_after()
         return self._shown(job)
@@ -217,6 +239,11 @@ class Jobs:
     def words(self, job: Job) -> list[str]:
         """The command, as a person would type it."""
         file = self.directory / job.name / f"{job.command}.toml"
+        if job.command == "vf-eval":
+            asked = json.loads(job.more)
+            words = [asked["env"], "-m", job.output_dir, "-n", str(asked["n"]), "-a", json.dumps(asked["args"]), "-s"]
+            words += ["--max-tokens", str(asked["max_tokens"])] if asked["max_tokens"] else []
+            return [sys.executable, "-m", "hone", "vf-eval", *words]
         if job.where == "slurm":
             own = ["slurm", job.command, str(file), "--output-dir", str(self.root / job.output_dir)]
             return [sys.executable, "-m", "hone", *own, *shlex.split(job.more)]

@@ -26,6 +26,7 @@ from starlette.staticfiles import StaticFiles
 from hone.dashboard.archive import tar
 from hone.dashboard.guard import Guard
 from hone.dashboard.jobs import Jobs
+from hone.dashboard.runs import config_of
 from hone.dashboard.views import Runs
 
 ASSETS = Path(__file__).parent / "assets"
@@ -148,6 +149,18 @@ def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | Non
         words = [str(body.get(name) or "") for name in ("command", "toml", "output_dir", "where", "more")]
         return await told(lambda: jobs.start(*words))
 
+    async def evaluate(request: Request) -> Response:
+        body = await body_of(request)
+
+        def make() -> dict[str, Any]:
+            name = str(body.get("run"))
+            run, place = runs.get(name)[0], runs.checkpoint(name, str(body.get("name")))
+            if not (place / "config.json").is_file():
+                raise ValueError(f"{body.get('name')} is no model: weights are evaluated, checkpoints are not")
+            return jobs.evaluate(run, place, config_of(runs.root, run), int_of(str(body.get("examples")), 50))
+
+        return await told(make)
+
     async def act(request: Request) -> Response:
         name, what = request.path_params["name"], request.path_params["what"]
         if what not in ("stop", "kill", "resume", "remove"):
@@ -172,6 +185,7 @@ def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | Non
         Route("/api/lab/recipe", route(jobs.recipe, "name")),
         Route("/api/lab/check", check, methods=["POST"]),
         Route("/api/lab/start", begin, methods=["POST"]),
+        Route("/api/evaluate", evaluate, methods=["POST"]),
         Route("/api/jobs/{name}/{what}", act, methods=["POST"]),
         Route("/api/jobs/{name}", route(lambda: None)),
         Route("/api/job", route(jobs.log, "name")),

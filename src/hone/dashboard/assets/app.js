@@ -209,7 +209,7 @@ function RunPage({ id, tab, asked, theme }) {
   if (!run) return isAbsent ? html`<h1>${id.replace(/:\w+$/, "")}</h1><p class="soft">No such run is here. One that was just started appears when it has loaded its model; what it says meanwhile is in the <a href="#/lab">lab</a>.</p>`
     : html`<${Problem} error=${error} />${!error && html`<p class="soft">Reading the run …</p>`}`;
   const tabs = TABS[run.kind], shown = tabs.includes(tab) ? tab : tabs[0];
-  const job = run.jobs[0];
+  const job = run.jobs.find(one => one.command !== "vf-eval");
   return html`<div class="row"><h1>${run.place === "." ? run.name : run.place}</h1><span class="chip">${run.kind}</span><span class="status ${run.status}">${run.status}</span>
       <span class="soft">step ${run.step}${run.max_steps ? ` of ${run.max_steps}` : ""}</span>
       ${run.max_steps && html`<div class="meter" role="progressbar" aria-label="progress" aria-valuenow=${run.step} aria-valuemax=${run.max_steps}><i style=${{ width: `${Math.min(100, 100 * run.step / run.max_steps)}%` }}></i></div>`}
@@ -232,7 +232,7 @@ function JobButtons({ job }) {
   const act = what => api(`/api/jobs/${job.name}/${what}`, {}).then(() => set(null), set);
   return html`<span class="row">${job.state === "running" && html`<button onClick=${() => act("stop")} title="ends after this step, with a checkpoint">Stop</button><button class="bad" onClick=${() => confirm("End it now? What it did since its last checkpoint is lost.") && act("kill")}>Kill</button>`}
     ${job.state === "queued" && html`<button onClick=${() => act("stop")}>Take out of the line</button>`}
-    ${["stopped", "failed"].includes(job.state) && html`<button class="main" onClick=${() => act("resume")}>Resume</button>`}<${Problem} error=${error} /></span>`;
+    ${["stopped", "failed"].includes(job.state) && job.command !== "vf-eval" && html`<button class="main" onClick=${() => act("resume")}>Resume</button>`}<${Problem} error=${error} /></span>`;
 }
 
 function Overview({ run, theme }) {
@@ -400,9 +400,12 @@ function Group({ run, at, keep }) {
 function Checkpoints({ run }) {
   const [error, set] = useState(null);
   const load = name => api("/api/ticket", { run: run.id, name }).then(found => { location.href = found.url; set(null); }, set);
+  const [begun, setBegun] = useState(null);
+  const evaluate = name => api("/api/evaluate", { run: run.id, name, examples: 50 }).then(job => { setBegun(job); set(null); }, set);
   if (!run.checkpoints.length) return html`<p class="soft">No weights and no checkpoint yet. Weights are written by weights.interval and at the end, checkpoints by ckpt.interval.</p>`;
-  return html`<${Problem} error=${error} /><div class="scroll"><table><thead><tr><th>What</th><th class="num">Step</th><th class="num">Size</th><th>Place</th><th></th></tr></thead><tbody>${run.checkpoints.map(one => html`<tr><td>${one.kind === "weights" ? "Model, in the hub's format" : "Checkpoint to resume from"}</td><td class="num">${one.step}</td><td class="num">${size(one.bytes)}</td><td class="mono">${run.place}/${one.name}</td>
-    <td class="row"><button onClick=${() => load(one.name)}>Download</button>${one.kind === "weights" && run.kind === "rl" && html`<code class="small">vf-eval ${(run.env.split(", ")[0] || "ENV")} -m ${run.place}/${one.name}</code>`}${one.kind === "checkpoint" && html`<code class="small">rl @ ${run.place}/configs/rl.toml --fork ${run.place}@${one.step} --output-dir NEW</code>`}</td></tr>`)}</tbody></table></div>`;
+  const job = begun && (run.jobs.find(one => one.name === begun.name) || begun);
+  return html`<${Problem} error=${error} />${job && html`<p>${job.name}: <span class="status ${job.state}">${job.state}</span>. Its rollouts are among the <a href="#/">runs</a>, its output is in the <a href="#/lab">lab</a>.</p>`}<div class="scroll"><table><thead><tr><th>What</th><th class="num">Step</th><th class="num">Size</th><th>Place</th><th></th></tr></thead><tbody>${run.checkpoints.map(one => html`<tr><td>${one.kind === "weights" ? "Model, in the hub's format" : "Checkpoint to resume from"}</td><td class="num">${one.step}</td><td class="num">${size(one.bytes)}</td><td class="mono">${run.place}/${one.name}</td>
+    <td class="row"><button onClick=${() => load(one.name)}>Download</button>${one.kind === "weights" && run.kind === "rl" && html`<button onClick=${() => evaluate(one.name)} title="50 examples of the run's environment, as a job">Evaluate</button>`}${one.kind === "checkpoint" && html`<code class="small">rl @ ${run.place}/configs/rl.toml --fork ${run.place}@${one.step} --output-dir NEW</code>`}</td></tr>`)}</tbody></table></div>`;
 }
 
 function Doctor({ run }) {
