@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import tarfile
 import time
 
@@ -15,7 +16,7 @@ from hone.dashboard.doctor import LOOKS, Facts
 from hone.dashboard.index import Index
 from hone.dashboard.jobs import Jobs
 from hone.dashboard.runs import find_runs, status
-from hone.dashboard.server import build_app
+from hone.dashboard.server import ASSETS, build_app
 from hone.dashboard.tokens import Tokens
 from tests.integration.conftest import until
 
@@ -322,3 +323,31 @@ def test_the_doctor_on_sides_that_disagree_and_rollouts_that_fail():
     assert told([{"failed": 0.5}] * 20) == ["failures"]
     assert told([{}] * 20, batch__without_signal=0.95, batch__solve_all=0.1) == ["no_signal"]
     assert told([{}] * 20, entropy__mean=[1.0] * 10 + [0.001] * 10, reward__mean=[0.9] * 10 + [0.5] * 10) == ["entropy"]
+
+
+def test_colours_have_the_contrast_that_small_text_needs():
+    """WCAG AA: 4.5 to 1, on the page and on its cards, in both colour schemes."""
+
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    def contrast(a, b):
+        low, high = sorted((luminance(a), luminance(b)))
+        return (high + 0.05) / (low + 0.05)
+
+    style = (ASSETS / "style.css").read_text()
+    schemes = [
+        dict(re.findall(r"--([\w-]+): (#\w{6})", block))
+        for block in re.findall(r":root[^{]*{([^}]*--back[^}]*)}", style)
+    ]
+    assert len(schemes) == 3 and schemes[1] == schemes[2]
+    for scheme in schemes:
+        behind = [scheme[name] for name in ("back", "card", "mark", "system", "user", "assistant", "tool")]
+        for name in ("text", "soft", "accent", "good", "bad", "warn"):
+            on = behind if name in ("text", "soft") else behind[:3]
+            assert min(contrast(scheme[name], one) for one in on) >= 4.5, (name, scheme)
+        assert contrast(scheme["on-accent"], scheme["accent"]) >= 4.5
+        for line in ("c1", "c2", "c3", "c4", "c5", "c6"):
+            assert contrast(scheme[line], scheme["card"]) >= 3  # of graphics

@@ -211,10 +211,11 @@ function RunPage({ id, tab, asked, theme }) {
   const tabs = TABS[run.kind], shown = tabs.includes(tab) ? tab : tabs[0];
   const job = run.jobs.find(one => one.command !== "vf-eval");
   return html`<div class="row"><h1>${run.place === "." ? run.name : run.place}</h1><span class="chip">${run.kind}</span><span class="status ${run.status}">${run.status}</span>
-      <span class="soft">step ${run.step}${run.max_steps ? ` of ${run.max_steps}` : ""}</span>
+      ${run.kind === "eval" && html`<span>reward <b>${short(run.about.reward)}</b> ± ${short(1.96 * run.about.reward_error)} (95 %), ${run.about.rollouts} rollouts, ${run.about.failed} failed</span>`}
+      <span class="soft" hidden=${run.kind === "eval"}>step ${run.step}${run.max_steps ? ` of ${run.max_steps}` : ""}</span>
       ${run.max_steps && html`<div class="meter" role="progressbar" aria-label="progress" aria-valuenow=${run.step} aria-valuemax=${run.max_steps}><i style=${{ width: `${Math.min(100, 100 * run.step / run.max_steps)}%` }}></i></div>`}
       <span class="grow"></span>${job && html`<${JobButtons} job=${job} />`}
-      <a href=${`#/lab?${query({ from: id })}`}>Use its configuration</a></div>
+      ${run.kind !== "eval" && html`<a href=${`#/lab?${query({ from: id })}`}>Use its configuration</a>`}</div>
     <p class="soft small" style=${{ margin: ".2rem 0 0" }}>${[run.model, run.env, run.device, run.about.commit && `commit ${run.about.commit}`].filter(Boolean).join(" · ")}${run.fork && ` · forked from ${run.fork.run} at step ${run.fork.step}`}</p>
     <${Problem} error=${error} />
     <div class="tabs" role="navigation" aria-label="parts of the run">${tabs.map(name => html`<a href=${"#" + runPath(id, name)} aria-current=${name === shown ? "page" : null}>${name[0].toUpperCase() + name.slice(1)}</a>`)}</div>
@@ -320,9 +321,9 @@ function Rollouts({ run, asked }) {
   const skip = +(asked.skip || 0), chosen = asked.n ? +asked.n : null;
   const sortable = (name, label, cls = "num") => html`<th class=${cls} aria-sort=${(asked.sort || "step") === name ? (asked.down === "0" ? "ascending" : "descending") : null}><button class="link" onClick=${() => keep({ sort: name, down: (asked.sort || "step") === name && asked.down !== "0" ? "0" : "1", skip: "" })}>${label}${(asked.sort || "step") === name ? (asked.down === "0" ? " ↑" : " ↓") : ""}</button></th>`;
   const list = html`<div class="card"><div class="row small soft"><span>${data ? `${data.total.toLocaleString("en")} of ${(kinds.steps[2] || 0).toLocaleString("en")} rollouts` : "…"}</span>${data && data.reading && html`<span>reading: ${data.indexed[0]} of ${data.indexed[1]} steps</span>`}</div>
-    <div class="scroll"><table><thead><tr>${sortable("step", "Step")}${sortable("reward", "Reward")}${sortable("advantage", "Adv.")}${sortable("tokens", "Tokens")}<th>Written</th></tr></thead>
+    <div class="scroll"><table><thead><tr>${run.kind === "eval" ? html`<th class="num">Example</th>` : sortable("step", "Step")}${sortable("reward", "Reward")}${run.kind !== "eval" && sortable("advantage", "Adv.")}${sortable("tokens", "Tokens")}<th>Written</th></tr></thead>
     <tbody>${data && data.rows.map(row => html`<tr key=${row.id} class="click" tabindex="0" aria-selected=${row.id === chosen} onClick=${() => keep({ n: row.id })} onKeyDown=${e => { if (e.key === "Enter") keep({ n: row.id }); }}>
-      <td class="num">${row.step}</td><td class="num">${row.error ? html`<span class="status failed"></span>` : short(row.reward)}</td><td class="num">${short(row.advantage)}</td><td class="num">${row.tokens}${row.truncated ? " ✂" : ""}</td><td><div class="one">${row.error || row.said}</div></td></tr>`)}</tbody></table></div>
+      <td class="num">${run.kind === "eval" ? row.example : row.step}</td><td class="num">${row.error ? html`<span class="status failed"></span>` : short(row.reward)}</td>${run.kind !== "eval" && html`<td class="num">${short(row.advantage)}</td>`}<td class="num">${row.tokens}${row.truncated ? " ✂" : ""}</td><td><div class="one">${row.error || row.said}</div></td></tr>`)}</tbody></table></div>
     ${data && data.total > 50 && html`<div class="row" style=${{ marginTop: ".5rem" }}><button disabled=${!skip} onClick=${() => keep({ skip: Math.max(0, skip - 50) })}>Before</button><span class="small soft">${skip + 1} to ${Math.min(skip + 50, data.total)}</span><button disabled=${skip + 50 >= data.total} onClick=${() => keep({ skip: skip + 50 })}>Next</button></div>`}
     ${data && !data.total && html`<p class="soft">No rollout fits.</p>`}</div>`;
   return html`<div class="filters" role="search">
