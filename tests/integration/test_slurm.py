@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from hone.dashboard.jobs import Jobs
 from hone.launch.lab import templates, write
 from hone.launch.plan import free_port
 from hone.models.hf import load_model, save_model
@@ -99,6 +100,19 @@ def test_the_seeds_commands(cluster, place):
     assert f"job {job}  COMPLETED" in command("hone", "slurm", "status", "runs/reverse-rl", cwd=place,
                                               env=cluster.environment).stdout  # fmt: skip
     assert "attempt 0 ended with code 0" in command("hone", "slurm", "logs", "runs/reverse-rl", cwd=place).stdout
+
+
+def test_the_dashboards_lab_hands_a_run_over(cluster, place, monkeypatch):
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    jobs, toml = Jobs(place), (place / RL).read_text().replace("max_steps = 100", "max_steps = 2")
+    assert jobs.lab()["slurm"]
+    with pytest.raises(ValueError, match="--train-gpus"):
+        jobs.start("rl", toml, "runs/lab", "slurm", "--train-gpus many")
+    job = jobs.start("rl", toml, "runs/lab", "slurm", "--train-gpus 1 --infer-gpus 1")
+    assert job["state"] == "submitted" and len(jobs.listed()) == 1
+    ended(cluster, re.search(r"Submitted job (\d+)", jobs.log(job["name"])["text"])[1])
+    assert weights(place, "runs/lab", 2)
 
 
 def test_cut_by_preemption_and_the_wall_time_it_ends_as_undisturbed(cluster, place):
