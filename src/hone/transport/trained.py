@@ -37,6 +37,7 @@ class Trained:
             "is_masked": self.is_masked,
         }
         save_file(arrays, partial)
+        partial.chmod(directory.stat().st_mode & 0o666)  # safetensors writes files that nobody else may read
         partial.replace(file)
 
 
