@@ -17,7 +17,7 @@ def rl(out, *words, model=MODEL, **kwargs):
     return command(
         "rl", "@", f"{TINY}/rl.toml", "--model.name", model, "--seq-len", 128, "--orchestrator.batch-size", 128,
         "--orchestrator.rollouts-per-example", 8, "--trainer.optim.type", "adamw", "--trainer.optim.lr", "2e-4",
-        "--max-steps", 40, "--log-interval", 0, "--output-dir", out, *words,
+        "--max-steps", 30, "--log-interval", 0, "--output-dir", out, *words,
         env={"PYTHONPATH": str(Path(__file__).parent)}, **kwargs,
     )  # fmt: skip
 

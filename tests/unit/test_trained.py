@@ -55,7 +55,7 @@ def test_the_trainers_numbers_are_in_the_order_of_its_samples(budget):
     draw = np.random.default_rng(0)
     samples = []
     for i in range(12):
-        ids = [1, 2, 3, i // 4] + draw.integers(0, 32, 3 + i % 5).tolist()
+        ids = [1, 2, 3, i // 4, *draw.integers(0, 32, 3 + i % 5).tolist()]
         mask = [False] * 4 + [True] * (len(ids) - 4)
         samples.append(Sample(ids, mask, [-3.0] * len(ids), float(i % 3) - 1, 1.0, group=i // 4, member=i % 4))
     packed = pack([s.ids for s in samples], [s.mask for s in samples])
