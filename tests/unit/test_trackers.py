@@ -1,6 +1,7 @@
 """What Weights & Biases and TensorBoard are given, read back from what their own libraries wrote and read."""
 
 import json
+import logging
 
 import pytest
 
@@ -130,6 +131,19 @@ def test_what_is_not_installed_is_named_before_work_starts(monkeypatch):
 def test_nothing_a_model_wrote_ends_the_code_it_is_shown_as(tmp_path):
     assert trackers._fenced("a ```` b").startswith("`````\n")
     TensorBoard(tmp_path, TensorBoardConfig(), config()).rollouts(1, rows(1), rows(1))
+
+
+def test_a_rollout_is_logged_every_so_many_steps(caplog):
+    log = logging.getLogger("test")
+    with caplog.at_level("INFO", "test"):
+        report = StepReport(log, 10, 1)
+        for step in range(1, 7):
+            report.rollouts(step, lambda step=step: [row | {"completion": "\x1b[2Jx"} for row in rows(step)], 3)
+            report.rollouts(step, lambda: 1 / 0)
+    assert [record.message.splitlines()[0] for record in caplog.records] == [
+        "=== Step 3 Sample ===", "=== Step 6 Sample ===",
+    ]  # fmt: skip
+    assert caplog.records[0].message.endswith("Completion: \\x1b[2Jx\nReward: 0.5, advantage 0, 10 tokens (length)")
 
 
 def test_lines_as_json_are_an_object_each(capsys):

@@ -165,6 +165,9 @@ class OrchestratorConfig(GroupConfig):
     client: ClientConfig = ClientConfig()
     weights_timeout: Free[Annotated[float, Field(gt=0)]] = 3600.0
     """Seconds to wait for a new version of the weights before the run is ended."""
+    log_samples: Free[Annotated[int, Field(ge=0)]] = 0
+    """Log a rollout of every this many steps, of those the one in the middle by reward: prompt, completion, reward;
+    0 logs none. rollouts/ has all of them."""
     canary_tolerance: Free[Annotated[float, Field(gt=0)] | None] = None
     """Largest difference allowed between the trainer's and a server's logprobs of the canary, a fixed text that shows
     whether new weights arrived. Unless given: 1e-3 in float32; in bfloat16 0.1, and 0.5 for vLLM, whose logits are

@@ -88,7 +88,7 @@ def doctor(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     args = parser.parse_args(argv)
     from hone.dashboard.doctor import Report, examine
-    from hone.monitors.trainer_lines import printable
+    from hone.monitors.lines import printable
 
     reports: list[tuple[Run, Index, Report]] = []
     for run in runs_in(args.run):

@@ -181,7 +181,7 @@ async def train(
         seconds = time.perf_counter() - start
         values = {**collected.metrics, **trained, "time/step": seconds}
         of_rollouts.sampled(step, values)
-        of_rollouts.rollouts(step, partial(shown, step, collected.groups))
+        of_rollouts.rollouts(step, partial(shown, step, collected.groups), config.orchestrator.log_samples)
         of_training.trained(step, values)
         values |= await evaluated(step)
         of_rollouts.whole(step, values)  # before the checkpoint: a run that resumes from it has the row

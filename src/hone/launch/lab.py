@@ -22,7 +22,7 @@ from hone.environments.registry import add_folder
 TEMPLATES = Path(__file__).parent / "workspace"
 SIX = ("alphabet_sort", "gsm8k", "math_python", "reverse_text", "wiki_search", "wordle")
 EXTRAS = ("cpu", "math")
-IGNORED = ".venv/\noutputs/\nruns/\nwandb/\n__pycache__/\n"
+IGNORED = ".hone/\n.venv/\noutputs/\nruns/\nwandb/\n__pycache__/\n"
 ALWAYS = ("configs/endpoints.py", "configs/lab", "environments/AGENTS.md", "models")
 PROJECT = """[project]
 name = "{name}"

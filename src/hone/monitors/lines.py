@@ -1,5 +1,7 @@
 """The step lines of the console, as scripts read them: `Step N | Time: … | Reward: …`."""
 
+from typing import Any
+
 from hone.monitors.metrics import read_rows
 from hone.run_directory import RunDirectory
 
@@ -103,3 +105,17 @@ def whole_run_line(run: RunDirectory) -> str:
         f"Reward: {rewards[first]:.4f} at step {first}, {rewards[last]:.4f} at step {last}, at best "
         f"{rewards[best]:.4f} (step {best}); {look}"
     )
+
+
+def sample_lines(step: int, row: dict[str, Any]) -> str:
+    """A rollout to read, in some lines; `row` as trackers take it."""
+    end = f" ({printable(row['error'] or row['stop'])})" if row["error"] or row["stop"] else ""
+    return (
+        f"=== Step {step} Sample ===\nPrompt: {printable(row['prompt'])}\nCompletion: {printable(row['completion'])}\n"
+        f"Reward: {row['reward']:.4g}, advantage {row['advantage']:.4g}, {row['tokens']} tokens{end}"
+    )
+
+
+def printable(text: str) -> str:
+    """What a terminal shows as it is: all else, but for ends of lines, as an escape."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -9,10 +9,18 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from hone.monitors.lines import evaluation_line, orchestrator_line, sft_line, summary_line, trainer_line, why_no_signal
+from hone.monitors.lines import (
+    evaluation_line,
+    orchestrator_line,
+    sample_lines,
+    sft_line,
+    summary_line,
+    trainer_line,
+    why_no_signal,
+)
 from hone.monitors.log import SUCCESS
 from hone.monitors.metrics import Metrics
-from hone.monitors.trackers import Rows
+from hone.monitors.trackers import Rows, spread
 
 
 class StepReport:
@@ -49,8 +57,11 @@ class StepReport:
     def evaluated(self, version: int, values: dict[str, float]) -> None:
         self.log.info("%s", evaluation_line(version, values))
 
-    def rollouts(self, step: int, rows: Callable[[], Rows]) -> None:
-        """What was written in a step, for trackers; `rows` is asked where one of them wants it."""
+    def rollouts(self, step: int, rows: Callable[[], Rows], log_samples: int = 0) -> None:
+        """What was written in a step: for trackers, and of every `log_samples` steps a rollout for the log. `rows` is
+        asked where somebody wants them."""
+        if log_samples and step % log_samples == 0 and (found := rows()):
+            self.log.info("%s", sample_lines(step, spread(found, 3)[len(found) > 2]))
         if self.metrics is not None:
             self.metrics.rollouts(step, self.max_steps, rows)
 

@@ -7,7 +7,7 @@ Step 1/100: reward=0.75, entropy=0.41, importance_ratio=1.00
 
 from typing import Any
 
-from hone.monitors.lines import why_no_signal
+from hone.monitors.lines import printable, why_no_signal
 
 NAMES = {  # theirs, and ours
     "loss": "loss/mean",
@@ -56,8 +56,3 @@ def sample_block(step: int, rollout: dict[str, Any]) -> str:
 def _text(message: dict[str, Any]) -> str:
     calls = "".join(f" {call.get('function')}" for call in message.get("tool_calls") or [])
     return f"{message.get('content') or ''}{calls}"
-
-
-def printable(text: str) -> str:
-    """What a terminal shows as it is: all else, but for ends of lines, as an escape."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

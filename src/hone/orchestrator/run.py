@@ -140,7 +140,7 @@ async def work(
         times = {"time/wait_for_weights": waited, "time/step": time.perf_counter() - start}
         values = {**collected.metrics, **times, **lag.take()}
         rows.report.sampled(step, values)
-        rows.report.rollouts(step, partial(shown, step, collected.groups))
+        rows.report.rollouts(step, partial(shown, step, collected.groups), config.log_samples)
         await asyncio.to_thread(publish, collected, values, run)
     await weights.at_least(config.max_steps)
     async with weights.busy:  # with the evaluation of the last
