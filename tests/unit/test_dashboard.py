@@ -250,6 +250,23 @@ def test_the_lab_refuses_what_the_command_would_and_what_is_not_its_own(run):
     assert jobs.listed() == []
 
 
+def test_commands_run_where_the_dashboard_was_started(run, monkeypatch):
+    """`hone dashboard outputs`: what configurations name is found from there, runs are written below outputs."""
+    home = run.parents[1]
+    (home / "configs").mkdir()
+    (home / "configs" / "own.toml").write_text(RL)
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(Jobs, "_begin", lambda self, job: None)
+    jobs = Jobs(home / "outputs")
+    assert jobs.lab()["recipes"][0] == "configs/own.toml"
+    first, second = (jobs.start("rl", RL, place, "here", "") for place in ("", "outputs/mine"))
+    assert (first["output_dir"], second["output_dir"]) == ("rl-001", "mine")
+    words = jobs.words(jobs._get(second["name"]))
+    assert words[words.index("--output-dir") + 1] == "outputs/mine" and jobs.home == home
+    for job in (first, second):
+        jobs.stop(job["name"])
+
+
 def test_jobs_run_one_after_the_other(run, monkeypatch):
     jobs = Jobs(run.parents[1])
     monkeypatch.setattr(

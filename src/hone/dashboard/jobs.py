@@ -65,6 +65,8 @@ class Job:
 class Jobs:
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
+        # Where commands run and recipes are: what was typed there, as `models/x`, means the same here.
+        self.home = Path.cwd() if self.root.is_relative_to(Path.cwd()) else self.root
         self.directory = self.root / ".hone" / "jobs"
         self._lock = threading.RLock()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -74,13 +76,13 @@ class Jobs:
         """What can be started, and what has been."""
         return {
             "commands": KINDS, "recipes": [name for name, _ in self._recipes()], "jobs": self.listed(),
-            "slurm": shutil.which("sbatch") is not None, "root": str(self.root),
+            "slurm": shutil.which("sbatch") is not None, "home": str(self.home),
         }  # fmt: skip
 
     def _recipes(self) -> list[tuple[str, Path]]:
         """TOML files below the root's folders of them, and those that come with Hone."""
-        own = [file for place in PLACES for file in sorted((self.root / place).rglob("*.toml"))[:MOST]]
-        found = [(file.relative_to(self.root).as_posix(), file) for file in own if is_below(self.root, file)]
+        own = [file for place in PLACES for file in sorted((self.home / place).rglob("*.toml"))[:MOST]]
+        found = [(file.relative_to(self.home).as_posix(), file) for file in own if is_below(self.home, file)]
         shipped = sorted(TEMPLATES.rglob("*.toml"))
         return found + [(f"hone: {file.relative_to(TEMPLATES).as_posix()}", file) for file in shipped]
 
@@ -113,7 +115,8 @@ class Jobs:
             raise ValueError(f"where {where!r}: here, slurm")
         with self._lock:
             name = self._new_name(command)
-            place = (self.root / (output_dir or f"outputs/{name}")).resolve()
+            among = self.root if self.root.name == "outputs" else self.root / "outputs"
+            place = (self.home / output_dir if output_dir else among / name).resolve()
             if not place.is_relative_to(self.root) or place == self.root:
                 raise ValueError(f"output directory {output_dir!r} is not below {self.root}")
             directory = place.relative_to(self.root).as_posix()
@@ -241,7 +244,7 @@ class Jobs:
         file = self.directory / job.name / f"{job.command}.toml"
         if job.command == "vf-eval":
             asked = json.loads(job.more)
-            words = [asked["env"], "-m", job.output_dir, "-n", str(asked["n"]), "-a", json.dumps(asked["args"]), "-s"]
+            words = [asked["env"], "-m", self._typed(job), "-n", str(asked["n"]), "-a", json.dumps(asked["args"]), "-s"]
             words += ["--max-tokens", str(asked["max_tokens"])] if asked["max_tokens"] else []
             return [sys.executable, "-m", "hone", "vf-eval", *words]
         if job.where == "slurm":
@@ -249,16 +252,20 @@ class Jobs:
             return [sys.executable, "-m", "hone", *own, *shlex.split(job.more)]
         words = [sys.executable, "-m", "hone", job.command, "@", str(file)]
         if job.command == "vf-rl":  # it keeps what it resumes from, and its directory is a key of its file
-            output = ["--trainer.args.output-dir", job.output_dir]
+            output = ["--trainer.args.output-dir", self._typed(job)]
         else:
-            output = ["--output-dir", job.output_dir]
+            output = ["--output-dir", self._typed(job)]
             if "ckpt" not in tomllib.loads(file.read_text()):
                 output += ["--ckpt.interval", str(CHECKPOINTS)]
         return [*words, *output, *(["--resume", "auto"] if job.resume else [])]
 
+    def _typed(self, job: Job) -> str:
+        """Its directory as a person would type it."""
+        return os.path.relpath(self.root / job.output_dir, self.home)
+
     def _submit(self, job: Job) -> None:
         """Raises ValueError with what Slurm, or the command, says against it."""
-        done = subprocess.run(self.words(job), cwd=self.root, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(self.words(job), cwd=self.home, capture_output=True, text=True, timeout=120)
         (self.directory / job.name / "log.txt").write_text(done.stdout + done.stderr)
         if done.returncode:
             shutil.rmtree(self.directory / job.name)
@@ -289,7 +296,7 @@ class Jobs:
     def _begin(self, job: Job) -> None:
         with (self.directory / job.name / "log.txt").open("ab") as log:
             process = subprocess.Popen(
-                self.words(job), cwd=self.root, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                self.words(job), cwd=self.home, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         self._processes[job.name] = process
         job.state, job.pid, job.code = "running", process.pid, None

@@ -470,7 +470,7 @@ function Lab({ asked }) {
   }, [toml, command]);
   const start = () => api("/api/lab/start", { command, toml, output_dir: place, where, more }).then(job => { setBegun(job); setFailed(null); setPlace(""); }, setFailed);
   if (!lab) return html`<${Problem} error=${error} />`;
-  return html`<h1>Lab</h1><p class="soft">A configuration becomes a run: the command that you would type, in <span class="mono">${lab.root}</span>. ${!token() && html`<b>To start runs, open the address with the token that the dashboard printed.</b>`}</p>
+  return html`<h1>Lab</h1><p class="soft">A configuration becomes a run: the command that you would type, in <span class="mono">${lab.home}</span>. ${!token() && html`<b>To start runs, open the address with the token that the dashboard printed.</b>`}</p>
     <div class="split"><section class="card"><div class="filters"><label>recipe<select aria-label="recipe" onChange=${e => take(e.target.value)}><option value="">choose …</option>${lab.recipes.map(name => html`<option value=${name}>${name}</option>`)}</select></label>
         <label>command<select aria-label="command" value=${command} onChange=${e => setCommand(e.target.value)}>${lab.commands.map(name => html`<option value=${name}>${name}</option>`)}</select></label>
         <label>output directory<input aria-label="output directory" placeholder="outputs/NAME" value=${place} onInput=${e => setPlace(e.target.value)} /></label>
