@@ -84,8 +84,9 @@ def shot(page, name):
 
 def start_run(page, url, place, toml_of):
     page.goto(f"{url}/#/lab")
-    page.get_by_label("recipe").select_option(value="configs/prime-rl/reverse-text-tiny.toml")
     text = page.get_by_label("configuration")
+    text.fill("")  # of the one before
+    page.get_by_label("recipe").select_option(value="configs/prime-rl/reverse-text-tiny.toml")
     until(lambda: len(text.input_value()) > 100)
     text.fill(toml_of(text.input_value()))
     page.get_by_label("output directory").fill(place)
