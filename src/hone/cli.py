@@ -23,6 +23,7 @@ OTHERS = {  # subcommands with arguments of their own kind
     "lab": "hone.launch.lab:main",
     "slurm": "hone.launch.slurm:main",
 }
+LOOKERS = ("dashboard", "doctor", "plot")  # without arguments they say what is missing, or need none
 LAST_SECONDS = 10.0  # in which a process whose parent is gone may end what it has started
 
 
@@ -62,7 +63,7 @@ def hone() -> None:
     elif command in OTHERS:
         main = import_object(OTHERS[command])
         machine.prepare()
-        _exit(_guard(f"hone {command}", lambda: main(arguments or ([] if command == "dashboard" else ["--help"]))))
+        _exit(_guard(f"hone {command}", lambda: main(arguments or ([] if command in LOOKERS else ["--help"]))))
     elif command in ("--help", "-h"):
         print("usage: hone COMMAND …\n")
         for name in COMMANDS:

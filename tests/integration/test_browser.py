@@ -146,7 +146,7 @@ def test_a_run_from_the_lab_to_its_weights(browser, dashboard, tmp_path):
     assert page.locator("svg.timeline rect").count() >= 200
     shot(page, "timeline")
     page.get_by_role("link", name="Doctor").click()
-    page.get_by_text("Nothing is wrong that would be known").wait_for()
+    page.get_by_text("Nothing that is known to go wrong was found").wait_for()
 
     # A rollout, token by token, by address too.
     page.get_by_role("link", name="Rollouts").click()

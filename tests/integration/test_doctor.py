@@ -74,6 +74,7 @@ def test_a_fork_goes_on_from_a_step_and_a_resume_points_to_it(tmp_path):
     fork = json.loads((other / "run_rl.json").read_text())["fork"]
     assert (fork["run"], fork["step"]) == (str(base), 4)
     assert fork["changed"] == {"orchestrator.batch_size": [128, 64], "trainer.optim.lr": [2e-4, 1e-4]}
+    assert "nothing is left to do" in rl(tmp_path / "x", *short, "--fork", f"{base}@8", ok=False).stderr
     rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert rows[:4] == [json.loads(line) for line in (base / "metrics.jsonl").read_text().splitlines()][:4]
@@ -83,7 +84,11 @@ def test_a_fork_goes_on_from_a_step_and_a_resume_points_to_it(tmp_path):
     assert (other / "weights" / "step_10").exists()
     refused = rl(base, *short, "--resume", "--trainer.optim.lr", "1e-4", ok=False).stderr
     assert f"with other keys it is a new run: --fork {base}@8" in refused
-    for fork, words in ((base, "it is RUN@N"), (f"{base}@5", "there are: 4, 8"), (f"{tmp_path}@4", "holds no rl run")):
+    for fork, words in (
+        (base, "it is RUN@N"),
+        (f"{base}@5", "but those of steps 4, 8"),
+        (f"{tmp_path}@4", "holds no rl run"),
+    ):
         refused = rl(tmp_path / "x", "--fork", fork, ok=False).stderr
         assert words in refused and not (tmp_path / "x").exists()
     assert "directory of its own" in rl(base, "--clean", "--fork", f"{base}@4", ok=False).stderr

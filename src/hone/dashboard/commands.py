@@ -71,7 +71,10 @@ def bind_near(bind, host: str, port: int):  # type: ignore[no-untyped-def]
     """A socket on the port; where that is the usual one and taken, on the next that is free."""
     for other in range(port, port + (20 if port == PORT else 1)):
         try:
-            return bind(host, other)
+            found = bind(host, other)
+            if other > port:
+                print(f"port {port} is taken: {other} is used", flush=True)
+            return found
         except ValueError:
             if other == port + (19 if port == PORT else 0):
                 raise
@@ -101,7 +104,7 @@ def doctor(argv: list[str]) -> int:
         for run, index, report in reports:
             print(f"{run.path} ({run.kind}): {report.steps} steps")
             if not report.findings:
-                print(f"  {report.note or 'nothing is wrong that would be known'}")
+                print(f"  {report.note or 'nothing that is known to go wrong was found'}")
             for number, finding in enumerate(report.findings, 1):
                 print(f"\n  {number}. {finding.title}, from step {finding.first_step} on")
                 print(f"     {finding.evidence}")
@@ -150,8 +153,10 @@ def runs_in(path: Path) -> list[Run]:
         [run for run in find_runs(path).values() if run.path == path and run.kind != "eval"] if path.is_dir() else []
     )
     if not found:
-        below = [run.path for run in find_runs(path).values()] if path.is_dir() else []
-        hint = f"; did you mean {below[0]}?" if below else "; a run's directory has run_rl.json or run_sft.json"
+        if not path.is_dir():
+            raise ValueError(f"{path} is no directory")
+        below = sorted({str(run.path) for run in find_runs(path).values() if run.kind != "eval"})
+        hint = f"; did you mean one of {', '.join(below[:5])}?" if below else ": it has no run_rl.json or run_sft.json"
         raise ValueError(f"{path} holds no run{hint}")
     return found
 

@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import os
 import re
 import secrets
 import time
@@ -64,7 +65,8 @@ def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | Non
         return JSONResponse({"error": "not there"}, 404) if found is None else JSONResponse(found)
 
     def detail(name: str) -> dict[str, Any]:
-        return runs.detail(name) | {"jobs": [job for job in jobs.listed() if job["run"] == name]}
+        typed = {"typed": os.path.relpath(runs.get(name)[0].path, jobs.home)}  # its directory, for commands
+        return runs.detail(name) | typed | {"jobs": [job for job in jobs.listed() if job["run"] == name]}
 
     async def series(request: Request) -> Response:
         asked = ask(request)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hone.config.base import differences
 from hone.config.rl import RLConfig
+from hone.models.hf import resolve_model
 from hone.monitors.metrics import read_rows
 from hone.run_directory import RunDirectory, appearing, steps_in
 from hone.trainer.checkpoint import HEADER, Damaged, read_header
@@ -45,8 +46,15 @@ def forked(config: RLConfig) -> RLConfig:
         header = read_header(checkpoint)
     except Damaged as error:
         raise ValueError(f"--fork {config.fork}: {checkpoint} is damaged: {error}") from None
+    if step >= config.max_steps:
+        raise ValueError(
+            f"--fork {config.fork}: max-steps is {config.max_steps}, nothing is left to do after step {step}"
+        )
+    resolve_model(config.model.name)  # a mistake in it is told before anything is written
     run.claim(clean=config.clean, weight_steps=config.weights.steps(config.max_steps))
     changed = {key: [was, now] for key, was, now in differences(header["config"], config)}
+    if (before := header["config"].get("max_steps")) not in (None, config.max_steps):
+        changed["max_steps"] = [before, config.max_steps]
     counts_anew = any(key.startswith(COUNTED) for key in changed)
     with appearing(run.checkpoints / f"step_{step}") as place:
         shutil.copytree(checkpoint, place, copy_function=_link, dirs_exist_ok=True)
@@ -86,8 +94,11 @@ def found(source: Path, step: int) -> Path:
         return there[step]
     if not (source / "run_rl.json").exists():
         raise ValueError(f"--fork {source}@{step}: {source} holds no rl run")
-    steps = ", ".join(map(str, there)) or "none; --ckpt.interval N writes them"
-    raise ValueError(f"--fork {source}@{step}: no checkpoint of step {step} there; there are: {steps}")
+    steps = f"those of steps {', '.join(map(str, there))}" if there else "none"
+    raise ValueError(
+        f"--fork {source}@{step}: no checkpoint of step {step} there, but {steps} (--ckpt.interval N writes them, "
+        "--ckpt.keep M says how many of the last stay)"
+    )
 
 
 def _link(source: str, target: str) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from hone.monitors.statistics import summary
 from hone.orchestrator.group import DROPPED, Group, tokens_of
 
+PARTS = ("model", "environment", "scoring")  # that the seconds of a rollout go to
 FAILURES = ("reward", "raised", "refused", "timeout", "not_finite", "empty")
 
 
@@ -44,6 +45,7 @@ def metrics_of(
         "completion_len/total": sum(completion),
         **summary("seq_len", whole),
         "is_truncated/mean": float(np.mean([r.is_truncated for r in rollouts])) if rollouts else 0.0,
+        **{f"time/rollout/{part}": _mean([r.timings.get(part, 0.0) for r in rollouts]) for part in PARTS},
     }
     for env in environments:
         of_env = [r for g in groups if g.task.env == env for r in g.rollouts if not r.error]
@@ -54,3 +56,7 @@ def metrics_of(
         for name, count in Counter(name for r in of_env for name in r.metrics).items():
             values[f"metrics/{env}/{name}"] = sum(r.metrics.get(name, 0.0) for r in of_env) / count
     return values
+
+
+def _mean(values: list[float]) -> float:
+    return float(np.mean(values)) if values else 0.0

@@ -110,13 +110,13 @@ function Chart({ title, lines, log, percent, theme, note }) {
   }, [shape]);
   useEffect(() => { if (plot.current) plot.current.setData(table); }, [table]);
   const shown = drawn.map((line, i) => [line, i]).filter(([line]) => !line.of);
-  const index = at ?? (table[0].length - 1);
+  const index = at ?? (table[0].length - 1), valueOf = i => at === null ? table[i + 1].findLast(v => v !== null) : table[i + 1][index];
   const told = v => percent && v !== null && v !== undefined ? `${(100 * v).toFixed(1)} %` : short(v);
   if (!drawn.length) return null;
   return html`<section class="card chart" aria-label=${title}>
-    <h2>${title}${shown.length === 1 && html`<span class="now">${told(table[shown[0][1] + 1][index])}</span>`}</h2>
+    <h2>${title}${shown.length === 1 && html`<span class="now">${told(valueOf(shown[0][1]))}</span>`}</h2>
     <div ref=${place}></div>
-    <div class="legend"><span>step ${table[0][index]}</span>${shown.length > 1 && shown.map(([line, i]) => html`<span><i style=${{ background: `var(${line.colour || COLOURS[i % 6]})` }}></i>${line.label} <b>${told(table[i + 1][index])}</b></span>`)}${note && html`<span>${note}</span>`}</div>
+    <div class="legend"><span>step ${table[0][index]}</span>${shown.length > 1 && shown.map(([line, i]) => html`<span><i style=${{ background: `var(${line.colour || COLOURS[i % 6]})` }}></i>${line.label} <b>${told(valueOf(i))}</b></span>`)}${note && html`<span>${note}</span>`}</div>
   </section>`;
 }
 
@@ -141,7 +141,7 @@ const SFT = [
   { title: "Tokens a second", lines: [["perf/throughput", "trained"]] },
   { title: "Memory, GiB", lines: [["perf/peak_memory", "most"]] },
 ];
-const TIMES = ["time/step", "time/generate", "time/wait_for_weights", "time/wait_for_batch", "time/train", "time/publish_weights", "time/update_weights", "time/save"];
+const TIMES = ["time/step", "time/generate", "time/wait_for_weights", "time/wait_for_batch", "time/train", "time/publish_weights", "time/update_weights", "time/save", "time/rollout/model", "time/rollout/environment", "time/rollout/scoring"];
 
 // All series of a run, kept up with: only what is new is asked for, all again where the run has gone back.
 function useSeries(id, names, live) {
@@ -182,19 +182,19 @@ function RunList() {
   const toggle = id => choose(old => old.includes(id) ? old.filter(x => x !== id) : [...old, id]);
   return html`<div class="row">
       <h1>Runs</h1><span class="soft small mono">${data.root}</span><span class="grow"></span>
-      <input type="search" placeholder="search: place, model, environment, status" aria-label="search runs" size="34" value=${text} onInput=${e => setText(e.target.value)} />
+      <input type="search" placeholder="place, model, environment, status" aria-label="search runs" size="34" value=${text} onInput=${e => setText(e.target.value)} />
       <button class="main" disabled=${chosen.length < 2} onClick=${() => go("/compare", { runs: chosen.join("|") })}>Compare ${chosen.length || ""}</button>
     </div><${Problem} error=${error} />
     ${!data.runs.length && html`<div class="card" style=${{ marginTop: "1rem" }}><h2>No run is here yet</h2><p>Start one in the <a href="#/lab">lab</a>, or in a terminal, and it appears here by itself: <code>make demo</code>, or <code>rl @ FILE --output-dir DIR</code> with DIR below ${data.root}.</p></div>`}
     <div class="scroll"><table class="cards" style=${{ marginTop: ".8rem" }}>
       <thead><tr><th></th><th>Run</th><th>Status</th><th>Curve</th><th class="num">First → last</th><th class="num">Step</th><th>Model, environment</th><th>Device</th><th class="num">Last sign</th></tr></thead>
       <tbody>${found.map(run => html`<tr key=${run.id}>
-        <td><input type="checkbox" aria-label=${`choose ${run.id}`} checked=${chosen.includes(run.id)} onChange=${() => toggle(run.id)} disabled=${run.kind === "eval"} /></td>
+        <td>${run.kind !== "eval" && html`<input type="checkbox" aria-label=${`choose ${run.id}`} checked=${chosen.includes(run.id)} onChange=${() => toggle(run.id)} />`}</td>
         <td><a href=${"#" + runPath(run.id, run.kind === "eval" ? "rollouts" : "overview")}><b>${run.place === "." ? run.name : run.place}</b></a> <span class="chip">${run.kind}</span>${run.fork && html` <span class="chip">fork of ${run.fork.run}@${run.fork.step}</span>`}</td>
         <td><span class="status ${run.status}">${run.status}</span></td>
         <td class="wide"><${Spark} values=${run.spark} /></td>
         <td class="num wide">${run.spark.length > 1 ? `${short(run.spark[0])} → ${short(run.spark.at(-1))}` : run.spark.length ? short(run.spark[0]) : "–"} <span class="soft small">${run.metric.split("/")[0]}</span></td>
-        <td class="num hide">${run.step}${run.max_steps ? ` / ${run.max_steps}` : ""}</td>
+        <td class="num hide">${run.kind === "eval" ? "" : run.step}${run.max_steps ? ` / ${run.max_steps}` : ""}</td>
         <td class="hide"><span class="small">${run.model.split("/").slice(-2).join("/")}<br /><span class="soft">${run.env}</span></span></td>
         <td class="hide small">${run.device || "–"}</td><td class="num small wide">${ago(run.age)}</td></tr>`)}
       </tbody></table></div>
@@ -233,7 +233,7 @@ function JobButtons({ job }) {
   const act = what => api(`/api/jobs/${job.name}/${what}`, {}).then(() => set(null), set);
   return html`<span class="row">${job.state === "running" && html`<button onClick=${() => act("stop")} title="ends after this step, with a checkpoint">Stop</button><button class="bad" onClick=${() => confirm("End it now? What it did since its last checkpoint is lost.") && act("kill")}>Kill</button>`}
     ${job.state === "queued" && html`<button onClick=${() => act("stop")}>Take out of the line</button>`}
-    ${["stopped", "failed"].includes(job.state) && job.command !== "vf-eval" && html`<button class="main" onClick=${() => act("resume")}>Resume</button>`}<${Problem} error=${error} /></span>`;
+    ${["stopped", "failed"].includes(job.state) && job.command !== "vf-eval" && html`<button class="main" onClick=${() => act("resume")}>${job.state === "failed" ? "Try again" : "Resume"}</button>`}<${Problem} error=${error} /></span>`;
 }
 
 function Overview({ run, theme }) {
@@ -274,12 +274,21 @@ function Verdict({ run }) {
 
 // ---------------------------------------------------------------- what the run waits for
 const LANES = [
-  ["Sampling", [["time/wait_for_weights", "waits for weights", "--line"], ["time/generate", "generates and scores", "--c1"], ["time/update_weights", "takes weights", "--c3"]]],
-  ["Training", [["time/wait_for_batch", "waits for rollouts", "--line"], ["time/train", "trains", "--c2"], ["time/publish_weights", "hands weights on", "--c4"], ["time/save", "saves", "--c6"]]],
+  ["Sampling", [["time/wait_for_weights", "waits for weights", "--line"], ["time/generate", "generates", "--c1"], ["part/environment", "environments work", "--c5"], ["part/scoring", "scores", "--c6"], ["time/update_weights", "takes weights", "--c3"]]],
+  ["Training", [["time/wait_for_batch", "waits for rollouts", "--line"], ["time/train", "trains", "--c2"], ["time/publish_weights", "hands weights on", "--c4"], ["time/save", "saves", "--soft"]]],
 ];
+// The seconds of sampling by what its rollouts spent theirs on; those are under way side by side.
+function divided(found) {
+  const names = ["model", "environment", "scoring"], whole = found["time/generate"], parts = names.map(name => found[`time/rollout/${name}`]);
+  if (!whole || parts.some(part => !part || part[0].length !== whole[0].length)) return found;
+  const share = (k, i) => parts[k][1][i] / (parts.reduce((sum, part) => sum + part[1][i], 0) || 1);
+  const of = k => [whole[0], whole[1].map((seconds, i) => seconds * share(k, i))];
+  return { ...found, "time/generate": of(0), "part/environment": of(1), "part/scoring": of(2) };
+}
 function Timeline({ run }) {
-  const [series] = useSeries(run.id, TIMES.filter(name => run.names.includes(name)), run.status === "running");
+  const [found] = useSeries(run.id, TIMES.filter(name => run.names.includes(name)), run.status === "running");
   const [at, setAt] = useState(null);
+  const series = useMemo(() => divided(found), [found]);
   const steps = (series["time/step"] || [[]])[0].slice(-120);
   if (!steps.length) return html`<p class="soft">No step is done yet.</p>`;
   const value = name => { const map = new Map((series[name] || [[], []])[0].map((s, i) => [s, series[name][1][i]])); return s => map.get(s) || 0; };
@@ -296,11 +305,12 @@ function Timeline({ run }) {
   const [sampling, training] = lanes.map(([, parts]) => Object.fromEntries(parts.map(part => [part.name, mean(part)])));
   const share = (lane, name) => (lane[name] || 0) / (Object.values(lane).reduce((a, b) => a + b, 0) || 1);
   const why = share(training, "time/wait_for_batch") > .25 ? "The trainer waits for rollouts: more or faster sampling helps." : share(sampling, "time/wait_for_weights") > .25 ? "The sampler waits for weights: faster training, or a higher max_async_level, helps."
-    : (sampling["time/generate"] || 0) > 2 * (training["time/train"] || 0) ? "Most of a step is generation and scoring." : (training["time/train"] || 0) > 2 * (sampling["time/generate"] || 0) ? "Most of a step is training." : "Neither side waits much for the other.";
+    : (sampling["part/scoring"] || 0) + (sampling["part/environment"] || 0) > .4 * (sampling["time/generate"] || 0) ? "Much of sampling is the environment and its rewards: orchestrator.env.workers, or faster reward functions, help."
+    : (sampling["time/generate"] || 0) > 2 * (training["time/train"] || 0) ? "Most of a step is generation." : (training["time/train"] || 0) > 2 * (sampling["time/generate"] || 0) ? "Most of a step is training." : "Neither side waits much for the other.";
   const one = at === null ? null : steps[at];
   return html`<div class="card"><div class="row"><h2>Where the seconds of a step go</h2><span class="grow"></span><b>${why}</b></div>
     <div class="scroll"><svg class="timeline" viewBox=${`0 0 ${width} ${2 * half + 4}`} width="100%" role="img" aria-label="seconds of the last steps by part" onMouseLeave=${() => setAt(null)} onMouseMove=${e => { const box = e.currentTarget.getBoundingClientRect(); const i = Math.floor((e.clientX - box.left) / box.width * width / w); setAt(i >= 0 && i < steps.length ? i : null); }}>${bars}</svg></div>
-    <p class="soft small">Upwards: sampling; downwards: training; one bar a step, ${steps.length} steps${one !== null ? `; step ${one}` : ""}.</p>
+    <p class="soft small">Upwards: sampling; downwards: training; one bar a step, ${steps.length} steps up to ${steps.at(-1)}; half of the height is ${short(most)} s${one !== null ? `; step ${one}` : ""}.</p>
     <table><thead><tr><th>Side</th><th>Part</th><th class="num">${one === null ? "mean" : `step ${one}`}, s</th><th class="num">share</th></tr></thead><tbody>${lanes.flatMap(([title, parts]) => parts.map(part => html`<tr><td>${title}</td><td><span style=${{ display: "inline-block", width: ".8rem", height: ".8rem", background: `var(${part.colour})`, marginRight: ".4rem", borderRadius: "2px" }}></span>${part.label}</td><td class="num">${short(one === null ? mean(part) : part.of(one))}</td><td class="num">${(100 * (one === null ? share(title === "Sampling" ? sampling : training, part.name) : part.of(one) / (total(parts, one) || 1))).toFixed(0)} %</td></tr>`))}</tbody></table></div>`;
 }
 
@@ -327,9 +337,9 @@ function Rollouts({ run, asked }) {
     ${data && data.total > 50 && html`<div class="row" style=${{ marginTop: ".5rem" }}><button disabled=${!skip} onClick=${() => keep({ skip: Math.max(0, skip - 50) })}>Before</button><span class="small soft">${skip + 1} to ${Math.min(skip + 50, data.total)}</span><button disabled=${skip + 50 >= data.total} onClick=${() => keep({ skip: skip + 50 })}>Next</button></div>`}
     ${data && !data.total && html`<p class="soft">No rollout fits.</p>`}</div>`;
   return html`<div class="filters" role="search">
-      <label>text<input type="search" placeholder="in prompt, completion, answer" value=${typed} onInput=${e => type(e.target.value)} /></label>
+      <label>text<input type="search" placeholder="prompt, completion, answer" value=${typed} onInput=${e => type(e.target.value)} /></label>
       ${run.kind === "rl" && field("step_from", "step from")}${run.kind === "rl" && field("step_to", "to")}${field("reward_from", "reward from")}${field("reward_to", "to")}${field("tokens_from", "tokens from")}${field("tokens_to", "to")}
-      ${select("env", "environment", kinds.env)}${select("stop", "ended by", kinds.stop)}${select("unused", "not used since", kinds.unused)}
+      ${select("env", "environment", kinds.env)}${select("stop", "ended by", kinds.stop)}${select("unused", "not used because", kinds.unused)}
       <label class="inline"><input type="checkbox" checked=${asked.truncated === "1"} onChange=${e => keep({ truncated: e.target.checked ? "1" : "", skip: "" })} /> cut off</label>
       <label class="inline"><input type="checkbox" checked=${asked.failed === "1"} onChange=${e => keep({ failed: e.target.checked ? "1" : "", skip: "" })} /> failed</label>
       ${Object.keys(wanted).length > 0 && html`<button onClick=${() => go(runPath(run.id, "rollouts"))}>Clear</button>`}</div>
@@ -405,14 +415,14 @@ function Checkpoints({ run }) {
   const evaluate = name => api("/api/evaluate", { run: run.id, name, examples: 50 }).then(job => { setBegun(job); set(null); }, set);
   if (!run.checkpoints.length) return html`<p class="soft">No weights and no checkpoint yet. Weights are written by weights.interval and at the end, checkpoints by ckpt.interval.</p>`;
   const job = begun && (run.jobs.find(one => one.name === begun.name) || begun);
-  return html`<${Problem} error=${error} />${job && html`<p>${job.name}: <span class="status ${job.state}">${job.state}</span>. Its rollouts are among the <a href="#/">runs</a>, its output is in the <a href="#/lab">lab</a>.</p>`}<div class="scroll"><table><thead><tr><th>What</th><th class="num">Step</th><th class="num">Size</th><th></th><th>Place</th></tr></thead><tbody>${run.checkpoints.map(one => html`<tr><td>${one.kind === "weights" ? "Model, in the hub's format" : "Checkpoint to resume from"}</td><td class="num">${one.step}</td><td class="num">${size(one.bytes)}</td><td class="row"><button onClick=${() => load(one.name)}>Download</button>${one.kind === "weights" && run.kind === "rl" && html`<button onClick=${() => evaluate(one.name)} title="50 examples of the run's environment, as a job">Evaluate</button>`}${one.kind === "checkpoint" && html`<code class="small">rl @ ${run.place}/configs/rl.toml --fork ${run.place}@${one.step} --output-dir NEW</code>`}</td>
+  return html`<${Problem} error=${error} />${job && html`<p>${job.name}: <span class="status ${job.state}">${job.state}</span>. Its rollouts are among the <a href="#/">runs</a>, its output is in the <a href="#/lab">lab</a>.</p>`}<div class="scroll"><table><thead><tr><th>What</th><th class="num">Step</th><th class="num">Size</th><th></th><th>Place</th></tr></thead><tbody>${run.checkpoints.map(one => html`<tr><td>${one.kind === "weights" ? "Model, in the hub's format" : "Checkpoint to resume from"}</td><td class="num">${one.step}</td><td class="num">${size(one.bytes)}</td><td class="row"><button disabled=${!token()} onClick=${() => load(one.name)}>Download</button>${one.kind === "weights" && run.kind === "rl" && html`<button disabled=${!token()} onClick=${() => evaluate(one.name)} title="50 examples of the run's environment, as a job">Evaluate</button>`}${one.kind === "checkpoint" && html`<code class="small">rl @ ${run.typed}/configs/rl.toml --fork ${run.typed}@${one.step} --output-dir ${run.typed}-fork --max-steps N</code>`}</td>
     <td class="mono">${run.place}/${one.name}</td></tr>`)}</tbody></table></div>`;
 }
 
 function Doctor({ run }) {
   const { data, error } = usePolled(() => api(`/api/doctor?${query({ run: run.id })}`), [run.id, Math.floor(4 * Math.log2(run.step + 1))], 0);
   if (!data) return html`<${Problem} error=${error} />${!error && html`<p class="soft">Examining …</p>`}`;
-  if (!data.findings.length) return html`<div class="card finding none"><h2>${data.note ? "Too early to say" : "Nothing is wrong that would be known"}</h2><p>${data.note || `${data.steps} steps were looked at: collapse, length, variance, staleness, truncation, the prompt's form, failures.`}</p></div>`;
+  if (!data.findings.length) return html`<div class="card finding none"><h2>${data.note ? "Too early to say" : "Nothing that is known to go wrong was found"}</h2><p>${data.note || `${data.steps} steps were looked at: collapse, length, variance, staleness, truncation, the prompt's form, entropy, failures.`}</p></div>`;
   return data.findings.map(one => html`<section class="card finding" style=${{ marginBottom: ".9rem" }}><h2>${one.title}</h2><p>From step <b>${one.first_step}</b> on. ${one.evidence}</p><b>What usually helps</b><ul>${one.helps.map(text => html`<li>${text}</li>`)}</ul>
     ${one.rollouts.length > 0 && html`<p>Rollouts that show it: ${one.rollouts.map((n, i) => html`<a href=${`#${runPath(run.id, "rollouts")}?${query({ n, step_from: one.first_step, step_to: one.first_step })}`}>${i + 1}</a> `)}</p>`}</section>`);
 }
