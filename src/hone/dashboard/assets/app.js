@@ -80,7 +80,7 @@ function Spark({ values, width = 120, height = 28 }) {
 
 // ---------------------------------------------------------------- charts
 const sync = window.uPlot && uPlot.sync("steps");
-function Chart({ title, lines, log, percent, theme, note }) {
+function Chart({ title, lines, log, percent, theme, note, mark }) {
   const place = useRef(null), plot = useRef(null);
   const [at, setAt] = useState(null);
   const drawn = lines.filter(line => line.data && line.data[0].length);
@@ -89,7 +89,7 @@ function Chart({ title, lines, log, percent, theme, note }) {
     const where = new Map(steps.map((s, i) => [s, i]));
     return [steps, ...drawn.map(line => { const column = Array(steps.length).fill(null); line.data[0].forEach((s, i) => { const v = line.data[1][i]; column[where.get(s)] = log && !(v > 0) ? null : v; }); return column; })];
   }, [lines]);
-  const shape = JSON.stringify([title, log, percent, theme, drawn.map(line => [line.label, line.colour, line.of])]);
+  const shape = JSON.stringify([title, log, percent, theme, mark, drawn.map(line => [line.label, line.colour, line.of])]);
   useEffect(() => {
     if (!place.current || !drawn.length) return;
     const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line") }, font: "11px system-ui" };
@@ -101,7 +101,15 @@ function Chart({ title, lines, log, percent, theme, note }) {
       axes: [{ ...axis, size: 28 }, { ...axis, size: 56, values: (_, ticks) => ticks.map(v => v === null ? "" : value(v)) }],
       series: [{}, ...drawn.map((line, i) => ({ label: line.label, stroke: line.of ? "transparent" : css(line.colour || COLOURS[i % 6]), width: line.of ? 0 : 1.7, points: { show: u => u.data[0].length < 30 && !line.of }, spanGaps: true }))],
       bands: low >= 0 && high >= 0 ? [{ series: [high + 1, low + 1], fill: css("--c1") + "2e" }] : [],
-      hooks: { setCursor: [u => setAt(u.cursor.idx)] },
+      hooks: {
+        setCursor: [u => setAt(u.cursor.idx)],
+        draw: [u => {  // where the run was forked from
+          if (mark === undefined || mark === null) return;
+          const x = Math.round(u.valToPos(mark, "x", true)), { top, height, left, width } = u.bbox;
+          if (x < left || x > left + width) return;
+          u.ctx.save(); u.ctx.strokeStyle = css("--soft"); u.ctx.setLineDash([6, 5]); u.ctx.beginPath(); u.ctx.moveTo(x, top); u.ctx.lineTo(x, top + height); u.ctx.stroke(); u.ctx.restore();
+        }],
+      },
     };
     plot.current = new uPlot(options, table, place.current);
     const watch = new ResizeObserver(() => plot.current && place.current && plot.current.setSize({ width: place.current.clientWidth, height: 190 }));
@@ -216,7 +224,7 @@ function RunPage({ id, tab, asked, theme }) {
       ${run.max_steps && html`<div class="meter" role="progressbar" aria-label="progress" aria-valuenow=${run.step} aria-valuemax=${run.max_steps}><i style=${{ width: `${Math.min(100, 100 * run.step / run.max_steps)}%` }}></i></div>`}
       <span class="grow"></span>${job && html`<${JobButtons} job=${job} />`}
       ${run.kind !== "eval" && html`<a href=${`#/lab?${query({ from: id })}`}>Use its configuration</a>`}</div>
-    <p class="soft small" style=${{ margin: ".2rem 0 0" }}>${[run.model, run.env, run.device, run.about.commit && `commit ${run.about.commit}`].filter(Boolean).join(" · ")}${run.fork && ` · forked from ${run.fork.run} at step ${run.fork.step}`}</p>
+    <p class="soft small" style=${{ margin: ".2rem 0 0" }}>${[run.model, run.env, run.device, run.about.commit && `commit ${run.about.commit}`].filter(Boolean).join(" · ")}${run.fork && ` · forked from ${run.fork.run} at step ${run.fork.step} (dashed)${Object.entries(run.fork.changed || {}).map(([key, [was, now]]) => `, ${key} ${JSON.stringify(was)} → ${JSON.stringify(now)}`).join("")}`}</p>
     <${Problem} error=${error} />
     <div class="tabs" role="navigation" aria-label="parts of the run">${tabs.map(name => html`<a href=${"#" + runPath(id, name)} aria-current=${name === shown ? "page" : null}>${name[0].toUpperCase() + name.slice(1)}</a>`)}</div>
     ${shown === "overview" && html`<${Overview} run=${run} theme=${theme} />`}
@@ -263,7 +271,7 @@ function Overview({ run, theme }) {
       <span class="grow"></span><button class="link" onClick=${() => savePlot(run.id, "png", run.name)}>PNG</button><button class="link" onClick=${() => savePlot(run.id, "svg", run.name)}>SVG</button></div>
     ${run.kind === "rl" && html`<${Verdict} run=${run} />`}
     ${!run.names.length && html`<p class="soft">No step is done yet.</p>`}
-    <div class="grid">${[charts[0], ...more, ...charts.slice(1)].map(chart => html`<${Chart} key=${chart.title} theme=${theme} ...${chart} lines=${of(chart.lines)} />`)}</div>`;
+    <div class="grid">${[charts[0], ...more, ...charts.slice(1)].map(chart => html`<${Chart} key=${chart.title} theme=${theme} mark=${run.fork && run.fork.step} ...${chart} lines=${of(chart.lines)} />`)}</div>`;
 }
 
 function Verdict({ run }) {
