@@ -69,7 +69,7 @@ def peer_alone(directory: Path, requests: int, tokens: int, at_once: int, rounds
     )
     tokenizer = Tokenizer(directory)
     asked = [{"prompt_token_ids": tokenizer.prompt_ids(Prompt(messages(i)))} for i in range(requests)]
-    # Without seeds: with one of each request vLLM draws them one by one, and falls to half of its rate.
+    # Without seeds: with one of each request vLLM draws them one by one.
     how = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0)
     found = []
     for _ in range(rounds + 1):
