@@ -1,11 +1,13 @@
 """`hone dashboard`, `hone doctor`, `hone plot`: runs looked at in a browser, in the terminal, as a picture."""
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from hone.dashboard.index import Index
 from hone.dashboard.runs import Run, find_runs
 
 PORT = 8500
+NEAR = 20  # ports from it on that are tried
 
 
 def dashboard(argv: list[str]) -> int:
@@ -29,7 +32,6 @@ def dashboard(argv: list[str]) -> int:
         "--port", type=int, default=PORT, help=f"port; 0: a free one (default {PORT}, or the next free)"
     )
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
-    parser.add_argument("--exit-with", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     return serve(args.dir, args.host, args.port, args.open)
 
@@ -42,10 +44,9 @@ def serve(root: Path, host: str, port: int, opens: bool = False) -> int:
 
     from hone.config.sections import LOOPBACK, own_key
     from hone.dashboard.server import build_app
-    from hone.inference.address import bind
 
     token = own_key() or secrets.token_urlsafe(18)
-    sock = bind_near(bind, host, port)
+    sock = bind_near(host, port)
     app = build_app(root, token, host)
     sock.listen(128)
     url = f"http://{'127.0.0.1' if host in ('127.0.0.1', '0.0.0.0', '::') else host}:{sock.getsockname()[1]}"
@@ -67,18 +68,17 @@ def serve(root: Path, host: str, port: int, opens: bool = False) -> int:
     return 0
 
 
-def bind_near(bind, host: str, port: int):  # type: ignore[no-untyped-def]
-    """A socket on the port; where that is the usual one and taken, on the next that is free."""
-    for other in range(port, port + (20 if port == PORT else 1)):
-        try:
+def bind_near(host: str, port: int) -> socket.socket:
+    """A socket on the port; where that is the usual one and taken, on the next that is free. Raises ValueError."""
+    from hone.inference.address import bind
+
+    for other in range(port, port + NEAR) if port == PORT else ():
+        with contextlib.suppress(ValueError):
             found = bind(host, other)
             if other > port:
                 print(f"port {port} is taken: {other} is used", flush=True)
             return found
-        except ValueError:
-            if other == port + (19 if port == PORT else 0):
-                raise
-    raise AssertionError
+    return bind(host, port)
 
 
 def doctor(argv: list[str]) -> int:

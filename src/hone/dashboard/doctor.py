@@ -7,7 +7,7 @@ rewards of 0), the explanation alone is told.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hone.dashboard.index import Index
@@ -88,10 +88,10 @@ def _shown(finding: Finding, index: Index) -> Finding:
     """With rollouts of its first step that show it."""
     if index.run.kind != "rl":
         return finding
-    sort, down = {"length": ("tokens", True), "collapse": ("reward", False)}.get(finding.kind, ("reward", False))
+    sort, down = ("tokens", True) if finding.kind == "length" else ("reward", False)
     wanted: dict[str, Any] = {"step_from": finding.first_step, "step_to": finding.first_step}
     rows = index.rollouts(wanted | ({"truncated": 1} if finding.kind == "truncated" else {}), sort, down, 5, 0)["rows"]
-    return Finding(**{**asdict(finding), "rollouts": [row["id"] for row in rows]})
+    return replace(finding, rollouts=[row["id"] for row in rows])
 
 
 def template(facts: Facts) -> Finding | None:

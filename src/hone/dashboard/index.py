@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hone.dashboard.rows import columns, row_of
 from hone.dashboard.runs import Run, is_below
 from hone.run_directory import steps_in
 
 LAYOUT = 4  # of the tables; an index of another is made anew
-TEXT = 4000  # characters of a rollout's end, and of its beginning, that are searched
 AT_ONCE = 40  # steps that are written in one transaction
 ROLLOUTS = "rollouts.jsonl"
 SORTED_BY = ("step", "reward", "advantage", "tokens", "seconds", "turns")
@@ -80,12 +80,10 @@ class Index:
         for _ in range(2):
             try:
                 connection = self._open()
-                if connection.execute("PRAGMA user_version").fetchone()[0] == LAYOUT:
+                layout = connection.execute("PRAGMA user_version").fetchone()[0]
+                if layout == LAYOUT:
                     return connection
-                if (
-                    connection.execute("PRAGMA user_version").fetchone()[0] == 0
-                    and not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-                ):
+                if layout == 0 and not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                     connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version={LAYOUT}; COMMIT;")
                     return connection
                 connection.close()
@@ -151,7 +149,7 @@ class Index:
         if not start:
             connection.execute("DELETE FROM points")
         for line in whole.split(b"\n"):
-            row = _row(line)
+            row = row_of(line)
             step = row.get("step")
             if not isinstance(step, int) or isinstance(step, bool):
                 continue
@@ -203,9 +201,9 @@ class Index:
         start = 0
         with file.open("rb") as opened:
             for line in opened:
-                row = _row(line)
+                row = row_of(line)
                 if "completion" in row:
-                    values, text = _columns(row)
+                    values, text = columns(row)
                     done = connection.execute(
                         f"INSERT INTO rollouts VALUES(NULL, ?, ?, ?, {', '.join('?' * len(values))})",
                         (step, start, len(line), *values),
@@ -228,13 +226,6 @@ class Index:
     def names(self) -> list[str]:
         with self.reading() as connection:
             return [name for (name,) in connection.execute("SELECT name FROM metrics ORDER BY name")]
-
-    def last(self) -> dict[str, float]:
-        """The newest value of every metric, with the newest `step`."""
-        sql = """SELECT name, value, max(step) FROM points JOIN metrics ON id = metric GROUP BY metric"""
-        with self.reading() as connection:
-            rows = connection.execute(sql).fetchall()
-        return {name: value for name, value, _ in rows} | {"step": max((step for *_, step in rows), default=0)}
 
     def series(self, names: list[str], since: int = -1, most: int = 2000) -> dict[str, list[list[float]]]:
         """Steps and values of metrics after step `since`; over so many steps in a row their mean, where there are more
@@ -318,7 +309,7 @@ class Index:
             return None
         with file.open("rb") as opened:
             opened.seek(row["start"])
-            found = _row(opened.read(row["length"]))
+            found = row_of(opened.read(row["length"]))
         return {"at": row, **found} if found else None
 
     def file_of(self, step: int) -> Path:
@@ -353,64 +344,6 @@ def _where(wanted: dict[str, Any]) -> tuple[str, list[Any]]:
         parts.append(plain if where == "said" else f"id IN (SELECT rowid FROM texts WHERE {plain})")
         values.append(f"%{escaped}%")
     return " AND ".join(parts), values
-
-
-def _columns(row: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
-    """What is filtered and listed of a line of rollouts.jsonl or results.jsonl, and its text to search."""
-    turns = [turn for turn in _list(row.get("turns")) if isinstance(turn, dict)]
-    tokens = sum(len(turn["ids"]) if isinstance(turn.get("ids"), list) else _int(turn.get("tokens")) for turn in turns)
-    said = "\n".join(_text(message) for message in _list(row.get("completion")))
-    asked = [_text(message) for message in _list(row.get("prompt"))]
-    text = clean(f"{asked[-1] if asked else ''}\n{said}\n{row.get('answer') or ''}")
-    text = text if len(text) <= 2 * TEXT else f"{text[:TEXT]}\n{text[-TEXT:]}"
-    columns = (
-        _int(row.get("group", row.get("example_id"))), _int(row.get("member", row.get("rollout"))),
-        clean(row.get("env")), clean(row.get("example_id")), _number(row.get("reward")), _number(row.get("advantage")),
-        tokens, clean(row.get("stop") or ""), clean(row.get("error") or "")[:500], clean(row.get("unused") or ""),
-        int(bool(row.get("is_truncated"))), _number(row.get("seconds")), len(turns),
-        _int(turns[0].get("version")) if turns else -1, _mean_logprob(turns), clean(said)[:160],
-    )  # fmt: skip
-    return columns, text
-
-
-def _mean_logprob(turns: list[dict[str, Any]]) -> float | None:
-    """Of the tokens that the model wrote; none where they are not known."""
-    logprobs = [x for turn in turns for x in _list(turn.get("logprobs")) if isinstance(x, (int, float))]
-    return sum(logprobs) / len(logprobs) if logprobs else None
-
-
-def _text(message: Any) -> str:
-    if not isinstance(message, dict):
-        return ""
-    content = message.get("content") or ""
-    calls = json.dumps(message["tool_calls"], ensure_ascii=False) if message.get("tool_calls") else ""
-    return (content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)) + calls
-
-
-def clean(value: Any) -> str:
-    """As text that every reader takes: lone surrogates are replaced."""
-    return str("" if value is None else value).encode("utf-8", "replace").decode()
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _int(value: Any) -> int:
-    return value if isinstance(value, int) and abs(value) < 2**62 else -1
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
-
-
-def _row(line: bytes) -> dict[str, Any]:
-    """A line that is not whole, or no object, is none."""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _stamp(file: Path) -> str:

@@ -19,14 +19,23 @@ import tempfile
 import threading
 import time
 import tomllib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import hone
 from hone.config.base import load_config
 from hone.config.commands import COMMANDS, import_object
-from hone.dashboard.runs import Run, find_runs, is_below, read_end, read_text, status
+from hone.dashboard.runs import (
+    Run,
+    environments_of,
+    find_runs,
+    is_below,
+    orchestration,
+    read_end,
+    read_text,
+    status,
+)
 from hone.leaving import AGAIN
 from hone.run_directory import rewrite
 
@@ -52,14 +61,14 @@ class Job:
     pid: int = 0
     code: int | None = None
     more: str = ""
-    begun: str = ""
+    begun: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
 
     @property
     def run(self) -> str:
         """The run that it makes, or of which it evaluates weights."""
         if self.command == "vf-eval":
             return f"{Path(self.output_dir).parents[1].as_posix()}:rl"
-        return f"{self.output_dir}:{'rl' if self.command == 'vf-rl' else self.command}"
+        return f"{self.output_dir}:{kind_of(self.command)}"
 
 
 class Jobs:
@@ -120,7 +129,7 @@ class Jobs:
             if not place.is_relative_to(self.root) or place == self.root:
                 raise ValueError(f"output directory {output_dir!r} is not below {self.root}")
             directory = place.relative_to(self.root).as_posix()
-            kind = "rl" if command == "vf-rl" else command
+            kind = kind_of(command)
             if (place / f"run_{kind}.json").exists():
                 raise ValueError(f"{directory} holds an earlier {kind} run; take another directory, or resume that run")
             if any(job.output_dir == directory and job.state in ("queued", "running") for job in self._all()):
@@ -128,32 +137,24 @@ class Jobs:
             own = self.directory / name
             own.mkdir(parents=True)
             (own / f"{command}.toml").write_text(toml)
-            begun = time.strftime("%Y-%m-%d %H:%M:%S")
-            job = Job(name, command, directory, where, more=more, begun=begun)
+            job = Job(name, command, directory, where, more=more)
             if where == "slurm":
                 self._submit(job)
-            self._write(job)
-            self._look_after()
-        return self._shown(job)
+            return self._line_up(job)
 
     def evaluate(self, run: Run, weights: Path, config: dict[str, Any], examples: int) -> dict[str, Any]:
         """Puts an evaluation of a run's weights, on its own environment, at the end of the line. Raises ValueError."""
-        envs = (config.get("orchestrator") or {}).get("env") or config.get("env")
-        env = envs[0] if isinstance(envs, list) and envs else envs
-        if run.kind != "rl" or not isinstance(env, dict) or not isinstance(env.get("id"), str):
+        env = next(iter(environments_of(config)), {})
+        if run.kind != "rl" or not isinstance(env.get("id"), str):
             raise ValueError("evaluated are weights of rl runs, whose configuration names an environment")
-        sampling = (config.get("orchestrator") or {}).get("sampling") or config.get("sampling") or {}
+        sampling = orchestration(config).get("sampling") or {}
         asked = {"env": env["id"], "args": env.get("args") or {}, "n": max(1, min(examples, 10_000)),
                  "max_tokens": sampling.get("max_tokens")}  # fmt: skip
         with self._lock:
             name = self._new_name("vf-eval")
             (self.directory / name).mkdir(parents=True)
-            begun = time.strftime("%Y-%m-%d %H:%M:%S")
             place = weights.resolve().relative_to(self.root).as_posix()
-            job = Job(name, "vf-eval", place, more=json.dumps(asked), begun=begun)
-            self._write(job)
-            self._look_after()
-        return self._shown(job)
+            return self._line_up(Job(name, "vf-eval", place, more=json.dumps(asked)))
 
     def stop(self, name: str) -> dict[str, Any]:
         """Asks it to leave: it ends after its step, with a checkpoint. One that waits is taken out of the line."""
@@ -172,9 +173,7 @@ class Jobs:
             if job.where == "slurm":
                 raise ValueError("a job of Slurm is gone on with by Slurm: hone slurm status DIR")
             job.state, job.resume, job.code = "queued", True, None
-            self._write(job)
-            self._look_after()
-            return self._shown(job)
+            return self._line_up(job)
 
     def remove(self, name: str) -> dict[str, Any]:
         """Forgets a job that has ended; its run stays."""
@@ -272,25 +271,27 @@ class Jobs:
             raise ValueError((done.stderr or done.stdout).strip()[-2000:] or "sbatch failed")
         job.state = "submitted"
 
-    def _look_after(self) -> None:
+    def _line_up(self, job: Job) -> dict[str, Any]:
+        """Writes it down, and has the line looked after."""
+        self._write(job)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._work, daemon=True)
             self._thread.start()
+        return self._shown(job)
 
     def _work(self) -> None:
         """Until nothing waits or runs."""
         while True:
             with self._lock:
                 jobs = self._all()
-                running = [job for job in jobs if job.state == "running"]
-                for job in running:
+                for job in jobs:
                     self._ended(job)
                 queued = [job for job in jobs if job.state == "queued"]
-                if queued and not any(job.state == "running" for job in jobs):
+                if not any(job.state == "running" for job in jobs):
+                    if not queued:
+                        self._thread = None
+                        return
                     self._begin(queued[0])
-                if not queued and not any(job.state == "running" for job in jobs):
-                    self._thread = None
-                    return
             time.sleep(LOOK)
 
     def _begin(self, job: Job) -> None:
@@ -303,15 +304,19 @@ class Jobs:
         self._write(job)
 
     def _ended(self, job: Job) -> None:
+        """Takes note of it, if it has ended."""
         process = self._processes.get(job.name)
-        code = None if process is None else process.poll()
-        if process is not None and code is None:
+        if process is None or (code := process.poll()) is None:
             return
-        if process is not None:
-            job.code = code
-            job.state = "done" if code == 0 else "stopped" if code in (AGAIN, -signal.SIGTERM, 143, 130) else "failed"
-            del self._processes[job.name]
-            self._write(job)
+        job.code = code
+        job.state = "done" if code == 0 else "stopped" if code in (AGAIN, -signal.SIGTERM, 143, 130) else "failed"
+        del self._processes[job.name]
+        self._write(job)
+
+
+def kind_of(command: str) -> str:
+    """Of the run that it makes."""
+    return "rl" if command == "vf-rl" else command
 
 
 def _exists(pid: int) -> bool:

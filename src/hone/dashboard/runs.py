@@ -109,6 +109,17 @@ def config_of(root: Path, run: Run) -> dict[str, Any]:
     return found
 
 
+def orchestration(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the orchestrator: a section of `rl`'s file, the whole of its own."""
+    section = config.get("orchestrator")
+    return section if isinstance(section, dict) else config
+
+
+def environments_of(config: dict[str, Any]) -> list[dict[str, Any]]:
+    envs = orchestration(config).get("env")
+    return [env for env in (envs if isinstance(envs, list) else [envs]) if isinstance(env, dict)]
+
+
 def components(run: Run) -> dict[str, float]:
     """Of each process that shows that it lives: seconds since it last did."""
     names = [file for file in _listed(run.path / "alive") if not file.is_symlink()]

@@ -2,7 +2,7 @@
 
 /  /assets/…          the page
 /api/runs, /api/run, /api/series, /api/rollouts, /api/rollout, /api/log, /api/doctor, /api/plot
-/api/lab, /api/lab/check, /api/lab/start, /api/jobs/NAME/{stop,kill,resume,remove}, /api/ticket
+/api/lab, /api/lab/check, /api/lab/start, /api/evaluate, /api/jobs/NAME/{stop,kill,resume,remove}, /api/ticket
 /download/TICKET      a checkpoint as an archive, once
 """
 
@@ -40,14 +40,11 @@ def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | Non
     runs, jobs = Runs(root, cache), Jobs(root)
     tickets: dict[str, tuple[float, Path]] = {}
 
-    def ask(request: Request) -> dict[str, str]:
-        return dict(request.query_params)
-
     def route(make: Callable[..., Any], *names: str) -> Callable[[Request], Any]:
-        """Answers with what `make` gives for these parameters, in a thread; 404 for what is not there."""
+        """Answers with what `make` gives for these parameters."""
 
         async def answer(request: Request) -> Response:
-            asked = ask(request)
+            asked = request.query_params
             missing = [name for name in names if name not in asked]
             if missing:
                 return JSONResponse({"error": f"missing: {', '.join(missing)}"}, 400)
@@ -56,20 +53,23 @@ def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | Non
         return answer
 
     async def told(make: Callable[[], Any]) -> Response:
+        """What `make` gives, in a thread: as it is, or as JSON; 404 for what is not there."""
         try:
             found = await asyncio.to_thread(make)
         except KeyError as error:
             return JSONResponse({"error": f"not there: {error.args[0]}"}, 404)
         except ValueError as error:
             return JSONResponse({"error": str(error)}, 400)
-        return JSONResponse({"error": "not there"}, 404) if found is None else JSONResponse(found)
+        if found is None:
+            return JSONResponse({"error": "not there"}, 404)
+        return found if isinstance(found, Response) else JSONResponse(found)
 
     def detail(name: str) -> dict[str, Any]:
         typed = {"typed": os.path.relpath(runs.get(name)[0].path, jobs.home)}  # its directory, for commands
         return runs.detail(name) | typed | {"jobs": [job for job in jobs.listed() if job["run"] == name]}
 
     async def series(request: Request) -> Response:
-        asked = ask(request)
+        asked = request.query_params
         names, since = asked.get("names", "").split(","), int_of(asked.get("since"), -1)
 
         def make() -> dict[str, Any]:
@@ -80,7 +80,7 @@ def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | Non
         return await told(make)
 
     async def rollouts(request: Request) -> Response:
-        asked = ask(request)
+        asked = request.query_params
 
         def make() -> dict[str, Any]:
             index = runs.get(asked.get("run", ""))[1]
@@ -99,25 +99,20 @@ def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | Non
         return await told(make)
 
     async def rollout(request: Request) -> Response:
-        asked = ask(request)
+        asked = request.query_params
         return await told(lambda: runs.rollout(asked.get("run", ""), int_of(asked.get("n"), -1)))
 
     async def plot(request: Request) -> Response:
-        asked = ask(request)
+        asked = request.query_params
         kind = "png" if asked.get("format") == "png" else "svg"
 
-        def make() -> bytes:
+        def make() -> Response:
             from hone.dashboard.plots import draw
 
-            return draw([runs.get(name)[1] for name in asked.get("run", "").split("|")], kind)
+            data = draw([runs.get(name)[1] for name in asked.get("run", "").split("|")], kind)
+            return Response(data, media_type="image/png" if kind == "png" else "image/svg+xml")
 
-        try:
-            data = await asyncio.to_thread(make)
-        except KeyError as error:
-            return JSONResponse({"error": f"not there: {error.args[0]}"}, 404)
-        except ValueError as error:
-            return JSONResponse({"error": str(error)}, 400)
-        return Response(data, media_type="image/png" if kind == "png" else "image/svg+xml")
+        return await told(make)
 
     async def ticket(request: Request) -> Response:
         body = await body_of(request)
@@ -189,7 +184,6 @@ def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | Non
         Route("/api/lab/start", begin, methods=["POST"]),
         Route("/api/evaluate", evaluate, methods=["POST"]),
         Route("/api/jobs/{name}/{what}", act, methods=["POST"]),
-        Route("/api/jobs/{name}", route(lambda: None)),
         Route("/api/job", route(jobs.log, "name")),
         Route("/api/ticket", ticket, methods=["POST"]),
         Route("/download/{ticket}", download),
@@ -198,9 +192,7 @@ def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | Non
         Middleware(Guard, token=token, host=host),
         Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1),
     ]
-    app = Starlette(routes=routes, middleware=middleware)
-    app.state.jobs = jobs
-    return app
+    return Starlette(routes=routes, middleware=middleware)
 
 
 async def body_of(request: Request) -> dict[str, Any]:

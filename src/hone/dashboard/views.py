@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from hone.dashboard.doctor import examine
-from hone.dashboard.index import Index, clean
+from hone.dashboard.index import Index
+from hone.dashboard.rows import clean
 from hone.dashboard.runs import (
     Run,
     age,
     components,
     config_of,
+    environments_of,
     find_runs,
     is_below,
     read_end,
@@ -70,13 +72,16 @@ class Runs:
             "place": run.id.rpartition(":")[0], "status": status(self.root, run, step, most), "step": step,
             "max_steps": most, "metric": metric, "spark": values, "age": age(run),
             "model": clean((model or {}).get("name") or about.get("model") or ""),
-            "env": ", ".join(_names(config.get("env") or (config.get("orchestrator") or {}).get("env"))),
+            "env": ", ".join(_names(environments_of(config))),
             "device": clean(about.get("device") or ""), "fork": self.origin(about.get("fork")),
             "started": about.get("started"),
         }  # fmt: skip
         if run.kind == "eval":
-            rewards = about.get("reward") if isinstance(about.get("reward"), (int, float)) else about.get("avg_reward")
-            found |= {"env": clean(about.get("env") or ""), "spark": [rewards] if rewards is not None else []}
+            reward = about.get("reward")
+            found |= {
+                "env": clean(about.get("env") or ""),
+                "spark": [reward] if isinstance(reward, (int, float)) else [],
+            }
         return found
 
     def origin(self, fork: Any) -> dict[str, Any] | None:
@@ -94,8 +99,7 @@ class Runs:
         } if run.kind != "eval" else {"metadata": read_text(self.root, run.manifest)}  # fmt: skip
         return {
             **self.line(run), "components": components(run), "configs": configs, "logs": self.logs(run),
-            "checkpoints": self.checkpoints(run), "last": index.last(), "names": index.names(),
-            "about": read_json(self.root, run.manifest), "indexed": index.progress,
+            "checkpoints": self.checkpoints(run), "names": index.names(), "about": read_json(self.root, run.manifest),
         }  # fmt: skip
 
     def update(self, name: str) -> bool:
@@ -157,9 +161,8 @@ class Runs:
         return examine(index).as_dict()
 
 
-def _names(envs: Any) -> list[str]:
-    envs = [envs] if isinstance(envs, dict) else envs if isinstance(envs, list) else []
-    named = [(env.get("name"), env.get("id")) for env in envs if isinstance(env, dict)]
+def _names(envs: list[dict[str, Any]]) -> list[str]:
+    named = [(env.get("name"), env.get("id")) for env in envs]
     return [clean(name if name not in (None, "None") else id) for name, id in named]
 
 

@@ -64,7 +64,7 @@ def forked(config: RLConfig) -> RLConfig:
             (place / "orchestrator").mkdir(exist_ok=True)
             write_progress({"step": step}, place / "orchestrator")
             header["files"].pop("orchestrator/progress.json", None)
-        (place / HEADER).unlink()
+        (place / HEADER).unlink()  # a link: the other run's file stays as it is
         (place / HEADER).write_text(json.dumps(header | {"config": {}}, indent=2) + "\n")
     earlier = [row for row in read_rows(source / "metrics.jsonl") if row["step"] <= step]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in earlier))

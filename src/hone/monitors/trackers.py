@@ -4,7 +4,6 @@ A tracker takes rows of metrics and, of some steps, rollouts: a table to read an
 What goes wrong in one is said once, and the run goes on without it.
 """
 
-import contextlib
 import importlib.util
 import logging
 import math
@@ -99,21 +98,19 @@ class Wandb(Tracker):
     """Every metric over its own step: rows may come out of order, as those of an evaluation do."""
 
     def __init__(self, directory: Path, name: str, config: WandbConfig, run_config: Config, goes_on: bool) -> None:
-        import wandb as library
+        import wandb
 
-        self.library, self.interval, self.samples = library, config.interval, config.samples
+        self.wandb, self.interval, self.samples = wandb, config.interval, config.samples
         file = directory / f"wandb_{name}.id"  # the same run in W&B for the same run here
-        with contextlib.suppress(OSError):
-            library.setup()
         identity = file.read_text().strip() if goes_on and file.exists() else uuid.uuid4().hex[:12]
         file.write_text(identity + "\n")
         mode: Any = "offline" if config.offline else None  # None: what WANDB_MODE says, or online
         try:
-            self.run = library.init(
+            self.run = wandb.init(
                 project=config.project, name=config.name, group=config.group, id=identity, resume="allow", mode=mode,
                 config=run_config.public() | {"made_by": made_by()}, dir=str(directory),
             )  # fmt: skip
-        except library.errors.UsageError as error:  # no API key, for one
+        except wandb.errors.UsageError as error:  # no API key, for one
             raise ValueError(f"wandb: {error}; or write to disk only: --wandb.offline") from None
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
@@ -122,8 +119,8 @@ class Wandb(Tracker):
         self.run.log({"step": step, **values})
 
     def rollouts(self, step: int, rows: Rows, sample: Rows) -> None:
-        table = self.library.Table(columns=list(COLUMNS), data=[[row[key] for key in COLUMNS] for row in sample])
-        found = {f"distribution/{key}": self.library.Histogram([row[key] for row in rows]) for key in DISTRIBUTIONS}
+        table = self.wandb.Table(columns=list(COLUMNS), data=[[row[key] for key in COLUMNS] for row in sample])
+        found = {f"distribution/{key}": self.wandb.Histogram([row[key] for row in rows]) for key in DISTRIBUTIONS}
         self.run.log({"step": step, "samples": table, **found})
 
     def close(self, well: bool) -> None:

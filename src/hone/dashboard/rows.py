@@ -1,0 +1,65 @@
+"""Lines of a run's files, which may be half written or hold anything: as objects, and as the columns of the index."""
+
+import json
+import math
+from typing import Any
+
+TEXT = 4000  # characters of a rollout's end, and of its beginning, that are searched
+
+
+def columns(row: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
+    """What is filtered and listed of a line of rollouts.jsonl or results.jsonl, and its text to search."""
+    turns = [turn for turn in _list(row.get("turns")) if isinstance(turn, dict)]
+    tokens = sum(len(turn["ids"]) if isinstance(turn.get("ids"), list) else _int(turn.get("tokens")) for turn in turns)
+    said = "\n".join(_text(message) for message in _list(row.get("completion")))
+    asked = [_text(message) for message in _list(row.get("prompt"))]
+    text = clean(f"{asked[-1] if asked else ''}\n{said}\n{row.get('answer') or ''}")
+    text = text if len(text) <= 2 * TEXT else f"{text[:TEXT]}\n{text[-TEXT:]}"
+    columns = (
+        _int(row.get("group", row.get("example_id"))), _int(row.get("member", row.get("rollout"))),
+        clean(row.get("env")), clean(row.get("example_id")), _number(row.get("reward")), _number(row.get("advantage")),
+        tokens, clean(row.get("stop") or ""), clean(row.get("error") or "")[:500], clean(row.get("unused") or ""),
+        int(bool(row.get("is_truncated"))), _number(row.get("seconds")), len(turns),
+        _int(turns[0].get("version")) if turns else -1, _mean_logprob(turns), clean(said)[:160],
+    )  # fmt: skip
+    return columns, text
+
+
+def _mean_logprob(turns: list[dict[str, Any]]) -> float | None:
+    """Of the tokens that the model wrote; none where they are not known."""
+    logprobs = [x for turn in turns for x in _list(turn.get("logprobs")) if isinstance(x, (int, float))]
+    return sum(logprobs) / len(logprobs) if logprobs else None
+
+
+def _text(message: Any) -> str:
+    if not isinstance(message, dict):
+        return ""
+    content = message.get("content") or ""
+    calls = json.dumps(message["tool_calls"], ensure_ascii=False) if message.get("tool_calls") else ""
+    return (content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)) + calls
+
+
+def clean(value: Any) -> str:
+    """As text that every reader takes: lone surrogates are replaced."""
+    return str("" if value is None else value).encode("utf-8", "replace").decode()
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _int(value: Any) -> int:
+    return value if isinstance(value, int) and abs(value) < 2**62 else -1
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+
+
+def row_of(line: bytes) -> dict[str, Any]:
+    """A line that is not whole, or no object, is none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
