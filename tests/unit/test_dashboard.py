@@ -289,7 +289,8 @@ def test_jobs_run_one_after_the_other(run, monkeypatch):
     until(lambda: jobs._thread is None)  # nothing is looked after any more
 
 
-def test_a_run_is_silent_and_then_stopped_when_its_pulse_is_old(run):
+def test_a_run_is_silent_and_then_stopped_when_its_pulse_is_old(run, monkeypatch):
+    monkeypatch.setattr("hone.machine._slowness", 1.0)  # wherever this runs
     root, one = run.parents[1], find_runs(run.parents[1])["outputs/a:rl"]
     assert status(root, one, 3, 3) == "done" and status(root, one, 2, 3) == "stopped"
     (run / "alive").mkdir()

@@ -32,7 +32,9 @@ def tar(directory: Path, name: str) -> Iterator[bytes]:
             about = archive.gettarinfo(str(file), arcname=f"{name}/{file.relative_to(directory).as_posix()}")
             about.uid = about.gid = 0
             about.uname = about.gname = ""
-            archive.addfile(about)
+            # not addfile(): with contents given it reads the whole file at once, without them newer Pythons refuse
+            head = about.tobuf(archive.format, archive.encoding, archive.errors)
+            archive.fileobj.write(head)
             with file.open("rb") as opened:
                 left = about.size
                 while left and (block := opened.read(min(BLOCK, left))):
@@ -41,5 +43,5 @@ def tar(directory: Path, name: str) -> Iterator[bytes]:
                     yield pipe.take()
             filler = -about.size % tarfile.BLOCKSIZE
             archive.fileobj.write(b"\0" * (filler + left))
-            archive.offset += about.size + filler
+            archive.offset += len(head) + about.size + filler
     yield pipe.take()
