@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,17 @@ def test_tensorboard_reads_numbers_histograms_and_texts(tmp_path):
     assert said.count("said") == 3 and "<b>ask</b>" in said and "**reward 0.95**" in said
     assert "made_by" in found.Tensors("config")[0].tensor_proto.string_val[0].decode()
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 12
+
+
+def test_wandbs_files_are_in_the_run_where_its_service_runs_in_another_directory(tmp_path, monkeypatch):
+    """As below a notebook that has used W&B: what it starts finds that service, which has its own place."""
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    asked = config(wandb={"project": "p", "offline": True})
+    for place in ("first", "second"):
+        (tmp_path / place / "run").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / place)
+        run(Path("run/metrics.jsonl"), asked, range(1, 3))
+        assert list((tmp_path / place / "run/wandb").glob("offline-run-*/*.wandb"))
 
 
 def test_wandb_has_rows_tables_and_histograms_and_a_resumed_run_is_the_same(tmp_path, monkeypatch):

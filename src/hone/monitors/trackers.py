@@ -108,7 +108,7 @@ class Wandb(Tracker):
         try:
             self.run = wandb.init(
                 project=config.project, name=config.name, group=config.group, id=identity, resume="allow", mode=mode,
-                config=run_config.public() | {"made_by": made_by()}, dir=str(directory),
+                config=run_config.public() | {"made_by": made_by()}, dir=str(directory.resolve()),
             )  # fmt: skip
         except wandb.errors.UsageError as error:  # no API key, for one
             raise ValueError(f"wandb: {error}; or write to disk only: --wandb.offline") from None
