@@ -43,6 +43,20 @@ def command(*words, ok=True, cwd=ROOT, env=None, timeout=120):
     return done
 
 
+def at_a_shell(script, cwd, uv_run=True, timeout=400):
+    """A script as somebody types it, `uv run` being the environment of the tests."""
+    if uv_run:
+        shim = cwd / ".shim" / "uv"
+        shim.parent.mkdir(exist_ok=True)
+        shim.write_text('#!/bin/sh\n[ "$1" = run ] || exit 99\nshift\nexec "$@"\n')
+        shim.chmod(0o755)
+    path = f"{cwd / '.shim'}:{BIN}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "-emc", script], cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+        env={**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1"}, timeout=patience(timeout),
+    )  # fmt: skip
+
+
 def start(*words, log=None, err=None, cwd=ROOT, env=None):
     """A command in the background, in a session of its own; whoever starts it calls `end`."""
     words, environment = list(map(str, words)), {**os.environ, **(env or {})}

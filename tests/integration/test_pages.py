@@ -1,24 +1,49 @@
-"""The commands of docs/dashboard.md, as they stand there."""
+"""The commands of the pages in docs/, as they stand there, and that no page has commands that nothing tries."""
 
+import json
+import os
 import re
 import shlex
+import socket
 
 import pytest
 
-from tests.integration.conftest import ROOT, command
+from tests.integration.conftest import BIN, ROOT, answers, at_a_shell, command, until
 
 RECIPE = ROOT / "src/hone/launch/workspace/configs/prime-rl/reverse-text-tiny.toml"
 MODEL = ROOT / "src/hone/launch/workspace/models/reverse-text-tiny-sft"
+TEXTS = """ -a '{"texts": "generated", "min_chars": 4, "max_chars": 8}'"""  # what is not named comes from the hub
+# Pages with commands, and what tries them.
+TRIED = {
+    "algorithms.md": "here",
+    "dashboard.md": "here",
+    "environments.md": "here",
+    "evaluation.md": "here",
+    "inference.md": "here; with vLLM in test_samplers.py",
+    "nodes.md": "test_seed_commands.py, test_nodes.py",
+    "services.md": "test_seed_commands.py, test_nodes.py",
+    "slurm.md": "test_slurm.py",
+    "training.md": "here",
+    "tutorial.md": "test_tutorial.py",
+}
+
+
+def scripts_of(page):
+    return re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
 def commands_of(page):
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
-    return [line.split("#")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+    lines = "".join(scripts_of(page)).replace("\\\n", " ").splitlines()
+    return [line.split(" #")[0].strip() for line in lines if line.strip()]
+
+
+def test_all_pages_with_commands_are_tried():
+    assert {path.name for path in (ROOT / "docs").glob("*.md") if scripts_of(path.name)} == set(TRIED)
 
 
 @pytest.fixture
 def place(tmp_path):
-    """With FILE, the recipe of the page, and a run of it in outputs/ that has a checkpoint of step 40."""
+    """With FILE, the tutorial's recipe made smaller, which leaves its run in outputs/."""
     text = (
         RECIPE.read_text()
         .replace("models/reverse-text-tiny-sft", str(MODEL))
@@ -28,11 +53,32 @@ def place(tmp_path):
         "rollouts_per_example = 16", "rollouts_per_example = 8"
     )
     (tmp_path / "FILE").write_text(re.sub("output_dir.*\n", "", text))
-    command("rl", "@", "FILE", "--ckpt.interval", 40, "--ckpt.keep", 9, "--log-interval", 0, cwd=tmp_path)
     return tmp_path
 
 
+@pytest.fixture
+def served(place, started, port_8000):
+    """The model on the port that pages name, as they start it, under the name MODEL."""
+    (place / "MODEL").symlink_to(MODEL)
+    first = commands_of("inference.md")[0]
+    assert first == "uv run inference --model.name DIR_OR_HUB_ID"
+    words = first.replace("DIR_OR_HUB_ID", "MODEL").split()[2:]
+    with (place / "server.log").open("w") as log:
+        started(BIN / words[0], *words[1:], cwd=place, log=log)
+    until(lambda: answers("http://localhost:8000/v1"), words=(place / "server.log").read_text)
+    return place
+
+
+def typed(script, cwd, **kwargs):
+    """Types it; what it printed, on both streams."""
+    done = at_a_shell(script, cwd, **kwargs)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, f"{script}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
 def test_the_dashboard_page(place):
+    # a run in outputs/ that has a checkpoint of step 40
+    command("rl", "@", "FILE", "--ckpt.interval", 40, "--ckpt.keep", 9, "--log-interval", 0, cwd=place)
     found = commands_of("dashboard.md")
     assert len(found) == 8
     seen = []
@@ -52,3 +98,69 @@ def test_the_dashboard_page(place):
     assert (place / "outputs" / "curves.png").stat().st_size > 10_000 and "<svg" in (place / "both.svg").read_text()
     assert list((place / "outputs").glob("*/wandb/offline-run-*/*.wandb"))
     assert list((place / "outputs").glob("*/tensorboard/events.*"))
+
+
+def test_the_algorithms_page(place, started):
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    files = re.findall(r"`(my_\w+\.py)`:\n```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert [name for name, _ in files] == ["my_loss.py", "my_advantage.py"]
+    for name, text in files:
+        (place / name).write_text(text)
+    (place / "FILE").rename(place / "rl.toml")
+    (place / "TEACHER").symlink_to(MODEL)
+    serve, *train = commands_of("algorithms.md")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    words = serve.replace("8001", port).split()[2:]
+    with (place / "teacher.log").open("w") as log:
+        started(BIN / words[0], *words[1:], cwd=place, log=log)
+    until(lambda: answers(f"http://localhost:{port}/v1"), words=(place / "teacher.log").read_text)
+    assert len(train) == 2
+    for i, line in enumerate(train):
+        said = typed(f"{line.replace('8001', port)} --max-steps 3 --output-dir outputs/{i}", place)
+        assert "Step 3" in said and (place / f"outputs/{i}/weights/step_3").exists()
+
+
+def test_the_environments_page(tmp_path, monkeypatch):
+    make, install, check = commands_of("environments.md")
+    typed(make, tmp_path)
+    assert install == "hone env install environments/my_task"  # into the environment of the tests: not done
+    assert "my-task" in typed(f"{check} -p environments", tmp_path)
+
+
+def test_the_evaluation_and_the_inference_page(served):
+    first, several, file, again, compare = commands_of("evaluation.md")
+    assert "num_examples: 20" in typed(first + TEXTS, served)
+    typed("hone env init my-task", served)
+    few = several.replace("-n 200 -r 4", "-n 20 -r 2 -t 8")
+    assert few != several
+    typed(few, served)
+    kept = list((served / "outputs" / "evals").glob("my-task--*/*"))
+    assert len(kept) == 1 and {"results.jsonl", "metadata.json"} < {path.name for path in kept[0].iterdir()}
+    (served / "evals.toml").write_text(
+        'model = "MODEL"\nnum_examples = 4\nmax_tokens = 8\n[[eval]]\nenv_id = "my-task"\n'
+    )
+    typed(file, served)
+    about = json.loads((kept[0] / "metadata.json").read_text())
+    lines = (kept[0] / "results.jsonl").read_text().splitlines()
+    about.pop("seconds")  # as when it was killed after half
+    (kept[0] / "metadata.json").write_text(json.dumps(about))
+    (kept[0] / "results.jsonl").write_text("\n".join(lines[:20]) + "\n")
+    typed(again.replace("-n 200 -r 4", "-n 20 -r 2 -t 8"), served)
+    assert len((kept[0] / "results.jsonl").read_text().splitlines()) == len(lines) == 40
+    for name in ("A", "B"):
+        os.symlink(kept[0], served / "outputs" / "evals" / name)
+    assert re.search(r"reward +.*0\.0", typed(compare, served))
+
+    _, with_key, ask, *vllm = commands_of("inference.md")
+    assert '"content"' in typed(ask.replace('"DIR"', '"MODEL"'), served)
+    assert "--api-key KEY" in with_key and all("vllm" in line for line in vllm)
+
+
+def test_the_training_page(tmp_path):
+    sft, rl = commands_of("training.md")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    typed("python -m reverse_text --out outputs/data/sft.jsonl -n 200 --min-chars 12 --max-chars 20", tmp_path)
+    typed(f"WANDB_MODE=offline {sft} --max-steps 3", tmp_path)
+    typed(rl.replace("step_350", "step_3") + " --max-steps 2 --orchestrator.batch-size 32", tmp_path)
+    assert (tmp_path / "outputs/weights/step_2").exists() and list((tmp_path / "outputs/wandb").glob("offline-run-*"))

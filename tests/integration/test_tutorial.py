@@ -24,7 +24,7 @@ from hone.models.loading import load
 from hone.models.lora import merge_adapter
 from tests.conftest import patience
 
-from .conftest import BIN, ROOT, command
+from .conftest import ROOT, at_a_shell, command
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 TEMPLATES = ROOT / "src" / "hone" / "launch" / "workspace"
@@ -35,20 +35,6 @@ TINY_ENV = '{"texts": "generated", "min_chars": 4, "max_chars": 10}'
 def blocks(kind):
     found = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     return [text for one, text in found if one == kind]
-
-
-def at_a_shell(script, cwd, uv_run=True, timeout=400):
-    """A script as somebody types it, `uv run` being the environment of the tests."""
-    if uv_run:
-        shim = cwd / ".shim" / "uv"
-        shim.parent.mkdir(exist_ok=True)
-        shim.write_text('#!/bin/sh\n[ "$1" = run ] || exit 99\nshift\nexec "$@"\n')
-        shim.chmod(0o755)
-    path = f"{cwd / '.shim'}:{BIN}:{os.environ['PATH']}"
-    return subprocess.run(
-        ["bash", "-emc", script], cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-        env={**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1"}, timeout=patience(timeout),
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
