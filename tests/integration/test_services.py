@@ -1,7 +1,10 @@
 """Inference, orchestrator and trainer as processes: the seeds' commands, the same numbers, life and death."""
 
+import contextlib
 import json
 import os
+import pty
+import re
 import shutil
 import signal
 import time
@@ -334,6 +337,27 @@ def test_a_run_starts_several_servers_of_its_own(trained, tmp_path):
     assert len(metrics(out)) == 3 and gone(out, 0.5)
     logs = [(out / "logs" / f"inference_{i}.log").read_text() for i in range(2)]
     assert all("Took version 3" in log for log in logs)
+
+
+@pytest.mark.parametrize("deployment", ["colocated", "processes"])
+def test_a_terminal_shows_how_far_a_run_is_below_its_lines(deployment, trained, tmp_path, started):
+    ours, theirs = pty.openpty()
+    words = ("--model.name", trained, "--output-dir", tmp_path / "run", "--max-steps", 3, "--deployment", deployment)
+    with os.fdopen(theirs, "w") as terminal:
+        screen = {"COLUMNS": "200", "TERM": "xterm"}
+        process = started(BIN / "rl", *TINY_RL, *SMALL, *PORT, "--log-interval", 1, *words, log=terminal, env=screen)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other side is closed
+        while part := os.read(ours, 65536):
+            shown += part
+    os.close(ours)
+    assert process.wait(patience(30)) == 0
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode(errors="replace")).replace("\r", "\n")
+    seen = re.findall(r"^rl .* (\d)/3 +((?:reward \d\.\d{4} )?\w+)", lines, re.MULTILINE)
+    assert [step for step, _ in seen] == sorted(step for step, _ in seen)  # drawn ten times a second
+    assert seen[0][0] == "0" and seen[-1][0] == "3" and seen[-1][1].startswith("reward ")
+    assert {"generating", "training"} & {said.split()[-1] for _, said in seen}
+    assert lines.count("SUCCESS Step 2 |") == 2
 
 
 def test_control_routes(server, trained):

@@ -27,9 +27,10 @@ from hone.config.rl import RLConfig
 from hone.config.sections import BACKEND_LOST
 from hone.inference.address import bind
 from hone.launch.plan import Component, plan
-from hone.launch.watching import Follower, Watcher
+from hone.launch.watching import Follower, OnTerminal, Watcher
 from hone.monitors import trackers
 from hone.monitors.lines import whole_run_line
+from hone.monitors.progress import Live
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import refuse_changes, resume_from, step_of
 
@@ -67,17 +68,17 @@ def launch(config: RLConfig, watcher: Watcher | None = None) -> None:
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, interrupt)
+    told, live = step_of(sources[0]) if sources else 0, Live("rl")
     try:
         for part in parts:
             children.append(Child(part, run.write_config(to_toml(part.config), part.name), run.logs))
         log.info("Started %s; logs in %s", ", ".join(f"{c.name} ({c.process.pid})" for c in children), run.logs)
-        follower = None
-        if watcher is not None:
-            if config.inference is not None:
-                watcher.serving([part.address for part in parts if part.address])
-            told = step_of(sources[0]) if sources else 0
-            follower = Follower(watcher, run, weight_steps, told)
-        watch(children, follower)
+        if watcher is not None and config.inference is not None:
+            watcher.serving([part.address for part in parts if part.address])
+        with live:
+            live.begin(config.max_steps, told)
+            live.doing("starting")
+            watch(children, Follower(OnTerminal(live, watcher), run, weight_steps, told))
     finally:
         end(children)
     log.info("%s", whole_run_line(run))
@@ -161,7 +162,7 @@ def on_node(node: str) -> list[str]:
     return ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--unbuffered", "--mpi=none"]
 
 
-def watch(children: list[Child], follower: Follower | None = None) -> None:
+def watch(children: list[Child], follower: Follower) -> None:
     """Returns when orchestrator and trainer have ended well, or the follower says so. Raises ValueError with the cause
     when any ends badly.
 
@@ -191,7 +192,7 @@ def watch(children: list[Child], follower: Follower | None = None) -> None:
             if code is not None and (code != 0 or child.is_server):
                 raise ValueError(child.cause())
         have_ended = all(child.process.poll() == 0 for child in children if not child.is_server)
-        if (follower is not None and not follower.look()) or have_ended:
+        if not follower.look() or have_ended:
             return
         time.sleep(0.1)
 

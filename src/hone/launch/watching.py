@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hone.monitors.progress import Live
 from hone.run_directory import RunDirectory
 from hone.transport.waiting import PulseOf
 
@@ -21,6 +22,24 @@ class Watcher:
     def saved(self, directory: Path) -> None:
         """Weights have been written."""
 
+    def doing(self, what: str) -> None:
+        """What the run is at now: generating or training."""
+
+
+class OnTerminal(Watcher):
+    """Keeps a line of progress true, and tells `other` what it is told."""
+
+    def __init__(self, live: Live, other: Watcher | None) -> None:
+        self.live, self.other = live, other or Watcher()
+        self.serving, self.saved = self.other.serving, self.other.saved  # type: ignore[method-assign]
+
+    def step(self, row: dict[str, Any]) -> bool:
+        self.live.step(f"reward {row['reward/mean']:.4f}")
+        return self.other.step(row)
+
+    def doing(self, what: str) -> None:
+        self.live.doing(what)
+
 
 class Follower:
     """Tells a watcher of what appears in the files of a run, from the step after `told` on. What an earlier run left
@@ -30,7 +49,7 @@ class Follower:
         self.watcher, self.run, self.told = watcher, run, told
         self.weights = [step for step in weight_steps if step > told]
         self.before, self.trainer = run.id_on_disk(), PulseOf(run.pulse("trainer"))
-        self.is_there, self.read = False, 0  # bytes of the metrics
+        self.is_there, self.read, self.at = False, 0, ""  # bytes of the metrics
 
     def look(self) -> bool:
         """Whether to go on."""
@@ -46,6 +65,10 @@ class Follower:
         for step in [step for step in self.weights if step <= self.told and self.run.weights_of(step).exists()]:
             self.weights.remove(step)
             self.watcher.saved(self.run.weights_of(step))
+        has_batch = (self.run.rollouts / f"step_{self.told + 1}").exists()
+        if self.at != (at := "training" if has_batch else "generating"):
+            self.at = at
+            self.watcher.doing(at)
         return goes_on
 
     def _new_rows(self) -> list[dict[str, Any]]:
