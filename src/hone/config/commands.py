@@ -35,6 +35,11 @@ COMMANDS = {  # name: (configuration, what runs it, summary)
         "hone.trainer.export:main",
         "Write a checkpoint as a model directory (`hone export`).",
     ),
+    "probe": (
+        "hone.config.probe:ProbeConfig",
+        "hone.launch.probe:main",
+        "Compare the logprobs of sampling and of training, bit by bit (`hone probe`).",
+    ),
 }
 
 

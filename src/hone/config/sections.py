@@ -56,6 +56,9 @@ class ModelConfig(Config):
     """Number type of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that the model is loaded on; auto is the GPU if there is one, else the CPU."""
+    numerics: Literal["fast", "exact"] = "fast"
+    """exact gives a token the same logprob to the bit, whatever is computed beside it, when it is sampled and when it
+    is trained on, on one GPU in bfloat16; fast takes what is quickest for so many tokens (docs/exact.md)."""
 
 
 class WandbConfig(Config):

@@ -12,7 +12,7 @@ from hone.engine.cache import DecodeAttention, KVCache
 from hone.engine.packed import PackedModel
 from hone.engine.sampler import Sampler
 from hone.engine.slots import Slots
-from hone.kernels import gpu
+from hone.kernels import gpu, numerics
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows
 from hone.kernels.linear import exact_logits
@@ -58,7 +58,8 @@ class Decoder:
         """A token for each of these slots, from hidden states or logits; returns the logits where there was a need to
         have them."""
         weight_VD = self.model.head_weight_VD
-        if not is_logits and kind == Sampler.PLAIN and gpu.takes_head(result_BD):
+        is_plain = kind == Sampler.PLAIN and not numerics.keeps_order("head")
+        if not is_logits and is_plain and gpu.takes_head(result_BD):
             self.sampler.sample_hidden(result_BD, weight_VD, active_B, advance)
             return None
         logits_BV = result_BD if is_logits else exact_logits(result_BD, weight_VD)

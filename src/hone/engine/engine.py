@@ -28,6 +28,7 @@ from hone.engine.prefill import Prefill
 from hone.engine.sampler import Sampler
 from hone.engine.sequence import Sequence
 from hone.engine.slots import Slots, Snapshot, to_device
+from hone.kernels import numerics
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows
 from hone.models.adapters import read_adapter
@@ -97,7 +98,9 @@ class Engine:
         self.decoder = Decoder(model, self.cache, self.slots)
         self.sampler, self.adapters, self.packed = self.decoder.sampler, self.decoder.adapters, self.decoder.packed
         self.captured = Captured() if self.decoder.stays_on_device else None
-        self.prefill = Prefill(model, self.cache, self.adapters, self.captured)
+        # Captured passes mix by torch's attention, which has an order of its own.
+        captured = None if numerics.keeps_order("attention") else self.captured
+        self.prefill = Prefill(model, self.cache, self.adapters, captured)
         self.graphs = DecodeGraphs(self.decoder, self.captured, max_batch_size) if self.captured is not None else None
         self.version = version
         self.completions = self.tokens_read = self.tokens_written = (

@@ -17,7 +17,7 @@ from hone.engine.captured import Captured
 from hone.engine.decoder import Decoder
 from hone.engine.sequence import Sequence
 from hone.engine.slots import to_device
-from hone.kernels import gpu
+from hone.kernels import gpu, numerics
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows
 
@@ -90,6 +90,8 @@ class DecodeGraphs:
         """
         from hone.kernels.gpu.decode import MEMBERS
 
+        if numerics.keeps_order("attention"):  # each sequence by itself, from its first token to its last
+            return []
         size, heads = self.decoder.cache.pool.size, self.heads
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
         for row, sequence in enumerate(sequences):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hone.engine.sequence import Sequence
 from hone.engine.slots import Slots
-from hone.kernels import cpu, gpu
+from hone.kernels import cpu, gpu, numerics
 from hone.kernels import row_state as column
 
 _GOLDEN, _MIX_1, _MIX_2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -50,7 +50,10 @@ def draw(
     if logits_BV.is_cuda and gpu.IS_AVAILABLE:
         from hone.kernels.gpu import sampling
 
+        before_B = slots.state[active_B, column.COUNT] if numerics.keeps_order("head") else None
         sampling.draw(logits_BV, plain_BV, threshold_B, *slot, advance)
+        if before_B is not None:
+            note_ordered_logprobs(plain_BV, before_B, slots, active_B)
         return
     if threshold_B is not None:
         logits_BV = logits_BV.masked_fill(logits_BV < threshold_B[:, None], FILTERED_OUT)
@@ -65,6 +68,18 @@ def draw(
         *logits_BV.shape, *addresses[:2], int(plain_BV is not logits_BV), *addresses[2:], slots.stops.data_ptr(),
         slots.stops.shape[1], slots.tokens.data_ptr(), slots.logprobs.data_ptr(), slots.tokens.shape[1], int(advance),
     )  # fmt: skip
+
+
+def note_ordered_logprobs(plain_BV: Tensor, before_B: Tensor, slots: Slots, active_B: Tensor) -> None:
+    """Notes, for slots that had so many tokens before and have one more now, that one's logprob as training has it."""
+    from hone.kernels.gpu import training
+
+    last_B, drawn_B = slots.state[active_B, column.LAST], slots.state[active_B, column.COUNT] > before_B
+    temperature_B = slots.parameters[active_B, column.LOGPROB_TEMPERATURE].float()
+    _, logprobs_B, _ = training.statistics(plain_BV, last_B, temperature_B)
+    place_B = slots.state[active_B, column.COUNT].clamp(min=1) - 1
+    noted_B = slots.logprobs[active_B, place_B]
+    slots.logprobs[active_B, place_B] = torch.where(drawn_B, logprobs_B.to(noted_B.dtype), noted_B)
 
 
 def draw_reference(logits_BV: Tensor, plain_BV: Tensor, slots: Slots, active_B: Tensor, advance: bool) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hone.kernels.flat_attention import Sequences
+from hone.kernels.linear import half_linear
 
 if TYPE_CHECKING:
     from hone.kernels.gpu.attention import Tiles
@@ -23,11 +23,24 @@ if TYPE_CHECKING:
 
 def norm_linear(
     x_TD: Tensor, delta_TD: Tensor | None, scale_D: Tensor, eps: float, weight_OD: Tensor, bias_O: Tensor | None,
-    a_RD: Tensor | None = None, b_OR: Tensor | None = None,
+    a_RD: Tensor | None = None, b_OR: Tensor | None = None, whole_OD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x + delta, and the projection of its norm, T x O, by the weight or by weight + b a."""
-    total, out = _NormLinear.apply(x_TD, delta_TD, scale_D, eps, weight_OD, bias_O, a_RD, b_OR)  # type: ignore[no-untyped-call]
+    """x + delta, and the projection of its norm, T x O, by the weight or by weight + b a, which `whole` is if given."""
+    total, out = _NormLinear.apply(x_TD, delta_TD, scale_D, eps, weight_OD, bias_O, a_RD, b_OR, whole_OD)  # type: ignore[no-untyped-call]
     return total, out
+
+
+def whole_linear(
+    whole_OI: Tensor,
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    a_RI: Tensor | None = None,
+    b_OR: Tensor | None = None,
+) -> Tensor:
+    """x projected by `whole`, which is weight + b a: T x O."""
+    out: Tensor = _WholeLinear.apply(x_TI, weight_OI, bias_O, a_RI, b_OR, whole_OI)  # type: ignore[no-untyped-call]
+    return out
 
 
 def swiglu_linear(
@@ -36,9 +49,10 @@ def swiglu_linear(
     bias_O: Tensor | None,
     a_RF: Tensor | None = None,
     b_OR: Tensor | None = None,
+    whole_OF: Tensor | None = None,
 ) -> Tensor:
     """silu(gate) * up, projected: T x O."""
-    out: Tensor = _SwiGLULinear.apply(gate_up_T2F, weight_OF, bias_O, a_RF, b_OR)  # type: ignore[no-untyped-call]
+    out: Tensor = _SwiGLULinear.apply(gate_up_T2F, weight_OF, bias_O, a_RF, b_OR, whole_OF)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -57,14 +71,21 @@ def heads_attention(
 
 
 class _LowRankLinear:
-    """W x + b (+ B A x) inside a step: its input is thrown away and made once more for the gradients of weights."""
+    """W x + b (+ B A x) inside a step: its input is thrown away and made once more for the gradients of weights.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None) -> None:
-        self.weight, self.bias, self.a, self.b = weight, bias, a, b
+    `whole`: W + B A, by which the result is made in one product.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, whole: Tensor | None = None
+    ) -> None:
+        self.weight, self.bias, self.a, self.b, self.whole = weight, bias, a, b, whole
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The result, and A x."""
-        out = F.linear(x, self.weight, self.bias)
+        """The result, and A x where it was needed for that."""
+        if self.whole is not None:
+            return half_linear(x, self.whole, self.bias), None
+        out = half_linear(x, self.weight, self.bias)
         if self.a is None or self.b is None:
             return out, None
         h = x @ self.a.t()
@@ -75,12 +96,16 @@ class _LowRankLinear:
         if self.a is None or self.b is None:
             return grad @ self.weight, None
         of_h = grad @ self.b
+        if self.whole is not None:
+            return grad @ self.whole, of_h
         return (grad @ self.weight).addmm_(of_h, self.a), of_h
 
     def of_weights(
         self, needs: Sequence[bool], grad: Tensor, x: Tensor | None, h: Tensor | None, of_h: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """The gradients of W, b, A and B, where they are needed."""
+        if h is None and self.a is not None and needs[3] and x is not None:
+            h = x @ self.a.t()
         return (
             grad.t() @ x if needs[0] and x is not None else None,
             grad.sum(dim=0) if needs[1] else None,
@@ -92,13 +117,14 @@ class _LowRankLinear:
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float, weight: Tensor, bias: Any, a: Any, b: Any
-    ) -> Any:
+        ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float, weight: Tensor, bias: Any, a: Any, b: Any,
+        whole: Any,
+    ) -> Any:  # fmt: skip
         from hone.kernels.gpu import rows
 
         total, normed = rows.add_norm(x, delta, scale, eps)
-        out, h = _LowRankLinear(weight, bias, a, b).forward(normed)
-        ctx.save_for_backward(total, scale, weight, bias, a, b, h)
+        out, h = _LowRankLinear(weight, bias, a, b, whole).forward(normed)
+        ctx.save_for_backward(total, scale, weight, bias, a, b, whole, h)
         ctx.eps, ctx.has_delta = eps, delta is not None
         ctx.set_materialize_grads(False)
         return total, out
@@ -107,36 +133,50 @@ class _NormLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor | None, grad: Tensor) -> Any:
         from hone.kernels.gpu import training
 
-        total, scale, weight, bias, a, b, h = ctx.saved_tensors
-        linear, needs = _LowRankLinear(weight, bias, a, b), ctx.needs_input_grad[4:]
+        total, scale, *parts, h = ctx.saved_tensors
+        linear, needs = _LowRankLinear(*parts), ctx.needs_input_grad[4:]
         grad = grad.contiguous()
         grad_total = None if grad_total is None else grad_total.contiguous()
         of_normed, of_h = linear.of_input(grad)
-        needs_normed = needs[0] or needs[2]
+        needs_normed = needs[0] or needs[2] or needs[3]
         normed, out, of_scale = training.norm_backward(total, scale, of_normed, grad_total, ctx.eps, needs_normed)
         of_weights = linear.of_weights(needs, grad, normed, h, of_h)
-        return out, out if ctx.has_delta else None, of_scale, None, *of_weights
+        return out, out if ctx.has_delta else None, of_scale, None, *of_weights, None
+
+
+class _WholeLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, a: Any, b: Any, whole: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, a, b, whole)
+        return _LowRankLinear(weight, bias, a, b, whole).forward(x)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, *parts = ctx.saved_tensors
+        linear, grad = _LowRankLinear(*parts), grad.contiguous()
+        of_x, of_h = linear.of_input(grad)
+        return of_x, *linear.of_weights(ctx.needs_input_grad[1:], grad, x, None, of_h), None
 
 
 class _SwiGLULinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Any, a: Any, b: Any) -> Any:
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Any, a: Any, b: Any, whole: Any) -> Any:
         from hone.kernels.gpu import rows
 
-        out, h = _LowRankLinear(weight, bias, a, b).forward(rows.swiglu(gate_up))
-        ctx.save_for_backward(gate_up, weight, bias, a, b, h)
+        out, h = _LowRankLinear(weight, bias, a, b, whole).forward(rows.swiglu(gate_up))
+        ctx.save_for_backward(gate_up, weight, bias, a, b, whole, h)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         from hone.kernels.gpu import training
 
-        gate_up, weight, bias, a, b, h = ctx.saved_tensors
-        linear, needs = _LowRankLinear(weight, bias, a, b), ctx.needs_input_grad[1:]
+        gate_up, *parts, h = ctx.saved_tensors
+        linear, needs = _LowRankLinear(*parts), ctx.needs_input_grad[1:]
         grad = grad.contiguous()
         of_act, of_h = linear.of_input(grad)
-        act, out = training.swiglu_backward(gate_up, of_act, needs[0] or needs[2])
-        return out, *linear.of_weights(needs, grad, act, h, of_h)
+        act, out = training.swiglu_backward(gate_up, of_act, needs[0] or needs[2] or needs[3])
+        return out, *linear.of_weights(needs, grad, act, h, of_h), None
 
 
 class _HeadsAttention(torch.autograd.Function):

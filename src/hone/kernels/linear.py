@@ -1,18 +1,25 @@
-"""y = x W^T + b, and its gradients, on the CPU by the compiled products where they are faster (`cpu/products.py`)."""
+"""y = x W^T + b, and its gradients: on the CPU by the compiled products where they are faster (`cpu/products.py`), on a
+GPU in one order where that is asked for (`numerics.py`)."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hone.kernels import cpu, gpu
+from hone.kernels import cpu, gpu, numerics
 
 # Few tokens are not worth packing large weights for. Small ones (4 MB) are always multiplied by the compiled product: a
 # row of it does not depend on its neighbours, so a token's numbers are the same to the bit in any batch.
 FEW_TOKENS, LARGE_WEIGHT = 32, 2**20
+WAVE = (
+    128 * 128
+)  # numbers of a tile of torch's; with as many as a GPU has multiprocessors it does not cut the inner size
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """T x I to T x O."""
+    if is_ordered(x_TI):
+        out_TO: Tensor = _Ordered.apply(x_TI, weight_OI)  # type: ignore[no-untyped-call]
+        return out_TO if bias_O is None else out_TO + bias_O
     if not is_multiplied_here(x_TI, weight_OI):
         return F.linear(x_TI, weight_OI, bias_O)
     if torch.is_grad_enabled() and (x_TI.requires_grad or weight_OI.requires_grad):
@@ -30,7 +37,7 @@ def is_multiplied_here(x_TI: Tensor, weight_OI: Tensor) -> bool:
 def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """T x O, or for few tokens on a GPU parts S x T x O to be added up, so that all of the chip fetches weights."""
     splits = gpu.splits(x_TI, weight_OI)
-    if splits == 1:
+    if splits == 1 or is_ordered(x_TI):
         return linear(x_TI, weight_OI, bias_O)
     from hone.kernels.gpu import products
 
@@ -39,10 +46,35 @@ def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) 
 
 def exact_logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
     """Logits T x V in fp32 at least: on a GPU half-precision products are added up in fp32 and left so. No gradient."""
+    if is_ordered(hidden_TD):
+        return ordered(hidden_TD, weight_VD, torch.float32)
     if hidden_TD.is_cuda and hidden_TD.dtype != torch.float32:
         return torch.mm(hidden_TD, weight_VD.t(), out_dtype=torch.float32)
     logits_TV = linear(hidden_TD, weight_VD)
     return logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+
+
+def half_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """`linear` in half precision on a GPU, inside a step that makes its gradients itself."""
+    if not is_ordered(x_TI):
+        return F.linear(x_TI, weight_OI, bias_O)
+    out_TO = ordered(x_TI, weight_OI, x_TI.dtype)
+    return out_TO if bias_O is None else out_TO + bias_O
+
+
+def is_ordered(x_TI: Tensor) -> bool:
+    """Whether this is multiplied in one order because that is asked for."""
+    return numerics.keeps_order("products") and gpu.IS_AVAILABLE and x_TI.is_cuda and x_TI.dtype in gpu.HALF
+
+
+def ordered(x_TI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+    """x W^T, each number added up in one piece. torch does so by itself where the result fills the chip."""
+    rows = len(x_TI)
+    if rows * len(weight_OI) >= WAVE * gpu.processors() or x_TI.shape[1] % 16:
+        return F.linear(x_TI, weight_OI) if dtype == x_TI.dtype else torch.mm(x_TI, weight_OI.t(), out_dtype=dtype)
+    from hone.kernels.gpu import products
+
+    return products.in_order(x_TI, weight_OI, dtype)
 
 
 def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
@@ -82,3 +114,16 @@ class _Linear(torch.autograd.Function):
             product(grad.t(), x) if needs_weight else None,
             grad.sum(dim=0) if ctx.has_bias else None,
         )
+
+
+class _Ordered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        return ordered(x, weight, x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        return grad @ weight if needs_x else None, grad.t() @ x if needs_weight else None

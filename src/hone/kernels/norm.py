@@ -16,6 +16,9 @@ def add_norm(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float
         from hone.kernels.gpu import rows
 
         return rows.add_norm(x_TD, delta_TD, weight_D, eps)
+    if gpu.trains(x_TD) and (delta_TD is None or delta_TD.dim() == 2):
+        total, out = _OnGpu.apply(x_TD, delta_TD, weight_D, eps)  # type: ignore[no-untyped-call]
+        return total, out
     if not cpu.takes(x_TD):
         return add_norm_reference(x_TD, delta_TD, weight_D, eps)
     inputs = (x_TD, weight_D) if delta_TD is None else (x_TD, weight_D, delta_TD)
@@ -72,3 +75,26 @@ class _AddNorm(torch.autograd.Function):
             weight.data_ptr(), rstd.data_ptr(), grad_x.data_ptr(), parts.data_ptr(),
         )  # fmt: skip
         return grad_x, grad_x if ctx.has_delta else None, parts.sum(dim=0), None
+
+
+class _OnGpu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, delta, weight, eps):  # type: ignore[no-untyped-def]
+        from hone.kernels.gpu import rows
+
+        total, out = rows.add_norm(x, delta, weight, eps)
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.has_delta = eps, delta is not None
+        ctx.set_materialize_grads(False)
+        return total, out
+
+    @staticmethod
+    def backward(ctx, grad_total, grad):  # type: ignore[no-untyped-def]
+        from hone.kernels.gpu import training
+
+        total, weight = ctx.saved_tensors
+        if grad is None:
+            return grad_total, grad_total if ctx.has_delta else None, None, None
+        grad_total = None if grad_total is None else grad_total.contiguous()
+        _, of_x, of_weight = training.norm_backward(total, weight, grad.contiguous(), grad_total, ctx.eps, False)
+        return of_x, of_x if ctx.has_delta else None, of_weight, None

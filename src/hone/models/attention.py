@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hone.kernels import gpu
+from hone.kernels import gpu, numerics
 from hone.kernels.flat_attention import Sequences, flat_attention, takes
 from hone.kernels.gpu_training import heads_attention
 from hone.kernels.norm_rope import norm_rope
@@ -80,6 +80,10 @@ class FlatAttention:
         """Mixed values, T x (H * E)."""
         if takes(q_THE):
             return flat_attention(q_THE, k_TKE, v_TKE, self.sequences).flatten(1)
+        if keeps_order(q_THE):
+            from hone.kernels.gpu import attention
+
+            return attention.forward(q_THE, k_TKE, v_TKE, self.tiles)[0].flatten(1)
         if is_half_on_gpu(q_THE) and not self.has_prefixes:
             return varlen(q_THE, k_TKE, v_TKE.contiguous(), *self.boundaries).flatten(1)
         outs = [bucket.attend(q_THE, k_TKE, v_TKE) for bucket in self.buckets]
@@ -153,13 +157,19 @@ class ContinuedAttention(FlatAttention):
 
     def attend(self, q_THE: Tensor, k_SKE: Tensor, v_SKE: Tensor) -> Tensor:
         """T x (H * E), for S keys of T queries and all before them."""
-        if is_half_on_gpu(q_THE):
+        if is_half_on_gpu(q_THE) and not keeps_order(q_THE):
             return varlen(q_THE, k_SKE, v_SKE, *self.boundaries).flatten(1)
         return super().attend(put_rows(q_THE, self.own_T, len(k_SKE)), k_SKE, v_SKE)[self.own_T]
 
 
 def is_half_on_gpu(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in gpu.HALF
+
+
+def keeps_order(q_THE: Tensor) -> bool:
+    """Whether these are mixed by the kernel that trains, because one order is asked for. Without gradient."""
+    has_kernel = gpu.IS_AVAILABLE and is_half_on_gpu(q_THE) and gpu.trains_heads(q_THE.shape[2])
+    return has_kernel and numerics.keeps_order("attention") and not torch.is_grad_enabled()
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, of_q: Tensor, of_k: Tensor, longest_q: int, longest_k: int) -> Tensor:

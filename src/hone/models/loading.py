@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 
 from hone.config.sections import ModelConfig
+from hone.kernels import numerics
+from hone.kernels.gpu import trains_model
 from hone.models.hf import load_model, resolve_model
 from hone.models.transformer import Transformer
 from hone.text.tokenizer import Tokenizer
@@ -37,4 +39,24 @@ def load(config: ModelConfig, seed: int = 0) -> Loaded:
             f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, "
             f"the model's vocab_size is {model.spec.vocab_size}"
         )
+    numerics.use(config.numerics)
+    if config.numerics == "exact":
+        require_order(model)
     return Loaded(model, tokenizer, directory, dtype)
+
+
+def require_order(model: Transformer) -> None:
+    """Raises ValueError for a model that is not computed in one order here."""
+    weight, spec = model.embed.weight, model.spec
+    if spec.routed:
+        raise ValueError("model.numerics exact: mixtures of experts have no exact kernels; take fast")
+    if not weight.is_cuda:
+        raise ValueError(
+            "model.numerics exact is for a GPU; on a CPU, in float32, logprobs of sampler and trainer agree to about "
+            "1e-5; take fast"
+        )
+    if not trains_model(weight, spec.head_dim):
+        raise ValueError(
+            "model.numerics exact: it needs Triton, model.dtype bfloat16 and heads of 16, 32, 64 or 128; "
+            f"this is {str(weight.dtype)[6:]} with heads of {spec.head_dim}; take fast"
+        )

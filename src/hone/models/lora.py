@@ -68,6 +68,11 @@ class LoRA(nn.Module):
         b_OR = (self.B[:, None, :] * self.diagonal[:, :, None]).flatten(1)  # type: ignore[index]
         return self.A, b_OR if len(b_OR) == self.outputs else put_rows(b_OR, self.rows, self.outputs)  # type: ignore[arg-type]
 
+    @torch.no_grad()
+    def merged(self, weight_OI: Tensor) -> Tensor:
+        """A fused weight with the adapter merged into it, as samplers have it."""
+        return self.add_to(weight_OI).to(weight_OI.dtype)
+
     def pairs(self, whole: Whole = _as_it_is) -> Iterator[tuple[str, Tensor, Tensor]]:
         """HF linears with their A and B, not scaled, detached; `whole` joins what is split over ranks."""
         of_a = whole(self.A.detach()).split(self.config.rank)
@@ -191,7 +196,7 @@ class Merged:
     def follow(self) -> None:
         """After a step of training."""
         for own, weight, lora in self._sums:
-            own.copy_(lora.add_to(weight))
+            own.copy_(lora.merged(weight))
 
 
 @contextmanager

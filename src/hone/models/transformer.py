@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hone.kernels import cpu, cpu_training, gpu
 from hone.kernels.flat_attention import takes_heads
-from hone.kernels.gpu_training import norm_linear, swiglu_linear
-from hone.kernels.linear import is_multiplied_here, linear, linear_parts
+from hone.kernels.gpu_training import norm_linear, swiglu_linear, whole_linear
+from hone.kernels.linear import is_multiplied_here, is_ordered, linear, linear_parts
 from hone.kernels.norm import add_norm
 from hone.kernels.rows import take_rows
 from hone.kernels.swiglu import swiglu, swiglu_reference
@@ -51,6 +51,8 @@ class Linear(nn.Module):
         self.delta: Callable[[Tensor], Tensor | None] | None = None  # what adapters add (`adapters.py`, `lora.py`)
 
     def forward(self, x: Tensor) -> Tensor:
+        if (whole := self.whole()) is not None:
+            return whole_linear(whole, x, self.weight, self.bias, *self.factors())
         y = linear(x, self.weight, self.bias)
         added = None if self.delta is None else self.delta(x)
         return y if added is None else y + added
@@ -63,6 +65,15 @@ class Linear(nn.Module):
     def factors(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """A and B of what is added to a plain one."""
         return (None, None) if self.delta is None else self.delta.factors()  # type: ignore[attr-defined]
+
+    def whole(self) -> Tensor | None:
+        """On a GPU, where sampler and trainer are to have the same bits: the weight with what is trained beside it
+        merged in, as the sampler has it."""
+        merged = getattr(self.delta, "merged", None)
+        if merged is None or not self.is_plain or not is_ordered(self.weight):
+            return None
+        weight: Tensor = merged(self.weight)
+        return weight
 
     def parts(self, x: Tensor) -> Tensor:
         """The result, or for few tokens on a GPU parts S x T x O that add up to it: `add_norm` takes either."""
@@ -93,7 +104,8 @@ class RMSNorm(nn.Module):
     def through(self, linear: Linear, x_TD: Tensor, delta_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """x + delta, and the projection of its norm."""
         if gpu.trains(x_TD) and linear.is_plain:
-            return norm_linear(x_TD, delta_TD, self.weight, self.eps, linear.weight, linear.bias, *linear.factors())
+            parts = (linear.weight, linear.bias, *linear.factors(), linear.whole())
+            return norm_linear(x_TD, delta_TD, self.weight, self.eps, *parts)
         total_TD, normed_TD = self(x_TD, delta_TD)
         return total_TD, linear(normed_TD)
 
@@ -128,7 +140,8 @@ class MLP(nn.Module):
 
     def project(self, gate_up_T2F: Tensor) -> Tensor:
         if gpu.trains(gate_up_T2F) and self.down.is_plain:
-            return swiglu_linear(gate_up_T2F, self.down.weight, self.down.bias, *self.down.factors())
+            a_RF, b_OR = self.down.factors()
+            return swiglu_linear(gate_up_T2F, self.down.weight, self.down.bias, a_RF, b_OR, self.down.whole())
         return self.down.parts(swiglu(gate_up_T2F))
 
 

@@ -19,11 +19,18 @@ def trainer_line(step: int, values: dict[str, float]) -> str:
     used = f"{values['perf/mfu']:.1%}" if "perf/mfu" in values else "n/a"
     return (
         f"Step {step} | Time: {values['time/train']:.2f}s | Loss: {values['loss/mean']:.4f} | "
-        f"Entropy: {values['entropy/mean']:.4f} | Mismatch KL: {values['mismatch_kl/mean']:.2e} | "
+        f"Entropy: {values['entropy/mean']:.4f} | Mismatch KL: {mismatch(values)} | "
         f"Grad. Norm: {values['optim/grad_norm']:.4f} | LR: {values['optim/lr']:.2e} | "
         f"Throughput: {values['perf/train_throughput']:.0f} tokens/s | MFU: {used} | "
         f"Peak Mem.: {values['perf/peak_memory']:.1f} GiB"
     )
+
+
+def mismatch(values: dict[str, float]) -> str:
+    """How far sampler and trainer are from each other; with exact numerics, whether any bit differs."""
+    if values.get("exact/differs", 1.0) == 0.0:
+        return "0 (exact)"
+    return f"{values.get('mismatch_kl/mean', 0.0):.2e}"
 
 
 def sft_line(step: int, values: dict[str, float]) -> str:
@@ -56,7 +63,7 @@ def summary_line(step: int, values: dict[str, float]) -> str:
         f"Tokens: {of('tokens/trained'):.0f} trained, dropped: {parts('tokens/dropped/')}",
         f"Failed: {parts('failures/')}",
         f"Staleness: {of('batch/off_policy_level/mean'):.1f}, at most {of('batch/off_policy_level/max'):.0f}",
-        f"Mismatch KL: {of('mismatch_kl/mean'):.2e}",
+        f"Mismatch KL: {mismatch(values)}",
         f"Masked: {of('is_masked/mean'):.2%}",
         f"Entropy: {of('entropy/mean'):.4f}",
         f"Grad. Norm: {of('optim/grad_norm'):.4f}",

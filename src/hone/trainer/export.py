@@ -28,7 +28,8 @@ def main(config: ExportConfig) -> None:
         raise ValueError(f"--checkpoint {config.checkpoint} is damaged: {error}") from None
     settings = header["config"]
     loaded = load(
-        ModelConfig.model_validate(settings["model"] | {"device": "cpu", "dtype": "float32"}), settings["seed"]
+        ModelConfig.model_validate(settings["model"] | {"device": "cpu", "dtype": "float32", "numerics": "fast"}),
+        settings["seed"],
     )
     lora = settings.get("lora") or (settings.get("trainer") or {}).get("lora")
     if lora:

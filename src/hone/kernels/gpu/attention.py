@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 TILE = 64
+KEYS = 32  # that a query takes up at once
 FIELDS = tl.constexpr(6)  # of a tile
 LOG2_E = 1.4426950408889634
 SHARES, LEAST = 64, 512  # a program has no more than a 64th of the queries that all tiles of keys see, or 512
@@ -71,15 +72,16 @@ def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.devi
 
     return Tiles(
         on_device(of_queries, index * TILE + prefix_lengths[sequence]), on_device(of_keys, end - first),
-        on_device(of_sums, behind), int(is_part.sum()), len(groups) <= len(rows),
+        on_device(of_sums, behind), int(is_part.sum()), bool(prefix_lengths.any()),
     )  # fmt: skip
 
 
 @triton.jit
-def attend(logits, v_NE, top, size, sum_ME):
-    """One more tile of keys in a running softmax: its highest logits, the sum of its exponentials, the mixed values."""
-    higher = tl.maximum(top, tl.max(logits, axis=1))
-    p = tl.exp2(logits - higher[:, None])
+def attend(logits, scale, v_NE, top, size, sum_ME):
+    """One more tile of keys in a running softmax: its highest logits, the sum of its exponentials, the mixed values.
+    `scale` makes logits those in base 2."""
+    higher = tl.maximum(top, tl.max(logits, axis=1) * scale)
+    p = tl.exp2(tl.fma(logits, scale, -higher[:, None]))
     kept = tl.exp2(top - higher)
     size = size * kept + tl.sum(p, axis=1)
     sum_ME = tl.dot(p.to(v_NE.dtype), v_NE, sum_ME * kept[:, None])
@@ -92,7 +94,11 @@ def forward_kernel(
     q, k, v, out, logsum, tiles, scale, T, q_row, k_row, v_row,
     H: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PREFIX: tl.constexpr,
 ):  # fmt: skip
-    """Tile of M queries of head h. `scale` is that of the logits in base 2; *_row are strides of tokens."""
+    """Tile of M queries of head h. `scale` is that of the logits in base 2; *_row are strides of tokens.
+
+    Keys come N at a time from position 0 on, whether they are the prefix's or the sequence's own: a query's numbers are
+    those that decoding gives it (`ordered_kernel` in decode.py), to the bit.
+    """
     h = tl.program_id(1)
     tile = tiles + tl.program_id(0) * FIELDS
     start, length, index = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -105,27 +111,35 @@ def forward_kernel(
     top = tl.full([M], -1e30, dtype=tl.float32)
     size = tl.zeros([M], dtype=tl.float32)
     sum_ME = tl.zeros([M, E], dtype=tl.float32)
+    own = 0  # from which of its own tokens on tiles hold no key of the prefix
     if PREFIX:
         before = tl.load(tile + 4)
+        own = (N - before % N) % N
         away = tl.load(tile + 3) - start  # of the prefix, from the sequence
-        for at in range(0, before, N):
-            inside = (at + n < before)[:, None]
-            k_NE = tl.load(keys + (away + at) * k_row, inside, other=0.0)
-            logits = tl.where((at + n < before)[None, :], tl.dot(q_ME, tl.trans(k_NE)) * scale, -1e30)
-            v_NE = tl.load(values + (away + at) * v_row, inside, other=0.0)
-            top, size, sum_ME = attend(logits, v_NE, top, size, sum_ME)
-    for at in range(0, index * M, N):  # keys that all queries of the tile see
+        whole = before // N * N
+        for at in range(0, whole, N):
+            k_NE = tl.load(keys + (away + at) * k_row)
+            v_NE = tl.load(values + (away + at) * v_row)
+            top, size, sum_ME = attend(tl.dot(q_ME, tl.trans(k_NE)), scale, v_NE, top, size, sum_ME)
+        if whole < before:  # the end of the prefix, and as many of the sequence's tokens as make a tile
+            place = whole + n - before
+            inside = (place < length)[:, None]
+            there = (whole + tl.where(place < 0, away, -before))[:, None]
+            k_NE = tl.load(keys + there * k_row, inside, other=0.0)
+            v_NE = tl.load(values + there * v_row, inside, other=0.0)
+            logits = tl.where(m[:, None] >= place[None, :], tl.dot(q_ME, tl.trans(k_NE)), -1e30)
+            top, size, sum_ME = attend(logits, scale, v_NE, top, size, sum_ME)
+    seen_by_all = own + tl.maximum(index * M + 1 - own, 0) // N * N
+    for at in range(own, seen_by_all, N):  # keys that all queries of the tile see
         k_NE = tl.load(keys + at * k_row)
-        logits = tl.dot(q_ME, tl.trans(k_NE)) * scale
         v_NE = tl.load(values + at * v_row)
-        top, size, sum_ME = attend(logits, v_NE, top, size, sum_ME)
-    for at in range(index * M, tl.minimum(index * M + M, length), N):
+        top, size, sum_ME = attend(tl.dot(q_ME, tl.trans(k_NE)), scale, v_NE, top, size, sum_ME)
+    for at in range(seen_by_all, tl.minimum(index * M + M, length), N):
         inside = (at + n < length)[:, None]
         k_NE = tl.load(keys + at * k_row, inside, other=0.0)
-        logits = tl.dot(q_ME, tl.trans(k_NE)) * scale
-        logits = tl.where(m[:, None] >= at + n[None, :], logits, -1e30)
         v_NE = tl.load(values + at * v_row, inside, other=0.0)
-        top, size, sum_ME = attend(logits, v_NE, top, size, sum_ME)
+        logits = tl.where(m[:, None] >= at + n[None, :], tl.dot(q_ME, tl.trans(k_NE)), -1e30)
+        top, size, sum_ME = attend(logits, scale, v_NE, top, size, sum_ME)
     result = (sum_ME / size[:, None]).to(out.dtype.element_ty)
     tl.store(out + ((first + m)[:, None] * H + h) * E + e, result, (m < length)[:, None])
     tl.store(logsum + h.to(tl.int64) * T + first + m, top + tl.log2(size), m < length)
@@ -247,7 +261,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tens
     out, logsum = q.new_empty(T, H, E), q.new_empty(H, T, dtype=torch.float32)
     forward_kernel[(len(tiles.of_queries), H)](
         q, k, v, out, logsum, tiles.of_queries, LOG2_E / E**0.5, T, q.stride(0), k.stride(0), v.stride(0),
-        H=H, GROUP=H // k.shape[1], E=E, M=TILE, N=32, PREFIX=tiles.has_prefixes, num_warps=4, num_stages=3,
+        H=H, GROUP=H // k.shape[1], E=E, M=TILE, N=KEYS, PREFIX=tiles.has_prefixes, num_warps=4, num_stages=3,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out, logsum
 

@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels import gpu, row_state
+from hone.kernels import gpu, numerics, row_state
 from hone.kernels.gpu import options, power_of_2
+from hone.kernels.gpu.attention import KEYS, attend
 from hone.kernels.gpu.launching import wait
 from hone.kernels.gpu.rows import newest_heads
 
@@ -128,6 +129,38 @@ def shared_kernel(
     tl.store(part_acc + row[None, :] * E + e, acc, inside[None, :])
 
 
+@triton.jit
+def ordered_kernel(
+    q, keys, values, out, active, state, table, table_row, scale,
+    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What decode_kernel gives, by the steps of training's forward_kernel (`attention.py`): a sequence's queries of a
+    k/v head are the rows of a tile of M, and one warp adds up what four add up there for rows of its own."""
+    G: tl.constexpr = H // K
+    head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    m, n, e = tl.arange(0, M), tl.arange(0, N), tl.arange(0, E)[None, :]
+    slot = tl.load(active + b)
+    length = tl.load(state + slot * FIELDS + LENGTH).to(tl.int32) + 1
+    pages = table + slot * table_row
+    at_q = (b * H + head * G + m)[:, None] * E + e
+    wait(PDL)
+    q_ME = tl.load(q + at_q, (m < G)[:, None], other=0.0)
+    top = tl.full([M], -1e30, dtype=tl.float32)
+    size = tl.zeros([M], dtype=tl.float32)
+    sum_ME = tl.zeros([M, E], dtype=tl.float32)
+    for at in tl.range(0, length, N, num_stages=STAGES):
+        cell = tl.load(pages + at // PAGE).to(tl.int64) * PAGE + at % PAGE
+        there = ((cell + n) * K + head)[:, None] * E + e
+        seen = at + n < length
+        k_NE = tl.load(keys + there, seen[:, None], other=0.0)
+        v_NE = tl.load(values + there, seen[:, None], other=0.0)
+        logits = tl.where(seen[None, :], tl.dot(q_ME, tl.trans(k_NE)), -1e30)
+        top, size, sum_ME = attend(logits, scale, v_NE, top, size, sum_ME)
+    result = (sum_ME / size[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at_q, result, (m < G)[:, None])
+
+
 @dataclass(frozen=True)
 class Shared:
     """Which pages are read once for several sequences, and where their partial results go."""
@@ -174,6 +207,12 @@ def decode(
     scale = math.log2(math.e) / math.sqrt(E)
     sizes, width = {"H": H, "K": K, "E": E, "PAGE": PAGE, "R": MEMBERS}, power_of_2(H // K)
     where = (active, state, table, table.shape[1])
+    if numerics.keeps_order("attention"):
+        ordered_kernel[(K, B)](
+            q, keys, values, out, *where, scale, H=H, K=K, E=E, PAGE=PAGE, M=max(16, width), N=KEYS, STAGES=3,
+            enable_fp_fusion=False, **options(1),
+        )  # fmt: skip
+        return out
     partial: tuple[Tensor, ...] = (q, q, q)
     if shared is not None:
         partial = (shared.acc, shared.stats, shared.parts_BS)

@@ -1,10 +1,15 @@
-"""y = x W^T for few rows: the weights pass through the chip once, so the work is spread over their rows and columns."""
+"""y = x W^T for few rows: the weights pass through the chip once, so the work is spread over their rows and columns.
 
+parts       of the inner dimension, by as many programs as fill the chip: the quickest
+in_order    all of it by one program, from the first to the last: the bits that torch's own product has for many rows
+"""
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels.gpu import has_dependent_launch, options, power_of_2
+from hone.kernels.gpu import has_dependent_launch, options, power_of_2, processors
 from hone.kernels.gpu.launching import prefetch, wait
 
 
@@ -46,6 +51,49 @@ def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int) -> Tensor
     product_kernel[(-(-N // BN), -(-M // BM), splits)](
         x, weight, weight if bias is None else bias, out, M, N, K, K // splits,
         BM=BM, BN=BN, BK=64, LINES=power_of_2(K // splits // 64), STAGES=stages, HAS_BIAS=bias is not None,
+        **options(4),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["M"])
+def in_order_kernel(
+    x, w, out, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    LINES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A tile of x M x K times w N x K transposed. GROUP tiles of rows go over the same columns side by side."""
+    tiles_m, tiles_n, pid = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.program_id(0)
+    band = pid // (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - band * GROUP, GROUP)
+    pid_m, pid_n = band * GROUP + pid % (GROUP * tiles_n) % height, pid % (GROUP * tiles_n) // height
+    m, n, k = pid_m * BM + tl.arange(0, BM), pid_n * BN + tl.arange(0, BN), tl.arange(0, BK)
+    rows = x + (m % M)[:, None].to(tl.int64) * K + k[None, :]
+    columns = w + (n % N)[None, :].to(tl.int64) * K + k[:, None]
+    if PDL:  # the weights do not depend on the kernel before
+        line = tl.minimum(tl.arange(0, LINES) * 64, K - 1)
+        prefetch(w + (n % N)[:, None].to(tl.int64) * K + line[None, :])
+    wait(PDL)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for i in tl.range(0, K, BK, num_stages=STAGES):
+        acc = tl.dot(tl.load(rows + i), tl.load(columns + i), acc)
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    tl.store(out + m[:, None].to(tl.int64) * N + n[None, :], acc.to(out.dtype.element_ty), inside)
+
+
+def in_order(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """x W^T, M x N. The inner size is a multiple of 16. How it is cut into tiles changes no bit."""
+    x = x.contiguous()
+    (M, K), N = x.shape, len(weight)
+    out = x.new_empty(M, N, dtype=dtype)
+    BM = 16 if M <= 16 else 64 if M <= 256 else 128
+    BN, enough = 64, processors() * 3 // 5
+    while BN > 16 and enough > -(-N // BN) * -(-M // BM):
+        BN //= 2
+    BK = min(64 if BN == 64 else 128, K & -K)
+    stages = 5 if has_dependent_launch() else 3
+    in_order_kernel[(-(-M // BM) * -(-N // BN),)](
+        x, weight, out, M, N, K, BM=BM, BN=BN, BK=BK, STAGES=stages, GROUP=8, LINES=min(power_of_2(-(-K // 64)), 16),
         **options(4),
     )  # fmt: skip
     return out

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels import row_state
+from hone.kernels import numerics, row_state
 from hone.kernels.gpu import options, power_of_2
 from hone.kernels.gpu.launching import wait
 
@@ -74,7 +74,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
         D,
         HAS_DELTA=total is not x,
         BLOCK=power_of_2(D),
-        **options(8 if T < 1024 else 2),
+        **options(8 if T < 1024 or numerics.keeps_order("norms") else 2),
     )
     return total, out
 

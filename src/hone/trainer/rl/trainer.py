@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hone.config.rl import TrainerConfig
+from hone.kernels import numerics
 from hone.kernels.gpu import trains_model
 from hone.models.lora import add_lora, seed_dropout, without_lora
 from hone.models.transformer import Transformer
@@ -67,6 +68,10 @@ class RLTrainer:
         lora = config.lora
         if config.replay_routing and not model.spec.routed:
             raise ValueError("trainer.replay_routing: this model is not a mixture of experts")
+        if lora is not None and lora.dropout and numerics.is_exact():
+            raise ValueError(
+                "trainer.lora.dropout: with model.numerics exact the trainer drops nothing that was sampled"
+            )
         if lora is not None:
             add_lora(model, lora, seed)
         # The reference model of the KL: under a fresh adapter the model without the adapter, else a copy.
@@ -121,6 +126,7 @@ class RLTrainer:
                 weights[i] = share * weight
         names = ["entropy", "mismatch_kl", "is_masked", "importance_ratio"]
         names += ["routing"] if self._replays(samples) else []
+        names += ["differs"] if numerics.is_exact() else []
         parts: dict[str, list[torch.Tensor]] = {name: [] for name in [*names, "logprobs"]}
         if any("reference" in kind.needs for kind in self.losses):
             parts["reference_kl"] = []
@@ -165,6 +171,8 @@ class RLTrainer:
         if "routing" in parts:  # of the experts that were given and of those among them that differ, how many
             differs, given = self.ranks.sum(sum(parts.pop("routing"), torch.zeros(2).to(loss).double())).tolist()
             values["routing/differs"] = differs / max(given, 1.0)
+        if "differs" in parts:  # tokens whose logprob has other bits than the sampler's
+            values["exact/differs"] = self.ranks.sum(sum(parts.pop("differs"), torch.zeros(1).to(loss))).item()
         for name, tensors in parts.items():
             values |= summary(name, self.ranks.gather(torch.cat([*tensors, torch.empty(0, device=self.device)])))
         used = mfu(3 * flops / seconds, self.device)
@@ -237,6 +245,8 @@ class RLTrainer:
                 None if reference_N is None else reference_N[part], None if teacher_N is None else teacher_N[part],
             )  # fmt: skip
             parts["logprobs"].append(logprobs.detach())
+            if numerics.is_exact():
+                parts["differs"].append((logprobs.detach() != sampled_N[part]).sum()[None])
             parts["entropy"].append(entropy.detach())
             parts["mismatch_kl"].append(found.mismatch_kl)
             parts["is_masked"].append(found.is_masked)

@@ -1,0 +1,188 @@
+"""`hone probe`: whether tokens have the same logprobs when they are sampled and when they are trained on.
+
+random prompts ─ engine: batches of all sizes, groups, prompts that go on ─► tokens, logprobs ─┐
+                          the same tokens, packed, through the model that trains ─► logprobs ──┴─► how many differ
+some of them token by token through both sides ─► after each block ──────────────────────────────► the first that does
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hone.config.probe import ProbeConfig
+from hone.engine.engine import Engine
+from hone.models.loading import load
+from hone.models.lora import Merged, add_lora, loras
+from hone.models.transformer import Transformer
+from hone.records import GenerateRequest, Sampling
+from hone.trainer.packing import Packed, pack_shared, prompt_of, split_by_prompt
+
+WAVES = (1, 2, 7, 16, 33, 128)  # rollouts that are sampled at once, by turns
+BUDGETS = (700, 16_384, 3_000)  # tokens of a micro-batch, by turns
+GIB = 4.0  # of keys and values
+LOOKED_AT = 4  # rollouts that are compared layer by layer
+Waves = list[tuple[list[int], list[int], list[float]]]  # prompt, completion, logprobs
+
+
+@dataclass(frozen=True)
+class Found:
+    tokens: int
+    differ: int  # tokens whose logprob has other bits
+    largest: float  # difference of two logprobs
+    mismatch: float  # mean of r - 1 - log r, in nats
+    place: str  # the first layer and part where hidden states differ; "" where none does
+
+    def words(self) -> str:
+        if not self.differ:
+            return f"0 of {self.tokens:,} logprobs differ between sampler and trainer"
+        where = f"; hidden states differ from {self.place} on" if self.place else ""
+        return (
+            f"{self.differ:,} of {self.tokens:,} logprobs differ between sampler and trainer, by up to "
+            f"{self.largest:.3g}; mismatch KL {self.mismatch:.2e}{where}"
+        )
+
+
+def main(config: ProbeConfig) -> None:
+    """Raises ValueError where exact numerics were asked for and a bit differs."""
+    model = load(config.model, config.seed).model
+    if config.lora is not None:
+        add_lora(model, config.lora, config.seed)
+        for lora in loras(model):  # a fresh one adds nothing
+            nn.init.normal_(lora.B, std=0.01)
+    found = probe(model, config.rollouts, config.max_tokens, config.temperature, config.seed)
+    print(f"{config.rollouts:,} rollouts, {config.model.numerics} numerics: {found.words()}", flush=True)
+    if config.model.numerics == "exact" and found.differ:
+        raise ValueError("model.numerics is exact, and logprobs differ; please report this with the line above")
+
+
+def probe(model: Transformer, count: int, max_tokens: int, temperature: float = 1.0, seed: int = 0) -> Found:
+    """Compares the two sides of a model as it is trained, on so many rollouts of random tokens."""
+    sampled = Merged(model).model
+    length = min(4 * max_tokens, model.spec.max_position_embeddings)
+    engine = Engine(sampled, max_batch_size=max(WAVES), max_model_len=length, kv_cache_gib=GIB)
+    rollouts = sample(engine, count, max_tokens, temperature, random.Random(seed))
+    ours = torch.tensor([x for _, _, logprobs in rollouts for x in logprobs])
+    theirs = torch.cat(trained_logprobs(model, rollouts, temperature))
+    change = theirs.double() - ours.double()
+    mismatch = float((change.exp() - 1 - change).mean())
+    differ = int((theirs != ours).sum())
+    place = first_layer(model, sampled, sorted(rollouts, key=lambda one: len(one[0]))[:LOOKED_AT]) if differ else ""
+    return Found(len(ours), differ, float(change.abs().max()), mismatch, place)
+
+
+def sample(engine: Engine, count: int, max_tokens: int, temperature: float, draw: random.Random) -> Waves:
+    """In waves: new prompts, groups of one prompt, and conversations of the wave before that go on."""
+    done: Waves = []
+    vocabulary, last = range(engine.sampler.vocab_size), list[list[int]]()
+    while len(done) < count:
+        prompts: list[list[int]] = []
+        for _ in range(min(WAVES[len(done) % len(WAVES)], count - len(done))):
+            kind = draw.random()
+            new = draw.choices(vocabulary, k=draw.randint(1, max_tokens))
+            if kind < 0.3 and prompts:
+                prompts.append(prompts[-1])
+            elif kind < 0.6 and last:
+                prompts.append([*draw.choice(last), *new[: max(1, len(new) // 4)]])
+            else:
+                prompts.append(new)
+        room = engine.max_model_len - 2
+        prompts = [prompt[-room:] for prompt in prompts]
+        requests = [
+            GenerateRequest(p, Sampling(temperature, draw.randint(1, max_tokens), len(done) + i), frozenset())
+            for i, p in enumerate(prompts)
+        ]
+        completions = engine.generate(requests)
+        done += [(p, c.ids, c.logprobs) for p, c in zip(prompts, completions, strict=True)]
+        last = [[*p, *c.ids] for p, c in zip(prompts, completions, strict=True)]
+    return done
+
+
+def trained_logprobs(model: Transformer, rollouts: Waves, temperature: float) -> list[Tensor]:
+    """Of each rollout, in micro-batches of several sizes, as a step of training computes them."""
+    ids = [[*prompt, *own] for prompt, own, _ in rollouts]
+    masks = [[False] * len(prompt) + [True] * len(own) for prompt, own, _ in rollouts]
+    lengths, prompts = [len(x) for x in ids], [prompt_of(*both) for both in zip(ids, masks, strict=True)]
+    found, device = [torch.empty(0)] * len(ids), model.embed.weight.device
+    for k, budget in enumerate(BUDGETS):
+        mine = list(range(k, len(ids), len(BUDGETS)))
+        parts = split_by_prompt([prompts[i] for i in mine], [lengths[i] for i in mine], budget)
+        for members in ([mine[i] for i in part] for part in parts):
+            packed = pack_shared([ids[i] for i in members], [masks[i] for i in members], device)
+            values = logprobs_of(model, packed, temperature).split([len(rollouts[i][1]) for i in members])
+            for i, own in zip(members, values, strict=True):
+                found[i] = own
+    return found
+
+
+def logprobs_of(model: Transformer, packed: Packed, temperature: float) -> Tensor:
+    kept: list[Tensor] = []
+
+    def loss(part: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        kept.append(logprobs.detach().float().cpu())
+        return logprobs.sum()
+
+    temperature_N = torch.full((len(packed.targets_N),), temperature, device=packed.targets_N.device)
+    packed.loss(model, temperature_N, loss)
+    return torch.cat(kept)
+
+
+# ------------------------------------------------------------------------------------------ layer by layer
+
+
+def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> str:
+    """Where hidden states of decoded tokens first differ, of all these rollouts; each is decoded alone."""
+    first: tuple[int, int] | None = None
+    for prompt, own, _ in rollouts:
+        engine = Engine(sampled, max_batch_size=1, max_model_len=len(prompt) + len(own) + 1, kv_cache_gib=GIB)
+        engine.graphs = engine.packed = engine.decoder.packed = None  # block by block
+        with outputs_of(sampled) as theirs:
+            forced = engine.generate(
+                [GenerateRequest(prompt, Sampling(1.0, len(own), 0), frozenset(), allows=_only(own, engine))]
+            )
+        assert forced[0].ids == own
+        packed = pack_shared([[*prompt, *own]], [[False] * len(prompt) + [True] * len(own)], model.embed.weight.device)
+        with outputs_of(model) as ours:
+            model(packed.tokens_T, packed.attention.positions(), packed.attention)
+        for layer, (sampling, training) in enumerate(zip(theirs, ours, strict=True)):
+            for part in (0, 1):
+                one = torch.cat([_whole(step[part]) for step in sampling if len(step[0]) == 1])
+                two = _whole(training[0][part])[len(prompt) : len(prompt) + len(one)]
+                if not torch.equal(one[: len(two)], two) and (first is None or (layer, part) < first):
+                    first = layer, part
+    return "" if first is None else f"layer {first[0]} ({('attention', 'feed-forward')[first[1]]})"
+
+
+def _only(own: list[int], engine: Engine) -> Any:
+    """Allows the next of these tokens alone."""
+
+    def allows(ids: list[int]) -> Any:
+        row = torch.zeros(engine.sampler.vocab_size, dtype=torch.bool)
+        row[own[min(len(ids), len(own) - 1)]] = True
+        return row.numpy()
+
+    return allows
+
+
+def _whole(x: Tensor) -> Tensor:
+    """Parts added up as the next norm adds them."""
+    return (x.float().sum(0).to(x.dtype) if x.dim() == 3 else x).detach().cpu()
+
+
+@contextmanager
+def outputs_of(model: Transformer) -> Iterator[list[list[tuple[Tensor, Tensor]]]]:
+    """Inside, what every block gives: the stream, which has what attention added, and what is still to be added."""
+    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in model.blocks]
+    hooks = [
+        block.register_forward_hook(lambda _, __, given, i=i: found[i].append(given))
+        for i, block in enumerate(model.blocks)
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
