@@ -71,7 +71,8 @@ def probe(model: Transformer, count: int, max_tokens: int, temperature: float = 
     change = theirs.double() - ours.double()
     mismatch = float((change.exp() - 1 - change).mean())
     differ = int((theirs != ours).sum())
-    place = first_layer(model, sampled, sorted(rollouts, key=lambda one: len(one[0]))[:LOOKED_AT]) if differ else ""
+    shortest = sorted((one for one in rollouts if len(one[1]) > 2), key=lambda one: len(one[0]))
+    place = first_layer(model, sampled, shortest[:LOOKED_AT]) if differ else ""
     return Found(len(ours), differ, float(change.abs().max()), mismatch, place)
 
 
@@ -150,9 +151,9 @@ def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> st
             model(packed.tokens_T, packed.attention.positions(), packed.attention)
         for layer, (sampling, training) in enumerate(zip(theirs, ours, strict=True)):
             for part in (0, 1):
-                one = torch.cat([_whole(step[part]) for step in sampling if len(step[0]) == 1])
-                two = _whole(training[0][part])[len(prompt) : len(prompt) + len(one)]
-                if not torch.equal(one[: len(two)], two) and (first is None or (layer, part) < first):
+                one = torch.cat([_whole(step[part]) for step in sampling[1:]])  # the first is the prompt's
+                two = _whole(training[0][part])[len(prompt) :]
+                if not torch.equal(one[: len(two)], two[: len(one)]) and (first is None or (layer, part) < first):
                     first = layer, part
     return "" if first is None else f"layer {first[0]} ({('attention', 'feed-forward')[first[1]]})"
 
