@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from hone.engine.sampler import draw_reference, thresholds
 from hone.engine.slots import Slots
+from hone.kernels import numerics
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows, attend_by_pages_reference
 from hone.kernels.flat_attention import Sequences
@@ -91,18 +92,28 @@ def test_parts_of_a_product(rows, splits, with_bias):
     close(parts(x, weight, bias, splits).sum(0), F.linear(x, weight, bias), 1e-3)
 
 
+@pytest.mark.parametrize("rows", [1, 20, 300])
+def test_a_product_in_order(rows, monkeypatch):
+    from hone.kernels.gpu import products
+
+    monkeypatch.setattr(products, "processors", lambda: 4)
+    x, weight = torch.randn(rows, 192, device=DEVICE), torch.randn(72, 192, device=DEVICE)
+    close(products.in_order(x, weight, torch.float32), F.linear(x, weight), 1e-3)
+
+
 def rope(positions, E):
     angles = torch.rand(positions, E // 2, device=DEVICE) * 6
     return torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
 
 
 @pytest.mark.parametrize("H, K, with_norm", [(4, 2, True), (6, 2, False), (3, 3, True)])
-@pytest.mark.parametrize("is_shared", [False, True])
-@pytest.mark.parametrize("is_wide", [False, True])
-def test_decoding_by_pages(H, K, with_norm, is_shared, is_wide):
+@pytest.mark.parametrize("how", ["alone", "alone, wide", "shared", "shared, wide", "exact"])
+def test_decoding_by_pages(H, K, with_norm, how, monkeypatch):
     from hone.kernels.gpu.decode import MEMBERS, Shared, decode
 
-    E, PAGE, lengths = 16, 16, [33, 40, 3, 50, 35]  # rows 0, 1 and 4 share their first two pages
+    is_shared, is_exact = "shared" in how, how == "exact"
+    monkeypatch.setattr(numerics, "_kept", numerics.PARTS if is_exact else frozenset())
+    E, PAGE, lengths = 16, 64 if is_exact else 16, [33, 40, 3, 50, 35]  # rows 0, 1 and 4 share their first two pages
     B, pages = len(lengths), 1 + torch.randperm(40)
     active = torch.tensor([3, 0, 1, 6, 2], device=DEVICE)
     state = torch.zeros(8, column.FIELDS, dtype=torch.int64, device=DEVICE)
@@ -110,7 +121,7 @@ def test_decoding_by_pages(H, K, with_norm, is_shared, is_wide):
     for b, (slot, length) in enumerate(zip(active.tolist(), lengths, strict=True)):
         state[slot, column.LENGTH] = length
         table[slot, :5] = pages[2 + 5 * b : 7 + 5 * b]
-        if b in (0, 1, 4):
+        if b in (0, 1, 4) and not is_exact:
             table[slot, :2] = pages[:2]
             state[slot, column.OWN_PAGE] = 2 if is_shared else 0
     before = torch.randn(2, 41, PAGE, K, E, device=DEVICE)
@@ -129,7 +140,7 @@ def test_decoding_by_pages(H, K, with_norm, is_shared, is_wide):
             for place, row in enumerate((0, 1, 4)):
                 shared.members_IR[i, place] = row
                 shared.parts_BS[row, i] = i * MEMBERS + place
-    got = decode(qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, shared, is_wide)
+    got = decode(qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, shared, "wide" in how)
     close(got, expected)
     close(cache, expected_cache)
 
@@ -217,11 +228,48 @@ def test_norm_linear_and_its_gradients(has_delta, has_bias_and_adapter):
     )
 
 
-def test_swiglu_linear_and_its_gradients():
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_swiglu_linear_and_its_gradients(is_whole):
     from hone.kernels.gpu_training import swiglu_linear
 
+    def ours(x, weight, bias, a, b):
+        return swiglu_linear(x, weight, bias, a, b, (weight + b @ a).detach() if is_whole else None)
+
     tensors = [torch.randn(5, 2 * 48), torch.randn(16, 48), None, torch.randn(4, 48), torch.randn(16, 4)]
-    gradients_like_twin(swiglu_linear, twins.swiglu_linear, tensors)
+    gradients_like_twin(ours, twins.swiglu_linear, tensors)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_projections_by_a_weight_that_has_its_adapter_merged(has_bias):
+    from hone.kernels.gpu_training import norm_linear, whole_linear
+
+    def whole(weight, a, b):
+        return (weight + b @ a).detach()
+
+    bias = torch.randn(24) if has_bias else None
+    tensors = [torch.randn(7, 40), torch.randn(24, 40), bias, torch.randn(4, 40), torch.randn(24, 4)]
+    gradients_like_twin(
+        lambda x, w, bias, a, b: whole_linear(whole(w, a, b), x, w, bias, a, b),
+        lambda x, w, bias, a, b: F.linear(x, w, bias) + x @ a.t() @ b.t(),
+        tensors,
+    )
+    x, *rest = tensors
+    gradients_like_twin(
+        lambda x, s, w, bias, a, b: norm_linear(x, None, s, 1e-6, w, bias, a, b, whole(w, a, b)),
+        lambda x, s, w, bias, a, b: twins.norm_linear(x, None, s, 1e-6, w, bias, a, b),
+        [x, torch.rand(40) + 0.5, *rest],
+    )
+
+
+@pytest.mark.parametrize("has_delta", [True, False])
+def test_a_norm_of_its_own_and_its_gradients(has_delta):
+    from hone.kernels.norm import _OnGpu
+
+    gradients_like_twin(
+        lambda x, d, s: _OnGpu.apply(x, d, s, 1e-6),
+        lambda x, d, s: add_norm_reference(x, d, s, 1e-6),
+        [torch.randn(7, 40), torch.randn(7, 40) if has_delta else None, torch.rand(40) + 0.5],
+    )
 
 
 def sequences_of(lengths, prompts):

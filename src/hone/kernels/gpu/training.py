@@ -123,7 +123,7 @@ def rotate_heads(
     scales = (q_scale, k_scale) if has_norm else (qkv, qkv)
     rotate_heads_kernel[(T,)](
         qkv, *scales, cos, sin, positions, q, k, eps,
-        H=H, K=K, E=E, N=power_of_2(H + K), NORM=has_norm, num_warps=4,
+        H=H, K=K, E=E, N=power_of_2(N), NORM=has_norm, num_warps=4,  # as many rows as in `heads_kernel`: the same sums
     )  # fmt: skip
     return q, k
 
