@@ -19,6 +19,7 @@ TRIED = {
     "dashboard.md": "here",
     "environments.md": "here",
     "evaluation.md": "here",
+    "exact.md": "here",
     "inference.md": "here; with vLLM in test_samplers.py",
     "nodes.md": "test_seed_commands.py, test_nodes.py",
     "services.md": "test_seed_commands.py, test_nodes.py",
@@ -155,6 +156,18 @@ def test_the_evaluation_and_the_inference_page(served):
     _, with_key, ask, *vllm = commands_of("inference.md")
     assert '"content"' in typed(ask.replace('"DIR"', '"MODEL"'), served)
     assert "--api-key KEY" in with_key and all("vllm" in line for line in vllm)
+
+
+def test_the_page_on_exact_numerics(place):
+    (place / "FILE").rename(place / "rl.toml")
+    (place / "MODEL").symlink_to(MODEL)
+    rl, *probes = commands_of("exact.md")
+    refused = at_a_shell(f"{rl} --model.device cpu", place)
+    assert refused.returncode == 1 and "model.numerics exact is for a GPU" in refused.stderr
+    assert "Traceback" not in refused.stderr and len(probes) == 2
+    for line in probes:
+        said = typed(f"{line} --model.device cpu --rollouts 20 --max-tokens 20", place)
+        assert "logprobs differ between sampler and trainer" in said
 
 
 def test_the_training_page(tmp_path):

@@ -24,10 +24,11 @@ LOOK = 0.2  # seconds between looks whether vLLM is there
 
 def takes_vllm(config: InferenceConfig) -> bool:
     """Whether vLLM is to compute, which `auto` leaves to what is asked for and to the model."""
-    if config.backend != "auto":
-        return config.backend == "vllm"
-    if config.needs_vllm:
-        return True
+    is_wanted = config.backend == "vllm" or (config.backend == "auto" and config.needs_vllm)
+    if is_wanted and config.model.numerics == "exact":
+        raise ValueError("model.numerics exact: vLLM has sums of its own order; take --backend hone, or fast")
+    if config.backend != "auto" or is_wanted:
+        return is_wanted
     from hone.models.families import is_known
     from hone.models.hf import resolve_model
     from hone.models.spec import read_model_config
