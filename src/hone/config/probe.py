@@ -6,7 +6,7 @@ from pydantic import Field
 
 from hone.config.base import Config
 from hone.config.lora import LoRAConfig
-from hone.config.sections import ModelConfig, Positive
+from hone.config.sections import ModelConfig, Positive, Url
 
 
 class ProbeConfig(Config):
@@ -21,5 +21,8 @@ class ProbeConfig(Config):
     """Of the draws and of the logprobs that are compared."""
     seed: int = 0
     """Of all draws."""
+    server: Url | None = None
+    """A server of Hone's, whatever computes behind it (`--backend vllm`), that serves this model under this name: its
+    rollouts are looked at instead of the engine's, with chats of random letters."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """Least important kind of message that is printed and logged."""

@@ -5,7 +5,9 @@ random prompts ─ engine: batches of all sizes, groups, prompts that go on ─�
 some of them token by token through both sides ─► after each block ──────────────────────────────► the first that does
 """
 
+import asyncio
 import random
+import string
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,17 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hone.clients.http import connect
 from hone.config.probe import ProbeConfig
+from hone.config.sections import ClientConfig
 from hone.engine.engine import Engine
 from hone.models.loading import load
 from hone.models.lora import Merged, add_lora, loras
 from hone.models.transformer import Transformer
-from hone.records import GenerateRequest, Sampling
+from hone.records import GenerateRequest, Message, Prompt, Sampling
 from hone.trainer.packing import Packed, pack_shared, prompt_of, split_by_prompt
 
 WAVES = (1, 2, 7, 16, 33, 128)  # rollouts that are sampled at once, by turns
 BUDGETS = (700, 16_384, 3_000)  # tokens of a micro-batch, by turns
 GIB = 4.0  # of keys and values
+LETTERS = string.ascii_letters + string.digits + " .,"
 LOOKED_AT = 4  # rollouts that are compared layer by layer
 Waves = list[tuple[list[int], list[int], list[float]]]  # prompt, completion, logprobs
 
@@ -54,7 +59,10 @@ def main(config: ProbeConfig) -> None:
         add_lora(model, config.lora, config.seed)
         for lora in loras(model):  # a fresh one adds nothing
             nn.init.normal_(lora.B, std=0.01)
-    found = probe(model, config.rollouts, config.max_tokens, config.temperature, config.seed)
+    if config.server is None:
+        found = probe(model, config.rollouts, config.max_tokens, config.temperature, config.seed)
+    else:
+        found = compare(model, asyncio.run(served(config, config.server)), config.temperature)
     print(f"{config.rollouts:,} rollouts, {config.model.numerics} numerics: {found.words()}", flush=True)
     if config.model.numerics == "exact" and found.differ:
         raise ValueError("model.numerics is exact, and logprobs differ; please report this with the line above")
@@ -66,13 +74,18 @@ def probe(model: Transformer, count: int, max_tokens: int, temperature: float = 
     length = min(4 * max_tokens, model.spec.max_position_embeddings)
     engine = Engine(sampled, max_batch_size=max(WAVES), max_model_len=length, kv_cache_gib=GIB)
     rollouts = sample(engine, count, max_tokens, temperature, random.Random(seed))
+    return compare(model, rollouts, temperature, sampled)
+
+
+def compare(model: Transformer, rollouts: Waves, temperature: float, sampled: Transformer | None = None) -> Found:
+    """Rollouts with the logprobs that training gives their tokens; layer by layer where `sampled` made them."""
     ours = torch.tensor([x for _, _, logprobs in rollouts for x in logprobs])
     theirs = torch.cat(trained_logprobs(model, rollouts, temperature))
     change = theirs.double() - ours.double()
     mismatch = float((change.exp() - 1 - change).mean())
     differ = int((theirs != ours).sum())
     shortest = sorted((one for one in rollouts if len(one[1]) > 2), key=lambda one: len(one[0]))
-    place = first_layer(model, sampled, shortest[:LOOKED_AT]) if differ else ""
+    place = first_layer(model, sampled, shortest[:LOOKED_AT]) if differ and sampled is not None else ""
     return Found(len(ours), differ, float(change.abs().max()), mismatch, place)
 
 
@@ -101,6 +114,37 @@ def sample(engine: Engine, count: int, max_tokens: int, temperature: float, draw
         done += [(p, c.ids, c.logprobs) for p, c in zip(prompts, completions, strict=True)]
         last = [[*p, *c.ids] for p, c in zip(prompts, completions, strict=True)]
     return done
+
+
+async def served(config: ProbeConfig, url: str) -> Waves:
+    """The same of a server: chats in waves, alone, in groups, and such that go on."""
+    draw, done = random.Random(config.seed), Waves()
+    (client,) = connect(ClientConfig(base_url=[url]), config.model.name)
+    async with client:
+        await client.check_key()
+        await client.check()
+        chats: list[list[Message]] = []
+        while len(done) < config.rollouts:
+            before, chats = chats, []
+            for _ in range(min(WAVES[len(done) % len(WAVES)], config.rollouts - len(done))):
+                kind, text = draw.random(), "".join(draw.choices(LETTERS, k=draw.randint(1, config.max_tokens)))
+                if kind < 0.3 and chats:
+                    chats.append(chats[-1])
+                else:
+                    chats.append([*(draw.choice(before) if kind < 0.5 and before else []), user(text)])
+            turns = await asyncio.gather(
+                *(
+                    client.chat(Prompt(chat), Sampling(config.temperature, config.max_tokens, len(done) + i))
+                    for i, chat in enumerate(chats)
+                )
+            )
+            done += [(turn.prompt_ids, turn.completion.ids, turn.completion.logprobs) for turn in turns]
+            chats = [[*chat, turn.message] for chat, turn in zip(chats, turns, strict=True) if len(chat) < 5]
+    return [one for one in done if one[1]]
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
 
 
 def trained_logprobs(model: Transformer, rollouts: Waves, temperature: float) -> list[Tensor]:
