@@ -1,11 +1,14 @@
 """Nodes on one machine: network namespaces with addresses of their own, joined by a bridge. Needs root and iproute2."""
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+
+COUNT = itertools.count()
 
 
 def is_possible() -> bool:
@@ -22,7 +25,9 @@ class Nodes:
 
     def __init__(self, names: list[str], net: str = "10.78.3", others: Mapping[str, str] | None = None) -> None:
         self.names, self.net, self.others = names, net, dict(others or {})
-        self.bridge, self.spaces = f"hbr{os.getpid() % 100000}", [f"hone-{os.getpid()}-{name}" for name in names]
+        number = next(COUNT)  # the kernel may still be taking down what had the names before
+        self.bridge = f"hbr{os.getpid() % 100000}n{number}"
+        self.spaces = [f"hone-{os.getpid()}-{number}-{name}" for name in names]
 
     def address(self, i: int) -> str:
         return f"{self.net}.{10 + i}"
@@ -63,7 +68,8 @@ class Nodes:
             (place / "hosts").write_text("\n".join(hosts) + "\n")
 
     def __exit__(self, *_: object) -> None:
-        for space in self.spaces:
+        for i, space in enumerate(self.spaces):
+            self._ip("link", "del", f"{self.bridge}v{i}", ok=False)
             self._ip("netns", "del", space, ok=False)
             shutil.rmtree(Path("/etc/netns") / space, ignore_errors=True)
         self._ip("link", "del", self.bridge, ok=False)
