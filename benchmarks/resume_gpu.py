@@ -1,0 +1,145 @@
+"""Runs that are killed and go on, on one GPU: the same weights, bit for bit, as a run that was left alone.
+
+    python benchmarks/resume_gpu.py [--shape Qwen3-0.6B] [--steps 200] [--kills 3] [--seed 0] [--out DIR]
+
+A warm-up of random weights by SFT, then RL in exact numerics: once left alone, once killed (SIGKILL) at random moments
+and resumed, once as processes that wait for each other (level 0), and once in fast numerics. Prints how many logprobs
+of the trained weights differ between sampler and trainer, and whether the runs end at the same bits. DIR keeps the
+metrics, whose mismatch by step is what `hone plot` draws.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from peer import ROOT, finish
+from shapes_gpu import MODELS
+
+TINY = ROOT / "examples" / "reverse_text_tiny" / "model"
+TEXTS = {"texts": "generated", "min_chars": 4, "max_chars": 10}
+
+
+def start(words: list, log: Path) -> subprocess.Popen:
+    with log.open("a") as out:
+        return subprocess.Popen(
+            [sys.executable, *map(str, words)], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def ended(process: subprocess.Popen, log: Path) -> None:
+    if process.wait():
+        raise SystemExit(f"{process.args[1:4]} ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+
+
+def last_step(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    whole = [line for line in lines if line.endswith("}")]
+    return json.loads(whole[-1])["step"] if whole else 0
+
+
+def weights(run: Path, step: int) -> dict[str, bytes]:
+    files = sorted((run / "weights" / f"step_{step}").glob("*.safetensors"))
+    if not files:
+        raise SystemExit(f"{run} has no weights of step {step}")
+    return {file.name: file.read_bytes() for file in files}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[*MODELS, "tiny"], default="Qwen3-0.6B")
+    parser.add_argument("--numerics", choices=["exact", "fast"], default="exact", help="fast: to try this on a CPU")
+    parser.add_argument("--warm-up", type=int, default=150, help="steps of SFT")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--interval", type=int, default=40, help="steps from a checkpoint to the next")
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    draw = random.Random(args.seed)
+    home = Path(tempfile.mkdtemp(prefix="resume_gpu"))
+    out = args.out or home
+    model, log = home / "model", out / "resume.log"
+    model.mkdir()
+    for file in TINY.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    if args.shape != "tiny":
+        shape = {**MODELS[args.shape], "eos_token_id": 259, "pad_token_id": 259}
+        (model / "config.json").write_text(json.dumps(shape))
+    figures: dict[str, float] = {}
+
+    data = home / "sft.jsonl"
+    ended(start(["-m", "reverse_text", "--out", data, "-n", 8000, "--min-chars", 12, "--max-chars", 20], log), log)
+    began = time.perf_counter()
+    words = [
+        "-m", "hone", "sft", "@", ROOT / "examples/reverse_text_tiny/sft.toml", "--model.name", model, "--data.name",
+        data, "--max-steps", args.warm_up, "--optim.lr", 1e-3, "--output-dir", home / "sft",
+    ]  # fmt: skip
+    ended(start(words, log), log)
+    print(f"warm-up: {time.perf_counter() - began:.0f} s", flush=True)
+    trained = home / "sft" / "weights" / f"step_{args.warm_up}"
+
+    def rl(name: str, numerics: str, *options: object) -> list:
+        return [
+            "-m", "hone", "rl", "@", ROOT / "examples/reverse_text_tiny/rl.toml", "--model.name", trained,
+            "--model.numerics", numerics, "--output-dir", home / name, "--orchestrator.batch-size", 128,
+            "--orchestrator.rollouts-per-example", 16, "--max-steps", args.steps, "--trainer.optim.lr", 2e-4,
+            "--ckpt.interval", args.interval, "--log-interval", 1, *options,
+        ]  # fmt: skip
+
+    def whole(name: str, *words: object) -> float:
+        began = time.perf_counter()
+        ended(start(rl(name, *words), log), log)
+        took = time.perf_counter() - began
+        rows = [json.loads(line) for line in (home / name / "metrics.jsonl").open()]
+        differ = sum(row.get("exact/differs", 0) for row in rows)
+        rewards = [row["reward/mean"] for row in rows]
+        print(
+            f"{name}: {took:.0f} s, reward {sum(rewards[:10]) / 10:.3f} to {sum(rewards[-10:]) / 10:.3f}, "
+            f"mismatch KL at most {max(row['mismatch_kl/mean'] for row in rows):.3g}, {differ:.0f} logprobs differ",
+            flush=True,
+        )
+        (out / f"{name}.jsonl").write_text((home / name / "metrics.jsonl").read_text())
+        return took
+
+    if args.numerics == "exact":
+        words = ["-m", "hone", "probe", "--model.name", trained, "--model.numerics", "exact"]
+        done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True)
+        print("probe of the trained weights:", done.stdout.strip()[-300:], done.stderr.strip()[-300:], flush=True)
+    figures["alone_s"] = whole("alone", args.numerics)
+    alone = weights(home / "alone", args.steps)
+
+    moments = sorted(draw.sample(range(5, args.steps - 1), args.kills))
+    began = time.perf_counter()
+    for moment in moments:
+        process = start(rl("killed", args.numerics, "--resume", "auto"), log)
+        while last_step(home / "killed") < moment and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(draw.random() * 0.2)
+        if process.poll() is not None:
+            raise SystemExit(f"the run ended before it was killed at step {moment}:\n{log.read_text()[-3000:]}")
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    ended(start(rl("killed", args.numerics, "--resume", "auto"), log), log)
+    figures["killed_s"] = time.perf_counter() - began
+    figures["killed_same"] = float(weights(home / "killed", args.steps) == alone)
+    print(f"killed at steps {moments}: same bits: {bool(figures['killed_same'])}", flush=True)
+
+    ports = ("--deployment", "processes", "--max-async-level", 0, "--inference.server.port", 0)
+    figures["processes_s"] = whole("processes", args.numerics, *ports)
+    figures["processes_same"] = float(weights(home / "processes", args.steps) == alone)
+    print(f"processes at level 0: same bits: {bool(figures['processes_same'])}", flush=True)
+    if args.numerics == "exact":
+        whole("fast", "fast")
+    finish(**figures, ratio=figures["killed_s"] / figures["alone_s"])
+
+
+if __name__ == "__main__":
+    main()
