@@ -1,6 +1,7 @@
 """Runs that are killed and go on, on one GPU: the same weights, bit for bit, as a run that was left alone.
 
-    python benchmarks/resume_gpu.py [--shape Qwen3-0.6B] [--steps 200] [--kills 3] [--seed 0] [--out DIR]
+    python benchmarks/resume_gpu.py [--shape Qwen3-0.6B] [--steps 200] [--kills 3] [--seed 0]
+        [--runs killed processes fast] [--out DIR]
 
 A warm-up of random weights by SFT, then RL in exact numerics: once left alone, once killed (SIGKILL) at random moments
 and resumed, once as processes that wait for each other (level 0), and once in fast numerics. Prints how many logprobs
@@ -9,6 +10,7 @@ metrics, whose mismatch by step is what `hone plot` draws.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -45,11 +47,15 @@ def last_step(run: Path) -> int:
     return json.loads(whole[-1])["step"] if whole else 0
 
 
-def weights(run: Path, step: int) -> dict[str, bytes]:
+def weights(run: Path, step: int) -> str:
+    """A digest of them."""
     files = sorted((run / "weights" / f"step_{step}").glob("*.safetensors"))
     if not files:
         raise SystemExit(f"{run} has no weights of step {step}")
-    return {file.name: file.read_bytes() for file in files}
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def main() -> None:
@@ -61,6 +67,14 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=40, help="steps from a checkpoint to the next")
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument(
+        "--runs",
+        nargs="*",
+        choices=["killed", "processes", "fast"],
+        default=["killed", "processes", "fast"],
+        help="beside the run that is left alone; digests of weights can be compared between calls",
+    )
+    parser.add_argument("--expected", help="digest of the weights of a run that was left alone, to leave it out")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     draw = random.Random(args.seed)
@@ -81,10 +95,12 @@ def main() -> None:
     words = [
         "-m", "hone", "sft", "@", ROOT / "examples/reverse_text_tiny/sft.toml", "--model.name", model, "--data.name",
         data, "--max-steps", args.warm_up, "--optim.lr", 1e-3, "--output-dir", home / "sft",
+        "--model.numerics", args.numerics,
     ]  # fmt: skip
     ended(start(words, log), log)
-    print(f"warm-up: {time.perf_counter() - began:.0f} s", flush=True)
     trained = home / "sft" / "weights" / f"step_{args.warm_up}"
+    digest = weights(home / "sft", args.warm_up)
+    print(f"warm-up: {time.perf_counter() - began:.0f} s, weights {digest}", flush=True)
 
     def rl(name: str, numerics: str, *options: object) -> list:
         return [
@@ -113,32 +129,39 @@ def main() -> None:
         words = ["-m", "hone", "probe", "--model.name", trained, "--model.numerics", "exact"]
         done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True)
         print("probe of the trained weights:", done.stdout.strip()[-300:], done.stderr.strip()[-300:], flush=True)
-    figures["alone_s"] = whole("alone", args.numerics)
-    alone = weights(home / "alone", args.steps)
+    alone = args.expected
+    if alone is None:
+        figures["alone_s"] = whole("alone", args.numerics)
+        alone = weights(home / "alone", args.steps)
+        print(f"alone: weights {alone}", flush=True)
 
-    moments = sorted(draw.sample(range(5, args.steps - 1), args.kills))
-    began = time.perf_counter()
-    for moment in moments:
-        process = start(rl("killed", args.numerics, "--resume", "auto"), log)
-        while last_step(home / "killed") < moment and process.poll() is None:
-            time.sleep(0.01)
-        time.sleep(draw.random() * 0.2)
-        if process.poll() is not None:
-            raise SystemExit(f"the run ended before it was killed at step {moment}:\n{log.read_text()[-3000:]}")
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    ended(start(rl("killed", args.numerics, "--resume", "auto"), log), log)
-    figures["killed_s"] = time.perf_counter() - began
-    figures["killed_same"] = float(weights(home / "killed", args.steps) == alone)
-    print(f"killed at steps {moments}: same bits: {bool(figures['killed_same'])}", flush=True)
+    if "killed" in args.runs:
+        moments = sorted(draw.sample(range(5, args.steps - 1), args.kills))
+        began = time.perf_counter()
+        for moment in moments:
+            process = start(rl("killed", args.numerics, "--resume", "auto"), log)
+            while last_step(home / "killed") < moment and process.poll() is None:
+                time.sleep(0.01)
+            time.sleep(draw.random() * 0.2)
+            if process.poll() is not None:
+                raise SystemExit(f"the run ended before it was killed at step {moment}:\n{log.read_text()[-3000:]}")
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        ended(start(rl("killed", args.numerics, "--resume", "auto"), log), log)
+        figures["killed_s"] = time.perf_counter() - began
+        found = weights(home / "killed", args.steps)
+        figures["killed_same"] = float(found == alone)
+        print(f"killed at steps {moments}: {figures['killed_s']:.0f} s, weights {found}, same bits: {found == alone}")
 
-    ports = ("--deployment", "processes", "--max-async-level", 0, "--inference.server.port", 0)
-    figures["processes_s"] = whole("processes", args.numerics, *ports)
-    figures["processes_same"] = float(weights(home / "processes", args.steps) == alone)
-    print(f"processes at level 0: same bits: {bool(figures['processes_same'])}", flush=True)
-    if args.numerics == "exact":
-        whole("fast", "fast")
-    finish(**figures, ratio=figures["killed_s"] / figures["alone_s"])
+    if "processes" in args.runs:
+        ports = ("--deployment", "processes", "--max-async-level", 0, "--inference.server.port", 0)
+        figures["processes_s"] = whole("processes", args.numerics, *ports)
+        found = weights(home / "processes", args.steps)
+        figures["processes_same"] = float(found == alone)
+        print(f"processes at level 0: weights {found}, same bits: {found == alone}", flush=True)
+    if "fast" in args.runs and args.numerics == "exact":
+        figures["fast_s"] = whole("fast", "fast")
+    finish(**figures)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ class Captured:
         forward()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may use the device meanwhile: checkpoints are written and weights taken in theirs.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = forward()
         self._pool = self._pool or graph.pool()
         self.graphs[key] = graph, result

@@ -66,6 +66,7 @@ class Checkpoints:
         """Begins to write the checkpoint of a step, if it is due. Waits for the one before, at last for this one."""
         if self.policy is None or not (is_last or step % self.policy.interval == 0):
             return
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
         self.wait()
@@ -77,9 +78,10 @@ class Checkpoints:
         self.ranks.barrier()
         if self._group is None and self.ranks.count > 1:
             self._group = torch.distributed.new_group(backend="gloo")
-        place = {"checkpoint_id": partial / TENSORS, "process_group": self._group}
         expect_to_be_alone()
-        written: Any = async_save(self.optimizer.state(), **place)
+        # What it writes is on the CPU by then: nothing to copy ahead, so that its thread leaves the device alone.
+        writer = FileSystemWriter(partial / TENSORS, per_thread_copy_ahead=0)
+        written: Any = async_save(self.optimizer.state(), storage_writer=writer, process_group=self._group)
         header = {"step": step, "config": config, "metrics": metrics}
         orchestrator = progress or {"step": step}
 
