@@ -74,6 +74,9 @@ def main() -> None:
         default=["killed", "processes", "fast"],
         help="beside the run that is left alone; digests of weights can be compared between calls",
     )
+    parser.add_argument(
+        "--rollouts", type=int, default=1000, help="of the trained weights, whose logprobs are compared"
+    )
     parser.add_argument("--expected", help="digest of the weights of a run that was left alone, to leave it out")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -126,7 +129,17 @@ def main() -> None:
         return took
 
     if args.numerics == "exact":
-        words = ["-m", "hone", "probe", "--model.name", trained, "--model.numerics", "exact"]
+        words = [
+            "-m",
+            "hone",
+            "probe",
+            "--model.name",
+            trained,
+            "--model.numerics",
+            "exact",
+            "--rollouts",
+            args.rollouts,
+        ]
         done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True)
         print("probe of the trained weights:", done.stdout.strip()[-300:], done.stderr.strip()[-300:], flush=True)
     alone = args.expected

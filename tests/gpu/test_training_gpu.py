@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hone.config.rl import TrainerConfig
-from hone.config.sections import OptimConfig
+from hone.config.sections import CkptConfig, OptimConfig
+from hone.engine.captured import Captured
 from hone.engine.engine import Engine
 from hone.kernels.gpu_training import (
     heads_attention,
@@ -18,8 +19,11 @@ from hone.models.attention import PackedAttention
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
+from hone.run_directory import RunDirectory
+from hone.trainer.checkpoint import Checkpoints
 from hone.trainer.optim import Optimizer
 from hone.trainer.packing import pack, pack_shared
+from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
 from tests import twins
 
@@ -227,3 +231,21 @@ def test_the_optimizer_in_one_pass_moves_weights_as_torchs_does(dtype):
     for ours, first, last in zip(optimizer.masters, before, exact.parameters(), strict=True):
         moved, wanted = ours.cpu() - first.bfloat16().float(), last.detach() - first
         assert (moved - wanted).norm() < (1e-3 if dtype == "float32" else 0.02) * wanted.norm()
+
+
+def test_a_checkpoint_is_written_while_graphs_are_captured(tmp_path):
+    model = Transformer(ModelSpec(50_000, 256, 512, 3, 8, 2, 64, 1e-6, 10000.0, True, 512, 0.06, False)).cuda()
+    model.init_weights(torch.Generator("cuda").manual_seed(0))
+    optimizer, run = Optimizer(model, OptimConfig()), RunDirectory(tmp_path / "run", "sft")
+    run.claim(clean=False)
+    checkpoints, captured, x = (
+        Checkpoints(run, optimizer, CkptConfig(interval=1), Ranks()),
+        Captured(),
+        torch.ones(1000).cuda(),
+    )
+    for step in range(1, 4):
+        checkpoints.save(step, False, {}, {})
+        for number in range(100):
+            captured.capture((step, number), lambda: x * 2)
+    checkpoints.wait()
+    assert (run.checkpoints / "step_3" / "checkpoint.json").exists()
