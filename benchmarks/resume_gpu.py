@@ -1,10 +1,11 @@
 """Runs that are killed and go on, on one GPU: the same weights, bit for bit, as a run that was left alone.
 
     python benchmarks/resume_gpu.py [--shape Qwen3-0.6B] [--steps 200] [--kills 3] [--seed 0]
-        [--runs killed processes fast] [--out DIR]
+        [--runs killed processes fast vllm] [--vllm PYTHON] [--out DIR]
 
 A warm-up of random weights by SFT, then RL in exact numerics: once left alone, once killed (SIGKILL) at random moments
-and resumed, once as processes that wait for each other (level 0), and once in fast numerics. Prints how many logprobs
+and resumed, once as processes that wait for each other (level 0), once in fast numerics, and once with a
+vLLM as sampler, of an environment whose PYTHON is given. Prints how many logprobs
 of the trained weights differ between sampler and trainer, and whether the runs end at the same bits. DIR keeps the
 metrics, whose mismatch by step is what `hone plot` draws.
 """
@@ -70,13 +71,14 @@ def main() -> None:
     parser.add_argument(
         "--runs",
         nargs="*",
-        choices=["killed", "processes", "fast"],
+        choices=["killed", "processes", "fast", "vllm"],
         default=["killed", "processes", "fast"],
         help="beside the run that is left alone; digests of weights can be compared between calls",
     )
     parser.add_argument(
         "--rollouts", type=int, default=1000, help="of the trained weights, whose logprobs are compared"
     )
+    parser.add_argument("--vllm", help="the Python of an environment that has vLLM")
     parser.add_argument("--expected", help="digest of the weights of a run that was left alone, to leave it out")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -166,14 +168,24 @@ def main() -> None:
         figures["killed_same"] = float(found == alone)
         print(f"killed at steps {moments}: {figures['killed_s']:.0f} s, weights {found}, same bits: {found == alone}")
 
+    ports: tuple = ("--deployment", "processes", "--max-async-level", 0, "--inference.server.port", 0)
     if "processes" in args.runs:
-        ports = ("--deployment", "processes", "--max-async-level", 0, "--inference.server.port", 0)
         figures["processes_s"] = whole("processes", args.numerics, *ports)
         found = weights(home / "processes", args.steps)
         figures["processes_same"] = float(found == alone)
         print(f"processes at level 0: weights {found}, same bits: {found == alone}", flush=True)
     if "fast" in args.runs and args.numerics == "exact":
         figures["fast_s"] = whole("fast", "fast")
+    if "vllm" in args.runs:
+        ports += (
+            "--inference.backend",
+            "vllm",
+            "--inference.vllm-python",
+            args.vllm,
+            "--inference.enforce-eager",
+            "true",
+        )
+        figures["vllm_s"] = whole("vllm", "fast", *ports, "--inference.gpu-memory-utilization", 0.5)
     finish(**figures)
 
 
