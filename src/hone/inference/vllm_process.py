@@ -31,6 +31,8 @@ from hone.inference.vllm_files import VllmFiles
 HOME = "hone-vllm-"  # what the name of our directory begins with; our number follows
 OLDEST, NEWEST_TRIED = (0, 24), (0, 32)  # versions: before the first vLLM had no control of weights over HTTP
 NAME = "policy"  # of the model, between us and vLLM
+SAID = 400  # lines of it that are kept: an engine that fails is followed by tracebacks of those that waited for it
+FOLLOWS = "Engine core initialization failed"  # what they say, which is not the cause
 TELL, GRACE = 10.0, 15.0  # seconds: between two lines while it starts; from SIGTERM to SIGKILL
 PROBE = """
 import importlib.metadata as m, json
@@ -92,7 +94,7 @@ class VllmProcess:
         ]  # fmt: skip
         self.environment = os.environ | environment(kv_cache_gib)
         self.is_headless, self.is_loud = config.headless, config.log_level == "debug"
-        self.said = deque[str](maxlen=60)
+        self.said = deque[str](maxlen=SAID)
 
     def __enter__(self) -> "VllmProcess":
         log.info("Starting vLLM %s with %s", self.version, self.python)
@@ -136,7 +138,9 @@ class VllmProcess:
             while True:
                 if self.process.poll() is not None:
                     self.reader.join(2.0)
-                    raise ValueError(f"vLLM did not start: {self.cause()}")
+                    raise ValueError(
+                        f"vLLM did not start: {self.cause()}\n(--log-level debug prints all that vLLM says)"
+                    )
                 try:
                     if client.get("http://vllm/health").status_code == 200:
                         log.info("vLLM is ready after %.1f s", time.monotonic() - start)
@@ -154,7 +158,8 @@ class VllmProcess:
         code = self.process.poll()
         number = 0 if code is None else -code if code < 0 else max(0, code - 128)
         how = f"killed ({signal.Signals(number).name})" if number in set(signal.Signals) else f"exit code {code}"
-        errors = [line for line in self.said if re.search(r"\b\w*Error: ", line)] or list(self.said)
+        errors = [line for line in self.said if re.search(r"\b\w*Error: ", line) and FOLLOWS not in line]
+        errors = errors or list(self.said)
         return f"{how}: {_short(errors[-1])}" if errors else how
 
 
