@@ -183,7 +183,15 @@ def test_secrets_are_not_written_down(rl_toml):
 ])  # fmt: skip
 @pytest.mark.parametrize("example", ["reverse_text", "reverse_text_tiny"])
 def test_the_examples_are_valid(command, file, example):
-    path = Path(__file__).parents[2] / "examples" / example / file
+    assert_valid(command, Path(__file__).parents[2] / "examples" / example / file)
+
+
+@pytest.mark.parametrize("command", ["sft", "rl"])
+def test_the_example_without_a_hub_is_valid(command):
+    assert_valid(command, Path(__file__).parents[2] / "examples" / "reverse_text_0.6b" / f"{command}.toml")
+
+
+def assert_valid(command, path):
     load_config(import_object(COMMANDS[command][0]), ["@", str(path)])
 
 
