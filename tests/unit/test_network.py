@@ -15,6 +15,7 @@ from hone.models.proof import checksum
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.transport import network
+from hone.transport.gpu_memory import Owned, gpu_of
 from hone.transport.network import NetworkReceiver, NetworkSender
 
 SPEC = (50, 32, 64, 2, 4, 2, 8, 1e-6, 1000.0, True, 96, 0.5, False)
@@ -28,9 +29,9 @@ from hone.models.transformer import Transformer
 from hone.models.hf import hf_tensors
 from hone.transport.network import NetworkReceiver, Superseded
 
-source, device, dtype = sys.argv[1], sys.argv[2], getattr(torch, sys.argv[3])
+source, device, dtype, gpu = sys.argv[1], sys.argv[2], getattr(torch, sys.argv[3]), sys.argv[4]
 model, receiver = Transformer(ModelSpec(*SPEC)).to(device, dtype), NetworkReceiver()
-message = {"type": "nccl", "source": source, "dtype": "float32"}
+message = {"type": "nccl", "source": source, "dtype": "float32", "gpu": gpu}
 for line in sys.stdin:
     try:
         receiver.receive(message, int(line), None, dict(hf_tensors(model)))
@@ -47,9 +48,9 @@ def made(seed, device="cpu"):
 
 
 class Server:
-    def __init__(self, source, device="cpu", dtype="float32"):
+    def __init__(self, source, device="cpu", dtype="float32", gpu=""):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, source, device, dtype],
+            [sys.executable, "-c", SERVER, source, device, dtype, gpu],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -68,15 +69,18 @@ class Server:
 def sent_and_received(device_of_trainer, device_of_server):
     one, two = (dict(hf_tensors(made(seed, device_of_trainer))) for seed in (1, 2))
     with NetworkSender("127.0.0.1", LOG) as sender:
-        servers = [Server(sender.source, device_of_server), Server(sender.source, device_of_server, "bfloat16")]
+        gpu = gpu_of(torch.device(device_of_trainer))
+        kinds = ("float32", "bfloat16")
+        servers = [Server(sender.source, device_of_server, dtype, gpu) for dtype in kinds]
         try:
             assert sender.send(5, one, None) == sum(4 * tensor.numel() for tensor in one.values())
-            assert sender.message == {"type": "nccl", "source": sender.source, "dtype": "float32"}
+            expected = {"type": "nccl", "source": sender.source, "dtype": "float32"}
+            assert sender.message == expected | ({"gpu": gpu} if gpu else {})
             assert servers[0].take(5) == checksum(made(1))
             assert servers[1].take(5) == checksum(made(1).bfloat16())
             assert servers[0].take(7) == "version 7 was asked for, the trainer has 5"
             servers[1].end()
-            servers[1] = Server(sender.source, device_of_server)  # started again
+            servers[1] = Server(sender.source, device_of_server, gpu=gpu)  # started again
             sender.send(6, two, None)
             assert [server.take(6) for server in servers] == [checksum(made(2))] * 2
             sender.finish(lambda: False)
@@ -118,3 +122,13 @@ def test_a_trainer_that_is_gone_is_said_so(monkeypatch):
     message = {"type": "nccl", "source": "127.0.0.1:1", "dtype": "float32"}
     with pytest.raises(ValueError, match="weights could not be had from 127.0.0.1:1: "):
         NetworkReceiver().receive(message, 0, None, dict(hf_tensors(made(0))))
+
+
+def test_room_for_tensors_in_one_piece():
+    like = {"a": torch.empty(3, 5), "b": torch.empty(7, dtype=torch.bfloat16, device="meta"), "c": torch.empty(2, 2, 2)}
+    owned = Owned(like, "cpu")
+    for i, (name, tensor) in enumerate(owned.tensors.items()):
+        assert (tensor.shape, tensor.dtype) == (like[name].shape, like[name].dtype) and tensor.data_ptr() % 16 == 0
+        tensor.fill_(i)
+    assert [tensor.unique().tolist() for tensor in owned.tensors.values()] == [[0], [1], [2]]
+    assert owned.memory.numel() == 3 * 256

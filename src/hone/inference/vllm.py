@@ -256,13 +256,15 @@ class VllmSampler(Sampler):
 
     async def update(self, place: Path, version: int, message: Message) -> None:
         async with self._changing:
-            directory = await asyncio.to_thread(self.process.files.taken, place, version, message)
+            taken = await asyncio.to_thread(self.process.files.taken, place, version, message)
+            load: dict[str, Any] = {"method": "hone_take_weights", "kwargs": {"words": taken}}
+            if isinstance(taken, Path):
+                load = {"method": "reload_weights", "kwargs": {"weights_path": str(taken.resolve())}}
             self._open.clear()
             self._updates += 1
             try:
                 await self._call("POST", "/pause?mode=abort")
-                reload = {"method": "reload_weights", "kwargs": {"weights_path": str(directory.resolve())}}
-                await self._call("POST", "/collective_rpc", reload)
+                await self._call("POST", "/collective_rpc", load)
                 await self._call("POST", "/reset_prefix_cache")
                 self.version = version
                 if not self._paused:

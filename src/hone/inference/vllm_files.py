@@ -2,15 +2,18 @@
 
     place of a delivery ─ checked ─────────────────────────► vLLM
     from memory, or an adapter ─ received here, written ───►
+    from memory, on a GPU ─ received on it, read from there ►   (vllm_worker.py)
 
 vLLM's build for CPUs keeps a packed copy of the head, which new weights do not reach where head and embedding are one
 tensor (seen in 0.32: the canary differs). There such a model is served as one whose head is a tensor of its own.
 """
 
 import json
+import logging
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -21,6 +24,7 @@ from hone.models.families import is_known, parse_model_config
 from hone.models.hf import empty_model, find_weights, hf_tensors, write_weights
 from hone.models.spec import read_model_config
 from hone.transport.delivery import Message
+from hone.transport.gpu_memory import Owned
 from hone.transport.ways import Receivers
 from hone.transport.weights import Tensors
 
@@ -29,15 +33,17 @@ NO_SHAPE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "us
 
 
 class VllmFiles:
-    """`model`: what is served at first; `home`: a directory of ours."""
+    """`model`: what is served at first; `home`: a directory of ours; `shares`: vLLM's workers can read our memory."""
 
-    def __init__(self, model: Path, home: Path, dtype: str, is_on_cpu: bool) -> None:
+    def __init__(self, model: Path, home: Path, dtype: str, is_on_cpu: bool, shares: bool = False) -> None:
         self.model, self.home, self.dtype = model, home, getattr(torch, dtype)
         self.config = read_model_config(model)
         self.spec = parse_model_config(self.config, str(model / "config.json")) if is_known(self.config) else None
         self.has_to_untie = is_on_cpu and self.spec is not None and self.spec.tie_word_embeddings
         self.receivers = Receivers()
         self._host: Tensors | None = None  # weights on their way from a transport other than files
+        self.shares = shares and self.spec is not None
+        self._owned: Owned | None = None  # … on vLLM's GPU
 
     def cache_gib(self, sequences: int | None, length: int | None) -> float:
         """On a CPU, where vLLM takes it all when it starts: what the longest sequences need, if there is room."""
@@ -49,10 +55,17 @@ class VllmFiles:
     def first(self) -> Path:
         return self._untied(self.model) if self.has_to_untie else self.model
 
-    def taken(self, place: Path, version: int, message: Message) -> Path:
-        """The directory that has a delivered version, good to load. Raises ValueError, Superseded."""
+    def taken(self, place: Path, version: int, message: Message) -> Path | dict[str, Any]:
+        """The directory that has a delivered version, good to load, or what opens the memory that has it.
+
+        Raises ValueError, Superseded.
+        """
         if message.get("type", "filesystem") == "filesystem":
             self._check(place)
+        elif message["type"] == "nccl" and (room := self._room()) is not None:
+            self.receivers.receive(message, version, place, room.tensors)
+            torch.cuda.synchronize()
+            return room.words()
         else:
             place = self._received(place, version, message)
         return self._untied(place) if self.has_to_untie else place
@@ -72,6 +85,19 @@ class VllmFiles:
         if self.spec is None:
             raise ValueError("this model is none of Hone's families: its weights come as files alone")
         return dict(hf_tensors(empty_model(self.spec, self.dtype, device)))
+
+    def _room(self) -> Owned | None:
+        """For a second copy of the weights on the GPU, if there is room."""
+        if self.shares and self._owned is None:
+            try:
+                self._owned = Owned(self._empty("meta"), "cuda")
+            except torch.OutOfMemoryError:
+                self.shares = False
+                logging.getLogger("hone.inference").warning(
+                    "The GPU has no room for a second copy of the weights: they go to vLLM as files, which is slower "
+                    "(a lower gpu_memory_utilization leaves some)"
+                )
+        return self._owned
 
     def _received(self, place: Path, version: int, message: Message) -> Path:
         if self._host is None:

@@ -25,6 +25,7 @@ from typing import Any
 
 import httpx
 
+import hone
 from hone.config.inference import InferenceConfig
 from hone.inference.vllm_files import VllmFiles
 
@@ -83,7 +84,8 @@ class VllmProcess:
         sweep()
         self.home = Path(tempfile.mkdtemp(prefix=f"{HOME}{os.getpid()}-"))
         self.socket = self.home / "socket"
-        self.files = VllmFiles(model, self.home, self.dtype, self.is_on_cpu)
+        shares = not self.is_on_cpu and "worker_extension_cls" not in config.vllm_args
+        self.files = VllmFiles(model, self.home, self.dtype, self.is_on_cpu, shares)
         kv_cache_gib = config.kv_cache_gib or self.files.cache_gib(config.max_batch_size, config.max_model_len)
         # Engines for a server elsewhere are vLLM's own command's affair.
         program = ["vllm.entrypoints.openai.api_server", "--uds", str(self.socket)]
@@ -93,6 +95,12 @@ class VllmProcess:
             self.python, "-m", *program, *flags(config, self.files.first(), self.dtype, kv_cache_gib, self.is_on_cpu),
         ]  # fmt: skip
         self.environment = os.environ | environment(kv_cache_gib)
+        if shares:  # this package alone, not what is installed beside it
+            modules = self.home / "modules"
+            modules.mkdir()
+            (modules / "hone").symlink_to(Path(hone.__file__).parent)
+            found = [str(modules), *filter(None, [os.environ.get("PYTHONPATH")])]
+            self.environment |= {"PYTHONPATH": os.pathsep.join(found)}
         self.is_headless, self.is_loud = config.headless, config.log_level == "debug"
         self.said = deque[str](maxlen=SAID)
 
@@ -229,6 +237,7 @@ def flags(config: InferenceConfig, model: Path, dtype: str, kv_cache_gib: float,
         "data_parallel_rpc_port": config.data_parallel_rpc_port,
         "data_parallel_start_rank": config.data_parallel_start_rank,
         "headless": config.headless,
+        "worker_extension_cls": None if on_cpu else "hone.inference.vllm_worker.TakesWeights",
         **config.vllm_args,
     }
     words = []

@@ -2,6 +2,7 @@
 
     server ── "version V, please" ─► store of the trainer
     trainer, Sender's thread ── snapshot of V, many tensors at once ─► server      a pair of processes each, kept
+    on one GPU: the trainer waits while the server copies out of the snapshot (gpu_memory.py)
 
 A server asks when it wants to: one that was started again is given the current weights like any other, while training
 goes on. The snapshot is replaced when nobody is being sent it.
@@ -21,10 +22,12 @@ import torch
 
 from hone.config.sections import LOOPBACK
 from hone.transport.delivery import Message, Superseded
+from hone.transport.gpu_memory import Owned, gpu_of, opened
 from hone.transport.weights import Receiver, Sender, Tensors
 
 distributed: Any = torch.distributed
 TIMEOUT, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # of one transfer; until the other side is there
+COPIED = timedelta(seconds=20)  # in which a server on the same GPU has to copy the weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOOK = 0.003  # seconds between looks for who asks
 PORTION = 2**28  # bytes of one transfer, about: the receive buffer, where the receiving model has another dtype
@@ -40,6 +43,8 @@ class NetworkSender(Sender):
         self._lock = threading.Lock()
         self._taken: dict[str, int] = {}  # the newest version that each server has
         self._pairs: dict[str, Any] = {}
+        self._owned: Owned | None = None  # what the snapshot lies in, on a GPU
+        self._readers: set[str] = set()  # servers that have it open
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="sender", daemon=True)
 
@@ -68,11 +73,16 @@ class NetworkSender(Sender):
     @property
     def message(self) -> Message:
         dtype = next(iter(self._snapshot.values())).dtype
-        return {"type": "nccl", "source": self.source, "dtype": str(dtype).removeprefix("torch.")}
+        gpu = {"gpu": gpu_of(self._device)} if self._owned is not None else {}
+        return {"type": "nccl", "source": self.source, "dtype": str(dtype).removeprefix("torch."), **gpu}
 
     @torch.no_grad()
     def send(self, version: int, tensors: Tensors, place: Path) -> int:
         with self._lock:
+            device = next(iter(tensors.values())).device
+            if not self._snapshot and gpu_of(device):
+                self._owned = Owned(tensors, device)
+                self._snapshot = self._owned.tensors
             self._snapshot = self._snapshot or {name: torch.empty_like(one) for name, one in tensors.items()}
             torch._foreach_copy_(list(self._snapshot.values()), list(tensors.values()))
             if self._device.type == "cuda":
@@ -102,10 +112,17 @@ class NetworkSender(Sender):
                     self.log.warning("Version %d did not reach server %s: %s", asked["version"], asked["name"], error)
                     self._pairs.pop(asked["name"], None)
 
-    def _answer(self, name: str, number: int, version: int) -> None:
+    def _answer(self, name: str, number: int, version: int, shares: bool = False) -> None:
         with self._lock:
             self._store.set(f"answer/{name}/{number}", str(self._version))
             if version != self._version:
+                return
+            if shares and self._owned is not None:
+                if name not in self._readers:
+                    self._store.set(f"memory/{name}", json.dumps(self._owned.words()))
+                    self._readers.add(name)
+                self._store.wait([f"copied/{name}/{number}"], COPIED)
+                self._taken[name] = version
                 return
             if name not in self._pairs:
                 self._pairs[name] = pair(self._store, name, 0, self._device)
@@ -135,12 +152,20 @@ class NetworkReceiver(Receiver):
                 store = distributed.TCPStore(host, int(port), is_master=False, timeout=CONNECT)
                 store.set_timeout(TIMEOUT)
             self._asked += 1
-            store.queue_push("asks", json.dumps({"name": self._name, "number": self._asked, "version": version}))
+            shares = message.get("gpu", "") == gpu_of(device) != ""
+            ask = {"name": self._name, "number": self._asked, "version": version, "shares": shares}
+            store.queue_push("asks", json.dumps(ask))
             newest = int(store.get(f"answer/{self._name}/{self._asked}"))
             if newest != version:
                 raise Superseded(f"version {version} was asked for, the trainer has {newest}")
+            if shares:
+                group = group or opened(json.loads(store.get(f"memory/{self._name}")))
+                torch._foreach_copy_(list(into.values()), [group[name] for name in into])
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
+                store.set(f"copied/{self._name}/{self._asked}", "1")
             group = group or pair(store, self._name, 1, device)
-            for part in portions(into, dtype):
+            for part in portions(into, dtype) if not shares else ():
                 arrived = [one if one.dtype == dtype else torch.empty_like(one, dtype=dtype) for one in part]
                 move(group, "recv", arrived)
                 for tensor, value in zip(part, arrived, strict=True):

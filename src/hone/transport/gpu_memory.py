@@ -1,0 +1,61 @@
+"""Tensors of one process that another on the same GPU reads: one piece of memory, opened by its CUDA IPC handle.
+
+    owner: Owned(tensors like these) ── words(): layout and handle, as JSON ──► reader: opened(words), the same memory
+
+The owner keeps the memory until no reader needs it, and says by other means when its contents are whole.
+"""
+
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 256  # bytes, as torch's own allocations have
+
+
+class Owned:
+    """Room for tensors of these shapes and types, in one piece; `tensors`: by their names."""
+
+    def __init__(self, like: Mapping[str, Tensor], device: torch.device | str) -> None:
+        self.layout: list[tuple[str, str, list[int], int]] = []  # name, dtype, shape, first byte
+        size = 0
+        for name, tensor in like.items():
+            self.layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size))
+            size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self.tensors = _tensors(self.memory, self.layout)
+
+    def words(self) -> dict[str, Any]:
+        """What one reader needs to open it, once."""
+        _, *handle = self.memory.untyped_storage()._share_cuda_()
+        plain = [b64encode(part).decode() if isinstance(part, bytes) else part for part in handle]
+        return {"gpu": gpu_of(self.memory.device), "handle": plain, "layout": self.layout}
+
+
+def opened(words: dict[str, Any]) -> dict[str, Tensor]:
+    """The owner's tensors. Raises ValueError where this process does not see the owner's GPU."""
+    torch.cuda.init()
+    seen = {gpu_of(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
+    if words["gpu"] not in seen:
+        raise ValueError(f"weights are on GPU {words['gpu']}, which this process does not see")
+    index = seen[words["gpu"]]
+    handle = [b64decode(part) if isinstance(part, str) else part for part in words["handle"]]
+    storage = torch.UntypedStorage._new_shared_cuda(index, *handle)
+    memory = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
+    return _tensors(memory, words["layout"])
+
+
+def gpu_of(device: torch.device) -> str:
+    """What tells a GPU from all others; empty for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def _tensors(memory: Tensor, layout: list[tuple[str, str, list[int], int]]) -> dict[str, Tensor]:
+    found = {}
+    for name, dtype, shape, first in layout:
+        kind = getattr(torch, dtype)
+        size = torch.Size(shape).numel() * kind.itemsize
+        found[name] = memory[first : first + size].view(kind).view(shape)
+    return found
