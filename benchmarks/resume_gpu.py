@@ -7,7 +7,7 @@ A warm-up of random weights by SFT, then RL in exact numerics: once left alone, 
 and resumed, once as processes that wait for each other (level 0), once in fast numerics, and once with a
 vLLM as sampler, of an environment whose PYTHON is given. Prints how many logprobs
 of the trained weights differ between sampler and trainer, and whether the runs end at the same bits. DIR keeps the
-metrics, whose mismatch by step is what `hone plot` draws.
+metrics; `--draw DIR` makes a picture of their mismatch by step.
 """
 
 import argparse
@@ -59,6 +59,27 @@ def weights(run: Path, step: int) -> str:
     return digest.hexdigest()[:16]
 
 
+def plot(directory: Path) -> None:
+    """The mismatch of every step, of the runs whose metrics are in a directory, as DIRECTORY/exact.png."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    names = {"vllm": "vLLM samples, Hone trains", "fast": "Hone, fast", "alone": "Hone, exact: 0"}
+    for (name, label), colour in zip(names.items(), ("#b45309", "#4338ca", "#0f766e"), strict=True):
+        if (file := directory / f"{name}.jsonl").exists():
+            rows = [json.loads(line) for line in file.open()]
+            values = [row["mismatch_kl/mean"] for row in rows]
+            axes.plot([row["step"] for row in rows], values, color=colour, label=label, linewidth=1.4)
+    axes.set_yscale("symlog", linthresh=1e-6)
+    axes.set_ylim(-1e-7, None)
+    axes.set(title="Mismatch KL of sampler and trainer, before each update", xlabel="step", ylabel="nats")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(directory / "exact.png", dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[*MODELS, "tiny"], default="Qwen3-0.6B")
@@ -81,7 +102,10 @@ def main() -> None:
     parser.add_argument("--vllm", help="the Python of an environment that has vLLM")
     parser.add_argument("--expected", help="digest of the weights of a run that was left alone, to leave it out")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--draw", type=Path, metavar="DIR", help="only draw the mismatch of the runs that DIR has")
     args = parser.parse_args()
+    if args.draw:
+        return plot(args.draw)
     draw = random.Random(args.seed)
     home = Path(tempfile.mkdtemp(prefix="resume_gpu"))
     out = args.out or home
@@ -187,6 +211,7 @@ def main() -> None:
         )
         figures["vllm_s"] = whole("vllm", "fast", *ports, "--inference.gpu-memory-utilization", 0.5)
     finish(**figures)
+    return None
 
 
 if __name__ == "__main__":
