@@ -11,9 +11,9 @@ from hone.transport.gpu_memory import opened
 
 
 class TakesWeights:
-    model_runner: Any  # vLLM's
+    reload_weights: Any  # the worker's own
 
     def hone_take_weights(self, words: dict[str, Any]) -> None:
         """Loads what another process on this machine has at that place, as a checkpoint's tensors."""
-        self.model_runner.reload_weights(weights_iterator=iter(opened(words).items()))
+        self.reload_weights(weights_iterator=iter(opened(words).items()))
         torch.cuda.synchronize()
