@@ -122,14 +122,13 @@ class NetworkSender(Sender):
                     self._store.set(f"memory/{name}", json.dumps(self._owned.words()))
                     self._readers.add(name)
                 self._store.wait([f"copied/{name}/{number}"], COPIED)
-                self._taken[name] = version
-                return
-            if name not in self._pairs:
-                self._pairs[name] = pair(self._store, name, 0, self._device)
-            for part in portions(self._snapshot):
-                move(self._pairs[name], "send", part)
-            if self._device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
+            else:
+                if name not in self._pairs:
+                    self._pairs[name] = pair(self._store, name, 0, self._device)
+                for part in portions(self._snapshot):
+                    move(self._pairs[name], "send", part)
+                if self._device.type == "cuda":
+                    torch.cuda.current_stream().synchronize()
             self._taken[name] = version
 
 
@@ -152,7 +151,7 @@ class NetworkReceiver(Receiver):
                 store = distributed.TCPStore(host, int(port), is_master=False, timeout=CONNECT)
                 store.set_timeout(TIMEOUT)
             self._asked += 1
-            shares = message.get("gpu", "") == gpu_of(device) != ""
+            shares = device.type == "cuda" and message.get("gpu") == gpu_of(device)
             ask = {"name": self._name, "number": self._asked, "version": version, "shares": shares}
             store.queue_push("asks", json.dumps(ask))
             newest = int(store.get(f"answer/{self._name}/{self._asked}"))
@@ -161,16 +160,16 @@ class NetworkReceiver(Receiver):
             if shares:
                 group = group or opened(json.loads(store.get(f"memory/{self._name}")))
                 torch._foreach_copy_(list(into.values()), [group[name] for name in into])
-                if device.type == "cuda":
-                    torch.cuda.current_stream(device).synchronize()
+                torch.cuda.current_stream(device).synchronize()
                 store.set(f"copied/{self._name}/{self._asked}", "1")
-            group = group or pair(store, self._name, 1, device)
-            for part in portions(into, dtype) if not shares else ():
-                arrived = [one if one.dtype == dtype else torch.empty_like(one, dtype=dtype) for one in part]
-                move(group, "recv", arrived)
-                for tensor, value in zip(part, arrived, strict=True):
-                    if tensor.dtype != dtype:
-                        tensor.copy_(value)
+            else:
+                group = group or pair(store, self._name, 1, device)
+                for part in portions(into, dtype):
+                    arrived = [one if one.dtype == dtype else torch.empty_like(one, dtype=dtype) for one in part]
+                    move(group, "recv", arrived)
+                    for tensor, value in zip(part, arrived, strict=True):
+                        if tensor.dtype != dtype:
+                            tensor.copy_(value)
         except (RuntimeError, distributed.DistError) as error:
             self._known.pop((source, device.type), None)
             raise ValueError(f"weights could not be had from {source}: {str(error).splitlines()[0]}") from None
