@@ -4,15 +4,14 @@
         [--runs killed processes fast vllm] [--vllm PYTHON] [--out DIR]
 
 A warm-up of random weights by SFT, then RL in exact numerics: once left alone, once killed (SIGKILL) at random moments
-and resumed, once as processes that wait for each other (level 0), once in fast numerics, and once with a
-vLLM as sampler, of an environment whose PYTHON is given. Prints how many logprobs
-of the trained weights differ between sampler and trainer, and whether the runs end at the same bits. DIR keeps the
-metrics; `--draw DIR` makes a picture of their mismatch by step.
+and resumed, once as processes that wait for each other (level 0), once in fast numerics, and once with a vLLM as
+sampler, of an environment whose PYTHON is given. Prints how many logprobs of the trained weights differ between sampler
+and trainer, and whether the runs end at the same bits. DIR keeps the metrics; `--draw DIR` makes a picture of their
+mismatch by step.
 """
 
 import argparse
 import hashlib
-import json
 import os
 import random
 import signal
@@ -23,10 +22,9 @@ import time
 from pathlib import Path
 
 from peer import ROOT, finish
-from shapes_gpu import MODELS
+from shapes_gpu import MODELS, TINY, write_shape
 
-TINY = ROOT / "examples" / "reverse_text_tiny" / "model"
-TEXTS = {"texts": "generated", "min_chars": 4, "max_chars": 10}
+from hone.monitors.metrics import read_rows
 
 
 def start(words: list, log: Path) -> subprocess.Popen:
@@ -42,10 +40,8 @@ def ended(process: subprocess.Popen, log: Path) -> None:
 
 
 def last_step(run: Path) -> int:
-    file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    whole = [line for line in lines if line.endswith("}")]
-    return json.loads(whole[-1])["step"] if whole else 0
+    rows = read_rows(run / "metrics.jsonl")
+    return rows[-1]["step"] if rows else 0
 
 
 def weights(run: Path, step: int) -> str:
@@ -68,7 +64,7 @@ def plot(directory: Path) -> None:
     names = {"vllm": "vLLM samples, Hone trains", "fast": "Hone, fast", "alone": "Hone, exact: 0"}
     for (name, label), colour in zip(names.items(), ("#b45309", "#4338ca", "#0f766e"), strict=True):
         if (file := directory / f"{name}.jsonl").exists():
-            rows = [json.loads(line) for line in file.open()]
+            rows = read_rows(file)
             values = [row["mismatch_kl/mean"] for row in rows]
             axes.plot([row["step"] for row in rows], values, color=colour, label=label, linewidth=1.4)
     axes.set_yscale("symlog", linthresh=1e-6)
@@ -110,12 +106,10 @@ def main() -> None:
     home = Path(tempfile.mkdtemp(prefix="resume_gpu"))
     out = args.out or home
     model, log = home / "model", out / "resume.log"
-    model.mkdir()
-    for file in TINY.iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
-    if args.shape != "tiny":
-        shape = {**MODELS[args.shape], "eos_token_id": 259, "pad_token_id": 259}
-        (model / "config.json").write_text(json.dumps(shape))
+    if args.shape == "tiny":
+        model = TINY
+    else:
+        write_shape(model, args.shape)
     figures: dict[str, float] = {}
 
     data = home / "sft.jsonl"
@@ -143,7 +137,7 @@ def main() -> None:
         began = time.perf_counter()
         ended(start(rl(name, *words), log), log)
         took = time.perf_counter() - began
-        rows = [json.loads(line) for line in (home / name / "metrics.jsonl").open()]
+        rows = read_rows(home / name / "metrics.jsonl")
         differ = sum(row.get("exact/differs", 0) for row in rows)
         rewards = [row["reward/mean"] for row in rows]
         print(
@@ -156,16 +150,8 @@ def main() -> None:
 
     if args.numerics == "exact":
         words = [
-            "-m",
-            "hone",
-            "probe",
-            "--model.name",
-            trained,
-            "--model.numerics",
-            "exact",
-            "--rollouts",
-            args.rollouts,
-        ]
+            "-m", "hone", "probe", "--model.name", trained, "--model.numerics", "exact", "--rollouts", args.rollouts,
+        ]  # fmt: skip
         done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True)
         print("probe of the trained weights:", done.stdout.strip()[-300:], done.stderr.strip()[-300:], flush=True)
     alone = args.expected
@@ -201,7 +187,7 @@ def main() -> None:
     if "fast" in args.runs and args.numerics == "exact":
         figures["fast_s"] = whole("fast", "fast")
     if "vllm" in args.runs:
-        ports += (
+        vllm = (
             "--inference.backend",
             "vllm",
             "--inference.vllm-python",
@@ -209,7 +195,7 @@ def main() -> None:
             "--inference.enforce-eager",
             "true",
         )
-        figures["vllm_s"] = whole("vllm", "fast", *ports, "--inference.gpu-memory-utilization", 0.5)
+        figures["vllm_s"] = whole("vllm", "fast", *ports, *vllm, "--inference.gpu-memory-utilization", 0.5)
     finish(**figures)
     return None
 

@@ -16,9 +16,8 @@ import tempfile
 from pathlib import Path
 
 from peer import ROOT, finish
-from shapes_gpu import MODELS
+from shapes_gpu import write_shape
 
-TINY = ROOT / "examples" / "reverse_text_tiny" / "model"
 SYSTEM = 7  # tokens of a prompt beside the text
 SHAPES = {  # model, rollouts, of a group, prompt, completion
     "0.6B 128 x (37+128)": ("Qwen3-0.6B", 128, 16, 37, 128),
@@ -35,11 +34,7 @@ def measure(name: str, steps: int, options: tuple[str, ...]) -> dict:
     model, rollouts, group, prompt, completion = SHAPES[name]
     with tempfile.TemporaryDirectory(prefix="rl_gpu") as directory:
         home = Path(directory)
-        (home / "model").mkdir()
-        for file in TINY.iterdir():
-            (home / "model" / file.name).write_bytes(file.read_bytes())
-        shape = {**MODELS[model], "eos_token_id": 259, "pad_token_id": 259}
-        (home / "model" / "config.json").write_text(json.dumps(shape))
+        write_shape(home / "model", model)
         characters = prompt - SYSTEM
         env = {"id": "any_text", "args": {"texts": "generated", "min_chars": characters, "max_chars": characters}}
         words = [

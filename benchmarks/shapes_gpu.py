@@ -16,8 +16,9 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
-from peer import finish, median
+from peer import ROOT, finish, median
 from training import QWEN3_06B, matrix_rate, our_model
 
 _LLAMA = {
@@ -48,7 +49,17 @@ MODELS = {
         "num_attention_heads": 32, "tie_word_embeddings": False,
     },
 }  # fmt: skip
+TINY = ROOT / "examples" / "reverse_text_tiny" / "model"
 KEPT_FREE = 6e9  # bytes beside weights and cache: activations of a prefill, graphs
+
+
+def write_shape(directory: Path, name: str) -> None:
+    """A model's directory without weights: the shape of that name, the tiny model's tokenizer and end of a text."""
+    directory.mkdir()
+    for file in TINY.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    ends = {key: json.loads((TINY / "config.json").read_text())[key] for key in ("eos_token_id", "pad_token_id")}
+    (directory / "config.json").write_text(json.dumps({**MODELS[name], **ends}))
 
 
 def timed(engine, draw: random.Random, batch: int, prompt: int, tokens: int) -> float:

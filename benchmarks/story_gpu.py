@@ -19,6 +19,8 @@ from pathlib import Path
 from peer import ROOT, finish
 from serve_cpu import running
 
+from hone.monitors.metrics import read_rows
+
 RECIPE = ROOT / "examples" / "reverse_text_0.6b"
 TEXTS = 256
 
@@ -78,7 +80,7 @@ def story(seed: int, args: argparse.Namespace) -> dict[str, float]:
     found["rl"] = evaluate(home / "rl" / "weights" / f"step_{rl_steps}", env, tokens)
     stage("rl_eval")
     found["seconds"] = time.perf_counter() - begun
-    rows = [json.loads(line) for line in (home / "rl" / "metrics.jsonl").open()]
+    rows = read_rows(home / "rl" / "metrics.jsonl")
     curve = [round(row["reward/mean"], 3) for row in rows]
     parts = ", ".join(f"{name[:-2]} {value:.0f}" for name, value in found.items() if name.endswith("_s"))
     print(

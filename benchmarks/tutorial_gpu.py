@@ -7,7 +7,6 @@ usage: python benchmarks/tutorial_gpu.py [--gib 16] [--steps 100]
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -17,13 +16,12 @@ from pathlib import Path
 
 import torch
 from peer import ROOT, finish
-from shapes_gpu import MODELS
+from shapes_gpu import write_shape
 
 import hone
 from hone.launch.lab import TEMPLATES
 from hone.models.hf import load_model, save_model
 
-TINY = ROOT / "examples" / "reverse_text_tiny" / "model"
 TEXT = {"texts": "generated", "min_chars": 30, "max_chars": 30}  # and 7 tokens of the template: 37
 
 
@@ -40,12 +38,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tutorial_gpu") as directory:
         os.chdir(directory)
         shape = Path("shape")
-        shape.mkdir()
-        for file in TINY.iterdir():
-            (shape / file.name).write_bytes(file.read_bytes())
-        (shape / "config.json").write_text(
-            json.dumps({**MODELS["Qwen3-0.6B"], "eos_token_id": 259, "pad_token_id": 259})
-        )
+        write_shape(shape, "Qwen3-0.6B")
         model = load_model(shape, random_init=True, seed=0, dtype=torch.bfloat16, device="cpu")
         save_model(model, shape, Path("model"))
         del model
