@@ -1,13 +1,13 @@
 """Runs that are killed and go on, on one GPU: the same weights, bit for bit, as a run that was left alone.
 
     python benchmarks/resume_gpu.py [--shape Qwen3-0.6B] [--steps 200] [--kills 3] [--seed 0]
-        [--runs killed processes fast vllm] [--vllm PYTHON] [--out DIR]
+        [--runs killed processes sharded fast vllm] [--vllm PYTHON] [--out DIR]
 
 A warm-up of random weights by SFT, then RL in exact numerics: once left alone, once killed (SIGKILL) at random moments
-and resumed, once as processes that wait for each other (level 0), once in fast numerics, and once with a vLLM as
-sampler, of an environment whose PYTHON is given. Prints how many logprobs of the trained weights differ between sampler
-and trainer, and whether the runs end at the same bits. DIR keeps the metrics; `--draw DIR` makes a picture of their
-mismatch by step.
+and resumed, once as processes that wait for each other (level 0; on two GPUs where there are two), for some steps with
+a trainer sharded over two GPUs, once in fast numerics, and once with a vLLM as sampler, of an environment whose PYTHON
+is given. Prints how many logprobs of the trained weights differ between sampler and trainer, and whether the runs end
+at the same bits. DIR keeps the metrics; `--draw DIR` makes a picture of their mismatch by step.
 """
 
 import argparse
@@ -25,6 +25,8 @@ from peer import ROOT, finish
 from shapes_gpu import MODELS, TINY, write_shape
 
 from hone.monitors.metrics import read_rows
+
+SHARDED = 20  # steps with a trainer over two GPUs, whose gradients are sums of another order than one GPU's
 
 
 def start(words: list, log: Path) -> subprocess.Popen:
@@ -88,7 +90,7 @@ def main() -> None:
     parser.add_argument(
         "--runs",
         nargs="*",
-        choices=["killed", "processes", "fast", "vllm"],
+        choices=["killed", "processes", "sharded", "fast", "vllm"],
         default=["killed", "processes", "fast"],
         help="beside the run that is left alone; digests of weights can be compared between calls",
     )
@@ -96,6 +98,7 @@ def main() -> None:
         "--rollouts", type=int, default=1000, help="of the trained weights, whose logprobs are compared"
     )
     parser.add_argument("--vllm", help="the Python of an environment that has vLLM")
+    parser.add_argument("--broadcast", choices=["nccl", "filesystem"], default="nccl", help="of weights to a server")
     parser.add_argument("--expected", help="digest of the weights of a run that was left alone, to leave it out")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--draw", type=Path, metavar="DIR", help="only draw the mismatch of the runs that DIR has")
@@ -125,17 +128,18 @@ def main() -> None:
     digest = weights(home / "sft", args.warm_up)
     print(f"warm-up: {time.perf_counter() - began:.0f} s, weights {digest}", flush=True)
 
-    def rl(name: str, numerics: str, *options: object) -> list:
+    def rl(name: str, numerics: str, *options: object, max_steps: int = args.steps) -> list:
+        deployment = () if "--deployment" in options else ("--deployment", "colocated")
         return [
             "-m", "hone", "rl", "@", ROOT / "examples/reverse_text_tiny/rl.toml", "--model.name", trained,
             "--model.numerics", numerics, "--output-dir", home / name, "--orchestrator.batch-size", 128,
-            "--orchestrator.rollouts-per-example", 16, "--max-steps", args.steps, "--trainer.optim.lr", 2e-4,
-            "--ckpt.interval", args.interval, "--log-interval", 1, *options,
+            "--orchestrator.rollouts-per-example", 16, "--max-steps", max_steps, "--trainer.optim.lr", 2e-4,
+            "--ckpt.interval", args.interval, "--log-interval", 1, *deployment, *options,
         ]  # fmt: skip
 
-    def whole(name: str, *words: object) -> float:
+    def whole(name: str, *words: object, max_steps: int = args.steps) -> float:
         began = time.perf_counter()
-        ended(start(rl(name, *words), log), log)
+        ended(start(rl(name, *words, max_steps=max_steps), log), log)
         took = time.perf_counter() - began
         rows = read_rows(home / name / "metrics.jsonl")
         differ = sum(row.get("exact/differs", 0) for row in rows)
@@ -148,12 +152,15 @@ def main() -> None:
         (out / f"{name}.jsonl").write_text((home / name / "metrics.jsonl").read_text())
         return took
 
-    if args.numerics == "exact":
+    for options in ((), ("--lora.rank", 16)) if args.numerics == "exact" else ():
         words = [
             "-m", "hone", "probe", "--model.name", trained, "--model.numerics", "exact", "--rollouts", args.rollouts,
+            *options,
         ]  # fmt: skip
         done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True)
-        print("probe of the trained weights:", done.stdout.strip()[-300:], done.stderr.strip()[-300:], flush=True)
+        print(
+            "probe of the trained weights", *options, done.stdout.strip()[-300:], done.stderr.strip()[-300:], flush=True
+        )
     alone = args.expected
     if alone is None:
         figures["alone_s"] = whole("alone", args.numerics)
@@ -178,23 +185,24 @@ def main() -> None:
         figures["killed_same"] = float(found == alone)
         print(f"killed at steps {moments}: {figures['killed_s']:.0f} s, weights {found}, same bits: {found == alone}")
 
-    ports: tuple = ("--deployment", "processes", "--max-async-level", 0, "--inference.server.port", 0)
+    ports: tuple = (
+        "--deployment", "processes", "--max-async-level", 0, "--inference.server.port", 0,
+        "--weight-broadcast.type", args.broadcast,
+    )  # fmt: skip
     if "processes" in args.runs:
         figures["processes_s"] = whole("processes", args.numerics, *ports)
         found = weights(home / "processes", args.steps)
         figures["processes_same"] = float(found == alone)
         print(f"processes at level 0: weights {found}, same bits: {found == alone}", flush=True)
+    if "sharded" in args.runs:
+        shared = ("--trainer-gpu-ids", "[0, 1]", "--inference-gpu-ids", "[0]", "--weight-broadcast.type", "filesystem")
+        figures["sharded_s"] = whole("sharded", args.numerics, *ports, *shared, max_steps=SHARDED)
     if "fast" in args.runs and args.numerics == "exact":
         figures["fast_s"] = whole("fast", "fast")
     if "vllm" in args.runs:
         vllm = (
-            "--inference.backend",
-            "vllm",
-            "--inference.vllm-python",
-            args.vllm,
-            "--inference.enforce-eager",
-            "true",
-        )
+            "--inference.backend", "vllm", "--inference.vllm-python", args.vllm, "--inference.enforce-eager", "true",
+        )  # fmt: skip
         figures["vllm_s"] = whole("vllm", "fast", *ports, *vllm, "--inference.gpu-memory-utilization", 0.5)
     finish(**figures)
     return None

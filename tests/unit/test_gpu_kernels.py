@@ -362,3 +362,17 @@ def test_adamw_is_rehearsed_on_numbers_of_its_own(monkeypatch):
     assert own.table is not None and all(bool((column[0] == 1).all()) for column in tensors)
     own.step([torch.ones(40, device=DEVICE)], adamw.Change(1.0, 0.1, (0.9, 0.999), 1))
     assert not any(bool((column[0] == 1).any()) for column in tensors[:2])
+
+
+def test_fingerprints():
+    from hone.kernels.fingerprints import WORDS, fingerprints_reference
+    from hone.kernels.gpu.fingerprints import sums
+
+    few = [torch.randn(3, 5), torch.randn(WORDS + 7).bfloat16(), torch.randn(2 * WORDS), torch.randn(1).half()]
+    words = [one.to(DEVICE).view(torch.int32 if one.dtype == torch.float32 else torch.int16).flatten() for one in few]
+    expected = fingerprints_reference(words)
+    assert [value % 2**64 for value in sums(words).tolist()] == expected and len(set(expected)) == 4
+    words[1][WORDS + 2] ^= 1
+    assert [value % 2**64 == one for value, one in zip(sums(words).tolist(), expected, strict=True)] == [
+        True, False, True, True,
+    ]  # fmt: skip

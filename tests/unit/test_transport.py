@@ -183,7 +183,7 @@ def test_a_server_without_a_checksum_proves_that_its_weights_moved(tmp_path):
 
         async def take(version, *canary):
             delivery = Delivery("run", version, "sum", "bfloat16", Canary([1, 2, 3], list(canary)), {})
-            return await weights._update(client, delivery)
+            return (await weights._update(client, delivery)).difference
 
         assert await take(1, -1.1, -2.3) == pytest.approx(0.3)  # more than Hone's own engine may differ
         assert await take(2, -1.1, -2.31) == pytest.approx(0.31)  # a small step may leave rounded logits as they were

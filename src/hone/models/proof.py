@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hone.kernels.fingerprints import fingerprints as of_tensors
 from hone.kernels.logprobs import target_logprobs
 from hone.models.attention import PackedAttention
 from hone.models.hf import hf_tensors
@@ -14,37 +15,12 @@ from hone.models.transformer import Transformer
 
 CANARY_LENGTH = 33
 ROWS, FP32 = 4096, torch.float32  # tokens whose logits are there at a time
-WORDS, STRETCHES = 2**18, 16  # of a tensor, in a stretch; stretches at a time on a GPU
-ODD, MIX = -7046029254386353131, 6364136223846793005  # 64-bit multipliers of well-spread bits
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprints(model: Transformer) -> dict[str, str]:
-    """Of each weight, by its HF name: 64 bits that any one changed bit changes, computed where the weight is, alike on
-    every device."""
-    device = model.embed.weight.device
-    factors = (torch.arange(WORDS, device=device) * ODD) | 1
-    sums = {name: _sums(tensor, factors) for name, tensor in hf_tensors(model)}
-    values = iter(torch.cat(list(sums.values())).tolist())  # the device is waited for once
-    found = {}
-    for name, parts in sums.items():
-        total = 0
-        for _ in range(len(parts)):
-            total = (total * MIX + next(values)) % 2**64
-        found[name] = f"{total:016x}"
-    return found
-
-
-def _sums(tensor: Tensor, factors: Tensor) -> Tensor:
-    """The words of each stretch of a tensor, each times an odd number of its place's own; integers wrap, so order does
-    not matter."""
-    words = tensor.contiguous().view(INTEGERS[tensor.element_size()]).flatten()
-    whole = len(words) // WORDS * WORDS
-    many = WORDS * (STRETCHES if tensor.is_cuda else 1)  # a CPU keeps one in its cache
-    parts = [(part.view(-1, WORDS) * factors).sum(1) for part in words[:whole].split(many)] if whole else []
-    if whole < len(words):
-        parts.append((words[whole:] * factors[: len(words) - whole]).sum()[None])
-    return torch.cat(parts)
+    """Of each weight, by its HF name (`kernels/fingerprints.py`)."""
+    tensors = dict(hf_tensors(model))
+    return {name: f"{value:016x}" for name, value in zip(tensors, of_tensors(list(tensors.values())), strict=True)}
 
 
 def checksum(model: Transformer) -> str:

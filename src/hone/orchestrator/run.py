@@ -141,6 +141,7 @@ async def work(
         values = {**collected.metrics, **times, **lag.take()}
         rows.report.sampled(step, values)
         rows.report.rollouts(step, partial(shown, step, collected.groups), config.log_samples)
+        await weights.proven.wait()
         await asyncio.to_thread(publish, collected, values, run)
     await weights.at_least(config.max_steps)
     async with weights.busy:  # with the evaluation of the last

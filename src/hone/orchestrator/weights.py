@@ -1,14 +1,18 @@
 """Versions of the weights: taken when the trainer publishes them, given to every server, proven by each.
 
-broadcasts/step_V ─ look ─► adopt: update every server ─► checksum and canary are the trainer's? ─► evaluate
-                                                └─ no: the run ends, with the names of the weights that differ
+broadcasts/step_V ─ look ─► update every server ─► checksum is the trainer's? ─► rollouts are asked of it
+                                                        └─► canary is the trainer's? ─► batches go out; evaluate
+                             no: the run ends, with the names of the weights that differ
+
+The canary is asked for beside the first requests of a version, and no batch leaves before it is known. A server that
+cannot tell a checksum (vLLM) is asked for it first.
 """
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hone.clients.fleet import Fleet, Server
@@ -31,6 +35,15 @@ class Rows(Protocol):
     def trained(self, version: int, values: dict[str, float]) -> None: ...
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A version that a server has taken: what it said of itself, and by how much its canary differs, if it is known."""
+
+    client: HttpClient
+    state: dict[str, Any]
+    difference: float | None = None
+
+
 class Weights:
     """The versions that the trainer publishes, and the newest that every server has taken and proven."""
 
@@ -44,6 +57,8 @@ class Weights:
         self.current: Delivery | None = None
         self.busy = asyncio.Lock()  # with taking a version and evaluating it
         self.scored: dict[str, tuple[Delivery, list[float]]] = {}  # by address of a server, the last it took
+        self.taken: list[Taken] = []  # of the newest version
+        self.proven = asyncio.Event()  # that every server has it
 
     async def join(self) -> int | None:
         """The version that the run of the living trainer starts from; every server has it then. None where no trainer
@@ -57,6 +72,7 @@ class Weights:
                 self.run.id = delivery.run
                 self.seen = delivery.version
                 await self._adopt(delivery)
+                await self._prove(delivery)
                 return delivery.version
             if time.monotonic() - wait.start > PATIENCE and self.run.over() >= self.config.max_steps:
                 return None
@@ -77,13 +93,15 @@ class Weights:
                     values = newest.metrics
                     try:
                         values = values | await self._adopt(newest)
+                        if self.version == newest.version:
+                            adopted(self.version)
+                            values = values | await self._prove(newest)
                     finally:
                         rows.trained(newest.version, values)
                     if self.version < newest.version:  # superseded: the next is there, or about to be
                         if self.is_evaluated(newest.version):
                             self.log.warning("Version %d is not evaluated: the next one came first", newest.version)
                         continue
-                    adopted(self.version)
                     await evaluate(self.version)  # the next is taken after that: results are of one version
             await asyncio.sleep(POLL)
 
@@ -113,37 +131,55 @@ class Weights:
         return newest
 
     async def _adopt(self, delivery: Delivery) -> dict[str, float]:
-        """Gives every server the version and has each prove that it serves it. A lost one gets it once it is back."""
+        """Gives every server the version. A lost one gets it once it is back."""
         start = time.perf_counter()
         self.current = delivery
 
-        async def update(server: Server) -> float:
+        async def update(server: Server) -> Taken | None:
             try:
-                difference = await server.unless_lost(self._update(server.client, delivery))
+                taken = await server.unless_lost(self._update(server.client, delivery))
                 server.version = delivery.version
-                return difference
-            except Superseded:
-                return math.inf
+                return taken
             except ServerLost as error:
                 self.fleet.lost(server, str(error))
-                return 0.0
+                return Taken(server.client, {}, 0.0)
+            except Superseded:
+                return None
 
-        differences = await asyncio.gather(*(update(server) for server in self.fleet.up))
-        if math.inf in differences:
+        taken = await asyncio.gather(*(update(server) for server in self.fleet.up))
+        self.taken = [one for one in taken if one is not None]
+        if len(self.taken) < len(taken):
             return {}
         self.version = delivery.version
+        self.proven.clear()
         seconds = time.perf_counter() - start
         self.log.info(
             "Version %d: %d servers took %.2f MiB (%s) in %.3f s, checksum %s",
-            delivery.version, len(differences), delivery.bytes / 2**20, delivery.transport["type"], seconds,
+            delivery.version, len(taken), delivery.bytes / 2**20, delivery.transport["type"], seconds,
             delivery.checksum, extra={"console": False},
         )  # fmt: skip
         return {
             "weights/bytes": delivery.bytes,
-            "weights/canary_difference": max(differences, default=0.0),
             "time/publish_weights": delivery.seconds,
             "time/update_weights": seconds,
         }
+
+    async def _prove(self, delivery: Delivery) -> dict[str, float]:
+        """Has the servers that took it compute the canary, if they have not yet."""
+
+        async def prove(server: Server) -> float:
+            taken = next((one for one in self.taken if one.client is server.client), None)
+            if taken is None or taken.difference is not None:  # one that came up meanwhile has been asked
+                return 0.0 if taken is None else taken.difference or 0.0
+            try:
+                return await server.unless_lost(self._canary(taken, delivery))
+            except ServerLost as error:
+                self.fleet.lost(server, str(error))
+                return 0.0
+
+        differences = await asyncio.gather(*(prove(server) for server in self.fleet.up))
+        self.proven.set()
+        return {"weights/canary_difference": max(differences, default=0.0)}
 
     async def revive(self, client: HttpClient) -> int:
         """Gives a server that was lost what is current."""
@@ -151,15 +187,17 @@ class Weights:
             delivery = self.current
             assert delivery is not None
             try:
-                await self._update(client, delivery)
+                taken = await self._update(client, delivery)
+                if taken.difference is None:
+                    await self._canary(taken, delivery)
             except Superseded:  # what comes next is given to it too
                 await asyncio.sleep(0.1)
                 continue
             if delivery is self.current:
                 return delivery.version
 
-    async def _update(self, client: HttpClient, delivery: Delivery) -> float:
-        """Has a server take a version and prove it: the largest difference of the canary's logprobs."""
+    async def _update(self, client: HttpClient, delivery: Delivery) -> Taken:
+        """Has a server take a version and prove it by the checksum; where it has none, by the canary."""
         version, directory = delivery.version, self.run.broadcasts.resolve() / f"step_{delivery.version}"
         body: dict[str, Any] = {"weight_dir": str(directory), "version": version, "transport": delivery.transport}
         body["model_name"] = self.config.model.name
@@ -167,18 +205,28 @@ class Weights:
             state = await client.control("update_weights", body)
             if state["is_paused"]:  # by whoever used the server before
                 await client.control("resume", {})
-            scored = (await client.control("score", {"ids": delivery.canary.ids}))["logprobs"]
         except RuntimeError as error:  # an answer that refuses: nothing that this run can go on with
             if isinstance(error, Refused) and error.status == 409:
                 raise Superseded from None
             raise ConnectionError(f"version {version} was not taken: {error}") from None
-        is_comparable = state["checksum"] is not None and state["dtype"] == delivery.dtype
-        if is_comparable and state["checksum"] != delivery.checksum:
+        taken = Taken(client, state)
+        if state["checksum"] is None or state["dtype"] != delivery.dtype:
+            return Taken(client, state, await self._canary(taken, delivery))
+        if state["checksum"] != delivery.checksum:
             now = await client.control("version?each=true")
             raise ConnectionError(
                 f"{client.base_url} serves other weights than version {version}: checksum {state['checksum']}, the "
                 f"trainer's is {delivery.checksum}; {what_differs(now, delivery)}"
             )
+        return taken
+
+    async def _canary(self, taken: Taken, delivery: Delivery) -> float:
+        """Has a server compute the canary: the largest difference of its logprobs."""
+        client, state, version = taken.client, taken.state, delivery.version
+        try:
+            scored = (await client.control("score", {"ids": delivery.canary.ids}))["logprobs"]
+        except RuntimeError as error:
+            raise ConnectionError(f"the canary of version {version} was not scored: {error}") from None
         worst = max(abs(a - b) for a, b in zip(scored, delivery.canary.logprobs, strict=True))
         usual = TOLERANCE if state["checksum"] is not None else OTHER_KERNELS
         tolerance = self.config.canary_tolerance or max(usual[delivery.dtype], usual[state["dtype"]])

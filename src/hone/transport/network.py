@@ -1,7 +1,7 @@
 """Weights from the trainer's memory to the servers', over NCCL between GPUs and Gloo between CPUs. No file is written.
 
     server ── "version V, please" ─► store of the trainer
-    trainer, Sender's thread ── snapshot of V, many tensors at once ─► server      a pair of processes each, kept
+    trainer, Sender's thread ── snapshot of V, in few large stretches ─► server      a pair of processes each, kept
     on one GPU: the trainer waits while the server copies out of the snapshot (gpu_memory.py)
 
 A server asks when it wants to: one that was started again is given the current weights like any other, while training
@@ -10,6 +10,7 @@ goes on. The snapshot is replaced when nobody is being sent it.
 
 import json
 import logging
+import math
 import socket
 import threading
 import time
@@ -22,15 +23,15 @@ import torch
 
 from hone.config.sections import LOOPBACK
 from hone.transport.delivery import Message, Superseded
-from hone.transport.gpu_memory import Owned, gpu_of, opened
+from hone.transport.gpu_memory import Layout, Owned, gpu_of, layout_of, opened, tensors_in
 from hone.transport.weights import Receiver, Sender, Tensors
 
 distributed: Any = torch.distributed
 TIMEOUT, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # of one transfer; until the other side is there
 COPIED = timedelta(seconds=20)  # in which a server on the same GPU has to copy the weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LOOK = 0.003  # seconds between looks for who asks
-PORTION = 2**28  # bytes of one transfer, about: the receive buffer, where the receiving model has another dtype
+LOOK, LOOK_EAGERLY, EAGER = 0.003, 0.0003, 0.2  # seconds between looks for who asks; so soon after a new version
+PORTION = 2**28  # bytes of one transfer, about, and of the buffer that it arrives in
 
 
 class NetworkSender(Sender):
@@ -38,13 +39,12 @@ class NetworkSender(Sender):
 
     def __init__(self, host: str, log: logging.Logger) -> None:
         self.host, self.log = host, log
-        self._snapshot: dict[str, torch.Tensor] = {}
-        self._version = -1
+        self._snapshot: Owned | None = None
+        self._version, self._sent_at = -1, -math.inf
         self._lock = threading.Lock()
         self._taken: dict[str, int] = {}  # the newest version that each server has
         self._pairs: dict[str, Any] = {}
-        self._owned: Owned | None = None  # what the snapshot lies in, on a GPU
-        self._readers: set[str] = set()  # servers that have it open
+        self._readers: set[str] = set()  # servers that have the snapshot open
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="sender", daemon=True)
 
@@ -72,27 +72,21 @@ class NetworkSender(Sender):
 
     @property
     def message(self) -> Message:
-        dtype = next(iter(self._snapshot.values())).dtype
-        gpu = {"gpu": gpu_of(self._device)} if self._owned is not None else {}
-        return {"type": "nccl", "source": self.source, "dtype": str(dtype).removeprefix("torch."), **gpu}
+        assert self._snapshot is not None
+        dtype, device = self._snapshot.layout[0][1], self._snapshot.memory.device
+        gpu = {"gpu": gpu_of(device)} if device.type == "cuda" else {}
+        return {"type": "nccl", "source": self.source, "dtype": dtype, **gpu}
 
     @torch.no_grad()
     def send(self, version: int, tensors: Tensors, place: Path) -> int:
         with self._lock:
-            device = next(iter(tensors.values())).device
-            if not self._snapshot and gpu_of(device):
-                self._owned = Owned(tensors, device)
-                self._snapshot = self._owned.tensors
-            self._snapshot = self._snapshot or {name: torch.empty_like(one) for name, one in tensors.items()}
-            torch._foreach_copy_(list(self._snapshot.values()), list(tensors.values()))
-            if self._device.type == "cuda":
+            if self._snapshot is None:
+                self._snapshot = Owned(tensors, next(iter(tensors.values())).device)
+            torch._foreach_copy_([self._snapshot.tensors[name] for name in tensors], list(tensors.values()))
+            if self._snapshot.memory.is_cuda:
                 torch.cuda.current_stream().synchronize()  # the other thread has a stream of its own
-            self._version = version
-        return sum(one.numel() * one.element_size() for one in self._snapshot.values())
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self._snapshot.values())).device
+            self._version, self._sent_at = version, time.monotonic()
+        return sum(one.numel() * one.element_size() for one in tensors.values())
 
     def finish(self, is_waited_for: Callable[[], bool]) -> None:
         deadline = time.monotonic() + TIMEOUT.total_seconds()
@@ -103,7 +97,7 @@ class NetworkSender(Sender):
             time.sleep(LOOK)
 
     def _serve(self) -> None:
-        while not self._is_over.wait(LOOK):
+        while not self._is_over.wait(LOOK_EAGERLY if time.monotonic() - self._sent_at < EAGER else LOOK):
             while self._store.queue_len("asks"):
                 asked = json.loads(self._store.queue_pop("asks"))
                 try:
@@ -117,17 +111,19 @@ class NetworkSender(Sender):
             self._store.set(f"answer/{name}/{number}", str(self._version))
             if version != self._version:
                 return
-            if shares and self._owned is not None:
+            assert self._snapshot is not None
+            memory = self._snapshot.memory
+            if shares:
                 if name not in self._readers:
-                    self._store.set(f"memory/{name}", json.dumps(self._owned.words()))
+                    self._store.set(f"memory/{name}", json.dumps(self._snapshot.words()))
                     self._readers.add(name)
                 self._store.wait([f"copied/{name}/{number}"], COPIED)
             else:
                 if name not in self._pairs:
-                    self._pairs[name] = pair(self._store, name, 0, self._device)
-                for part in portions(self._snapshot):
-                    move(self._pairs[name], "send", part)
-                if self._device.type == "cuda":
+                    self._pairs[name] = pair(self._store, name, 0, memory.device)
+                for _, first, end in portions(self._snapshot.layout, len(memory)):
+                    move(self._pairs[name], "send", memory[first:end])
+                if memory.is_cuda:
                     torch.cuda.current_stream().synchronize()
             self._taken[name] = version
 
@@ -164,44 +160,37 @@ class NetworkReceiver(Receiver):
                 store.set(f"copied/{self._name}/{self._asked}", "1")
             else:
                 group = group or pair(store, self._name, 1, device)
-                for part in portions(into, dtype):
-                    arrived = [one if one.dtype == dtype else torch.empty_like(one, dtype=dtype) for one in part]
-                    move(group, "recv", arrived)
-                    for tensor, value in zip(part, arrived, strict=True):
-                        if tensor.dtype != dtype:
-                            tensor.copy_(value)
+                layout, size = layout_of(into, dtype)
+                parts = list(portions(layout, size))
+                room = torch.empty(max(end - first for _, first, end in parts), dtype=torch.uint8, device=device)
+                for part, first, end in parts:
+                    move(group, "recv", room[: end - first])
+                    arrived = tensors_in(room, part)
+                    torch._foreach_copy_([into[name] for name in arrived], list(arrived.values()))
         except (RuntimeError, distributed.DistError) as error:
             self._known.pop((source, device.type), None)
             raise ValueError(f"weights could not be had from {source}: {str(error).splitlines()[0]}") from None
         self._known = {(source, device.type): (store, group)}  # of the present run alone
 
 
-def portions(tensors: Tensors, dtype: torch.dtype | None = None) -> Iterator[list[torch.Tensor]]:
-    """The tensors in the order and the portions that both sides know, of up to PORTION bytes in this dtype, or their
-    own."""
-    part: list[torch.Tensor] = []
-    size = 0
-    for _, tensor in sorted(tensors.items()):
-        part.append(tensor)
-        size += tensor.numel() * (dtype or tensor.dtype).itemsize
-        if size >= PORTION:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
+def portions(layout: Layout, size: int) -> Iterator[tuple[Layout, int, int]]:
+    """Tensors that travel together, of about PORTION bytes or one larger; the first byte of them, and that behind."""
+    begin = 0
+    for i, (*_, first) in enumerate([*layout[1:], ("", "", [], size)], 1):
+        if first - layout[begin][3] >= PORTION or i == len(layout):
+            yield layout[begin:i], layout[begin][3], first
+            begin = i
 
 
-def move(group: Any, what: Literal["send", "recv"], tensors: list[torch.Tensor]) -> None:
-    """To, or from, the other of a pair: at once over NCCL."""
+def move(group: Any, what: Literal["send", "recv"], memory: torch.Tensor) -> None:
+    """To, or from, the other of a pair. NCCL makes no communicator beside the pair's for what comes as a group, of one."""
     one, other = getattr(group, what), 1 - group.rank()
     if group.supports_coalescing:
         group._start_coalescing()
-        for tensor in tensors:
-            one([tensor], other, 0)
+        one([memory], other, 0)
         group._end_coalescing().wait()
     else:
-        for tensor in tensors:
-            one([tensor], other, 0).wait(TIMEOUT)
+        one([memory], other, 0).wait(TIMEOUT)
 
 
 def pair(store: Any, name: str, rank: int, device: torch.device) -> Any:

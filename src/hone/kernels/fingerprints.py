@@ -1,0 +1,54 @@
+"""64 bits of each of many tensors that any one changed bit of it changes, alike on every device.
+
+    words of an element's size ─ stretches of 2^18 ─► each word times an odd number of its place, summed ─► stretches,
+    each times a power of another number, summed ─► 64 bits
+
+Integers wrap, so that the order of the sums does not matter.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hone.kernels import gpu
+
+WORDS = 2**18  # of a tensor, in a stretch: a CPU keeps them in its cache
+ODD, MIX = -7046029254386353131, 6364136223846793005  # 64-bit multipliers of well-spread bits
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
+    """From 0 to 2^64 - 1, one a tensor, in their order."""
+    words = [one.contiguous().view(INTEGERS[one.element_size()]).flatten() for one in tensors]
+    if gpu.IS_AVAILABLE and words and all(one.is_cuda and one.data_ptr() % 16 == 0 for one in words):
+        from hone.kernels.gpu.fingerprints import sums
+
+        return _unsigned(sums(words))
+    return fingerprints_reference(words)
+
+
+def fingerprints_reference(words: Sequence[Tensor]) -> list[int]:
+    """The same by torch, of tensors of integers in one dimension."""
+    device = words[0].device if words else "cpu"
+    factors = (torch.arange(WORDS, device=device) * ODD) | 1
+    found = [torch.stack([(part * factors[: len(part)]).sum() for part in one.split(WORDS)]) for one in words]
+    totals = [(one * torch.from_numpy(powers(len(one)).copy()).to(device)).sum() for one in found]
+    return _unsigned(torch.stack(totals)) if totals else []  # the device is waited for once
+
+
+@lru_cache(maxsize=256)
+def powers(count: int) -> NDArray[np.int64]:
+    """MIX to the power of count - 1, …, 1, 0, modulo 2^64: what the sums of stretches are multiplied by."""
+    found, power = [], 1
+    for _ in range(count):
+        found.append(power)
+        power = power * MIX % 2**64
+    return np.array(found[::-1], dtype=np.uint64).view(np.int64)
+
+
+def _unsigned(totals: Tensor) -> list[int]:
+    return [value % 2**64 for value in totals.tolist()]
