@@ -12,8 +12,8 @@ from hone.inference.service import EngineService
 from hone.inference.streams import Streams
 from hone.kernels import cpu
 from hone.models.families import parse_model_config
-from hone.models.hf import empty_model, hf_tensors
-from hone.models.proof import checksum_of, fingerprints, likeliest, scores
+from hone.models.hf import empty_model
+from hone.models.proof import Proof, likeliest, scores
 from hone.models.spec import read_model_config
 from hone.records import Completion, GenerateRequest
 from hone.transport.delivery import Message
@@ -25,7 +25,7 @@ class EmbeddedSampler(Sampler):
 
     def __init__(self, service: EngineService) -> None:
         self.service, self.streams = service, Streams(self.generate, self.look)
-        self.receivers = Receivers()
+        self.receivers, self._proof = Receivers(), Proof(service.engine.model)
 
     @property
     def engine(self) -> Engine:
@@ -72,7 +72,8 @@ class EmbeddedSampler(Sampler):
         model, weight = engine.model, engine.model.embed.weight
         if spec != model.spec:
             model = empty_model(spec, weight.dtype, weight.device)
-        self.receivers.receive(message, version, place, dict(hf_tensors(model)))
+        proof = self.proof if model is engine.model else Proof(model)
+        self.receivers.receive(message, version, place, proof.tensors)
         if model is engine.model:
             engine.set_version(version)
         else:
@@ -82,15 +83,22 @@ class EmbeddedSampler(Sampler):
             gc.unfreeze()  # the old engine is in reference cycles, and gc.freeze has excluded it from collection
             gc.collect()
 
+    @property
+    def proof(self) -> Proof:
+        """Of the model that is served."""
+        if self._proof.model is not self.engine.model:
+            self._proof = Proof(self.engine.model)
+        return self._proof
+
     async def state(self, each: bool = False) -> dict[str, Any]:
         return await self.service.run(lambda: self._state(each))
 
     def _state(self, each: bool) -> dict[str, Any]:
         model = self.engine.model
-        of_each = fingerprints(model)
+        of_each = self.proof.fingerprints()
         return {
             "version": self.engine.version,
-            "checksum": checksum_of(model, of_each),
+            "checksum": self.proof.checksum(of_each),
             "device": cpu.words(model.embed.weight.device.type),
             "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
             "completions": self.engine.completions,

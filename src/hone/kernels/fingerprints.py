@@ -21,23 +21,32 @@ ODD, MIX = -7046029254386353131, 6364136223846793005  # 64-bit multipliers of we
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
-    """From 0 to 2^64 - 1, one a tensor, in their order."""
-    words = [one.contiguous().view(INTEGERS[one.element_size()]).flatten() for one in tensors]
-    if gpu.IS_AVAILABLE and words and all(one.is_cuda and one.data_ptr() % 16 == 0 for one in words):
-        from hone.kernels.gpu.fingerprints import sums
+class Fingerprints:
+    """Of tensors that stay where they are while their values change."""
 
-        return _unsigned(sums(words))
-    return fingerprints_reference(words)
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.words = [one.view(-1).view(INTEGERS[one.element_size()]) for one in tensors]
+        self.table = None
+        if gpu.IS_AVAILABLE and self.words and all(one.is_cuda and one.data_ptr() % 16 == 0 for one in self.words):
+            from hone.kernels.gpu.fingerprints import Table
+
+            self.table = Table(self.words)
+
+    def __call__(self) -> list[int]:
+        """From 0 to 2^64 - 1, one a tensor, in their order; the device is waited for once."""
+        sums = self.table.sums() if self.table is not None else sums_reference(self.words)
+        return [value % 2**64 for value in sums.tolist()]
 
 
-def fingerprints_reference(words: Sequence[Tensor]) -> list[int]:
-    """The same by torch, of tensors of integers in one dimension."""
-    device = words[0].device if words else "cpu"
+def sums_reference(words: Sequence[Tensor]) -> Tensor:
+    """The same by torch, of tensors of integers in one dimension, as int64."""
+    device = words[0].device if words else torch.device("cpu")
     factors = (torch.arange(WORDS, device=device) * ODD) | 1
-    found = [torch.stack([(part * factors[: len(part)]).sum() for part in one.split(WORDS)]) for one in words]
-    totals = [(one * torch.from_numpy(powers(len(one)).copy()).to(device)).sum() for one in found]
-    return _unsigned(torch.stack(totals)) if totals else []  # the device is waited for once
+    found = torch.zeros(len(words), dtype=torch.int64, device=device)
+    for i, one in enumerate(words):
+        sums = torch.stack([(part * factors[: len(part)]).sum() for part in one.split(WORDS)])
+        found[i] = (sums * torch.from_numpy(powers(len(sums)).copy()).to(device)).sum()
+    return found
 
 
 @lru_cache(maxsize=256)
@@ -48,7 +57,3 @@ def powers(count: int) -> NDArray[np.int64]:
         found.append(power)
         power = power * MIX % 2**64
     return np.array(found[::-1], dtype=np.uint64).view(np.int64)
-
-
-def _unsigned(totals: Tensor) -> list[int]:
-    return [value % 2**64 for value in totals.tolist()]

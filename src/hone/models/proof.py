@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hone.kernels.fingerprints import fingerprints as of_tensors
+from hone.kernels.fingerprints import Fingerprints
 from hone.kernels.logprobs import target_logprobs
 from hone.models.attention import PackedAttention
 from hone.models.hf import hf_tensors
@@ -17,23 +17,30 @@ CANARY_LENGTH = 33
 ROWS, FP32 = 4096, torch.float32  # tokens whose logits are there at a time
 
 
-def fingerprints(model: Transformer) -> dict[str, str]:
-    """Of each weight, by its HF name (`kernels/fingerprints.py`)."""
-    tensors = dict(hf_tensors(model))
-    return {name: f"{value:016x}" for name, value in zip(tensors, of_tensors(list(tensors.values())), strict=True)}
+class Proof:
+    """Of what a model's weights are at a time; they stay where they are while their values change."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model, self.tensors = model, dict(hf_tensors(model))  # by their HF names
+        self._fingerprints = Fingerprints(list(self.tensors.values()))
+        self._words = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in self.tensors.items()]
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of each weight: 64 bits that any one changed bit changes, computed where the weight is, alike on every
+        device."""
+        return {name: f"{value:016x}" for name, value in zip(self.tensors, self._fingerprints(), strict=True)}
+
+    def checksum(self, of_each: dict[str, str]) -> str:
+        """Of names, shapes and bits of all weights, in the boundary's order, from their fingerprints."""
+        digest = hashlib.blake2b(digest_size=16)
+        for words, value in zip(self._words, of_each.values(), strict=True):
+            digest.update(f"{words} {value}".encode())
+        return digest.hexdigest()
 
 
 def checksum(model: Transformer) -> str:
-    """Of names, shapes and bits of all weights, in the boundary's order."""
-    return checksum_of(model, fingerprints(model))
-
-
-def checksum_of(model: Transformer, of_each: dict[str, str]) -> str:
-    """The same, where the fingerprints are there already."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in hf_tensors(model):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {of_each[name]}".encode())
-    return digest.hexdigest()
+    proof = Proof(model)
+    return proof.checksum(proof.fingerprints())
 
 
 def canary_ids(vocab_size: int) -> list[int]:

@@ -134,6 +134,7 @@ class NetworkReceiver(Receiver):
     def __init__(self) -> None:
         self._name = f"{socket.gethostname()}-{time.monotonic_ns()}"
         self._known: dict[tuple[str, str], tuple[Any, Any]] = {}
+        self._arrivals: _Arrivals | None = None
         self._asked = 0
 
     @torch.no_grad()
@@ -160,17 +161,32 @@ class NetworkReceiver(Receiver):
                 store.set(f"copied/{self._name}/{self._asked}", "1")
             else:
                 group = group or pair(store, self._name, 1, device)
-                layout, size = layout_of(into, dtype)
-                parts = list(portions(layout, size))
-                room = torch.empty(max(end - first for _, first, end in parts), dtype=torch.uint8, device=device)
-                for part, first, end in parts:
-                    move(group, "recv", room[: end - first])
-                    arrived = tensors_in(room, part)
-                    torch._foreach_copy_([into[name] for name in arrived], list(arrived.values()))
+                if self._arrivals is None or not self._arrivals.is_for(into, dtype):
+                    self._arrivals = _Arrivals(into, dtype, device)
+                for room, arrived, places in self._arrivals.parts:
+                    move(group, "recv", room)
+                    torch._foreach_copy_(places, arrived)
         except (RuntimeError, distributed.DistError) as error:
             self._known.pop((source, device.type), None)
             raise ValueError(f"weights could not be had from {source}: {str(error).splitlines()[0]}") from None
         self._known = {(source, device.type): (store, group)}  # of the present run alone
+
+
+class _Arrivals:
+    """For tensors that stay where they are: of each portion where it arrives, one after the other in the same memory,
+    the tensors that it then is, and those that it is copied to."""
+
+    def __init__(self, into: Tensors, dtype: torch.dtype, device: torch.device) -> None:
+        self.into, self.dtype = into, dtype
+        parts = list(portions(*layout_of(into, dtype)))
+        room = torch.empty(max(end - first for _, first, end in parts), dtype=torch.uint8, device=device)
+        self.parts = []
+        for layout, first, end in parts:
+            arrived = tensors_in(room, layout)
+            self.parts.append((room[: end - first], list(arrived.values()), [into[name] for name in arrived]))
+
+    def is_for(self, into: Tensors, dtype: torch.dtype) -> bool:
+        return into is self.into and dtype == self.dtype
 
 
 def portions(layout: Layout, size: int) -> Iterator[tuple[Layout, int, int]]:
@@ -183,7 +199,7 @@ def portions(layout: Layout, size: int) -> Iterator[tuple[Layout, int, int]]:
 
 
 def move(group: Any, what: Literal["send", "recv"], memory: torch.Tensor) -> None:
-    """To, or from, the other of a pair. NCCL makes no communicator beside the pair's for what comes as a group, of one."""
+    """To, or from, the other of a pair; as a group of one, for which NCCL makes no communicator beside the pair's."""
     one, other = getattr(group, what), 1 - group.rank()
     if group.supports_coalescing:
         group._start_coalescing()

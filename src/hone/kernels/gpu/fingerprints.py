@@ -10,45 +10,59 @@ from torch import Tensor
 
 from hone.kernels.fingerprints import ODD, WORDS, powers
 
-BLOCK = 4096
+BLOCK, AHEAD = 2048, 4  # words that a program adds up at a time, and how many of these it fetches before it does
 TYPES = {torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64}
 
 
 @triton.jit
-def fingerprint_kernel(stretches, found, odd, WORD: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+def fingerprint_kernel(
+    stretches, found, odd, WORD: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
     """One stretch of one tensor. stretches P x 4: address of its first word, how many words there are, by what its sum
     is multiplied, and the number of its tensor, in whose place of `found` it is added up."""
     row = stretches + 4 * tl.program_id(0)
     words = tl.multiple_of(tl.load(row).to(tl.pointer_type(WORD)), 16)
     count = tl.load(row + 1)
-    place = tl.arange(0, BLOCK)
+    block, place = tl.arange(0, AHEAD)[:, None], tl.arange(0, BLOCK)[None, :]
+    place = block * BLOCK + place
     factor = place.to(tl.int64) * odd
-    step = BLOCK * odd
-    total = tl.zeros([BLOCK], tl.int64)
-    for first in range(0, WORDS, BLOCK):
-        word = tl.load(words + first + place, first + place < count, other=0).to(tl.int64)
-        total += word * (factor | 1)
-        factor += step
-    tl.atomic_add(found + tl.load(row + 3), tl.sum(total) * tl.load(row + 2))
+    step = AHEAD * BLOCK * odd
+    total = tl.zeros([AHEAD, BLOCK], tl.int64)
+    if count == WORDS:  # without a mask, so that a thread fetches 16 bytes at once
+        for first in range(0, WORDS, AHEAD * BLOCK):
+            total += tl.load(words + first + place).to(tl.int64) * (factor | 1)
+            factor += step
+    else:
+        for first in range(0, WORDS, AHEAD * BLOCK):
+            total += tl.load(words + first + place, first + place < count, other=0).to(tl.int64) * (factor | 1)
+            factor += step
+    tl.atomic_add(found + tl.load(row + 3), tl.sum(tl.sum(total, 1), 0) * tl.load(row + 2))
 
 
-def sums(words: Sequence[Tensor]) -> Tensor:
-    """What `fingerprints_reference` gives, as int64 on the device."""
-    device = words[0].device
-    found = torch.zeros(len(words), dtype=torch.int64, device=device)
-    for dtype in {one.dtype for one in words}:
-        rows = []
-        for number, one in enumerate(words):
-            if one.dtype == dtype and len(one):
-                first = np.arange(0, len(one), WORDS)
-                row = np.empty((len(first), 4), dtype=np.int64)
-                row[:, 0] = one.data_ptr() + first * one.element_size()
-                row[:, 1] = np.minimum(len(one) - first, WORDS)
-                row[:, 2], row[:, 3] = powers(len(first)), number
-                rows.append(row)
-        if rows:
-            stretches = torch.from_numpy(np.concatenate(rows)).to(device)
-            fingerprint_kernel[(len(stretches),)](
-                stretches, found, ODD, WORD=TYPES[dtype], WORDS=WORDS, BLOCK=BLOCK, num_warps=8
-            )
-    return found
+class Table:
+    """Where the words of tensors stand, which stay there: made once, read at every launch."""
+
+    def __init__(self, words: Sequence[Tensor]) -> None:
+        self.words, self.stretches = words, dict[torch.dtype, Tensor]()
+        for dtype in {one.dtype for one in words}:
+            rows = []
+            for number, one in enumerate(words):
+                if one.dtype == dtype and len(one):
+                    first = np.arange(0, len(one), WORDS)
+                    row = np.empty((len(first), 4), dtype=np.int64)
+                    row[:, 0] = one.data_ptr() + first * one.element_size()
+                    row[:, 1] = np.minimum(len(one) - first, WORDS)
+                    row[:, 2], row[:, 3] = powers(len(first)), number
+                    rows.append(row)
+            if rows:
+                self.stretches[dtype] = torch.from_numpy(np.concatenate(rows)).to(words[0].device)
+
+    def sums(self) -> Tensor:
+        """What `sums_reference` gives, as int64 on the device."""
+        found = torch.zeros(len(self.words), dtype=torch.int64, device=self.words[0].device)
+        with torch.cuda.device_of(found):
+            for dtype, stretches in self.stretches.items():
+                fingerprint_kernel[(len(stretches),)](
+                    stretches, found, ODD, WORD=TYPES[dtype], WORDS=WORDS, BLOCK=BLOCK, AHEAD=AHEAD, num_warps=4
+                )
+        return found

@@ -25,7 +25,7 @@ from hone.kernels import cpu
 from hone.kernels.gpu.compiling import together
 from hone.models.hf import hf_tensors, write_description
 from hone.models.loading import Loaded, load
-from hone.models.proof import canary_ids, checksum_of, fingerprints, score
+from hone.models.proof import Proof, canary_ids, score
 from hone.monitors.about import device_name, made_by
 from hone.monitors.log import component_log
 from hone.monitors.report import StepReport
@@ -162,6 +162,7 @@ class Publisher:
         self.loaded, self.export, self.run, self.log = loaded, export, run, log
         self.keep = config.max_async_level + 2
         self.is_first_time = True
+        self.proof: Proof | None = None  # of what is exported: the same model each time
         self.orchestrator = PulseOf(run.pulse("orchestrator"))
         write_adapter = None if export.lora is None else partial(export.write_adapter, loaded.directory.name)
         self.sender = make_sender(config.weight_broadcast, write_adapter, log)
@@ -195,14 +196,16 @@ class Publisher:
         model, adapter = self.export(), self.export.adapter() if wants_adapter else {}
         if model is None:
             return
+        if self.proof is None:
+            self.proof = Proof(model)
         if is_first_time:  # a server that comes later needs it too
             write_description(self.loaded.directory, broadcasts / TEXT, self.loaded.dtype, with_text=True)
         with appearing(broadcasts / f"step_{version}") as place:
             write_description(self.loaded.directory, place, self.loaded.dtype, is_first_time)
-            sent = self.sender.send(version, adapter if wants_adapter else dict(hf_tensors(model)), place)
-            of_each = fingerprints(model)
+            sent = self.sender.send(version, adapter if wants_adapter else self.proof.tensors, place)
+            of_each = self.proof.fingerprints()
             delivery = Delivery(
-                self.run.id, version, checksum_of(model, of_each), str(self.loaded.dtype).removeprefix("torch."),
+                self.run.id, version, self.proof.checksum(of_each), str(self.loaded.dtype).removeprefix("torch."),
                 canary, metrics, of_each, self.sender.message, sent, time.perf_counter() - start,
             )  # fmt: skip
             write_delivery(delivery, place)
