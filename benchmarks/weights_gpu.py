@@ -1,33 +1,34 @@
-"""New weights from the trainer's GPU to the server's, by files and over NCCL: Qwen3-0.6B's shape in bf16, on two GPUs.
+"""New weights from the trainer's GPU to the server's, by files and over NCCL: a shape of model in bf16, on two GPUs.
 
-    python benchmarks/weights_gpu.py [--steps 15] [--tiny]
+    python benchmarks/weights_gpu.py [--shape Qwen3-0.6B] [--ways filesystem nccl] [--steps 15] [--level 0]
 
-An on-policy run of processes, as a user starts it, for each way. Seconds that publishing a version takes, fingerprints
-of all weights included, and that the server takes to have and prove it; medians of the steps after the third. `--tiny`
-is for a machine without GPUs: the tiny model, by Gloo.
+A run of processes, as a user starts it, for each way: 8 prompts x 16 rollouts of 37 + 128 tokens a step. Seconds that
+publishing a version takes, fingerprints of all weights included, and that the server takes to have it and prove it by
+its fingerprints, from when the orchestrator has seen it; medians of the steps after the third. With level 1 sampling is
+a step ahead, and the time of a step is the larger of the two sides. `--shape tiny` is for a machine without GPUs: the
+tiny model, by Gloo.
 """
 
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from peer import ROOT, finish, median
-from training import QWEN3_06B
-
-TINY = ROOT / "examples" / "reverse_text_tiny"
+from shapes_gpu import MODELS, TINY, write_shape
 
 
-def metrics(model: Path, out: Path, steps: int, way: str) -> list[dict[str, float]]:
-    environment = {"id": "any-text", "args": {"texts": "generated", "min_chars": 4, "max_chars": 10}}
+def metrics(model: Path, out: Path, steps: int, way: str, level: int) -> list[dict[str, float]]:
+    environment = {"id": "any-text", "args": {"texts": "generated", "min_chars": 30, "max_chars": 30}}
     words = [
-        "rl", "@", TINY / "rl.toml", "--model.name", model, "--model.random-init", "true", "--max-steps", steps,
-        "--deployment", "processes", "--max-async-level", 0, "--weight-broadcast.type", way, "--output-dir", out,
-        "--orchestrator.batch-size", 64, "--orchestrator.env", json.dumps(environment), "--trainer.optim.lr", 1e-5,
+        "rl", "--model.name", model, "--model.random-init", "true", "--max-steps", steps, "--seq-len", 165,
+        "--deployment", "processes", "--max-async-level", level, "--weight-broadcast.type", way, "--output-dir", out,
+        "--orchestrator.batch-size", 128, "--orchestrator.rollouts-per-example", 16,
+        "--orchestrator.sampling.max-tokens", 128, "--orchestrator.env", json.dumps(environment),
+        "--trainer.optim.lr", 1e-5, "--log-interval", 1,
     ]  # fmt: skip
     paths = [str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
     subprocess.run(
@@ -39,30 +40,35 @@ def metrics(model: Path, out: Path, steps: int, way: str) -> list[dict[str, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[*MODELS, "tiny"], default="Qwen3-0.6B")
+    parser.add_argument("--ways", nargs="+", choices=["filesystem", "nccl"], default=["filesystem", "nccl"])
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--level", type=int, default=0)
     options = parser.parse_args()
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as home:
-        model = Path(home) / "model"
-        shutil.copytree(TINY / "model", model)
-        if not options.tiny:
-            config = json.loads((model / "config.json").read_text())
-            (model / "config.json").write_text(json.dumps(config | QWEN3_06B))
-        for way in ("filesystem", "nccl"):
-            rows = metrics(model, Path(home) / way, options.steps, way)[3:]
+        model = TINY
+        if options.shape != "tiny":
+            write_shape(model := Path(home) / "model", options.shape)
+        for way in options.ways:
+            rows = metrics(model, Path(home) / way, options.steps, way, options.level)[3:]
             for name in ("publish_weights", "update_weights"):
                 found[f"ours_{way}_{name}"] = median([row[f"time/{name}"] for row in rows])
+            found[f"ours_{way}_step"] = median([row["time/step"] for row in rows])
             size, differs = rows[-1]["weights/bytes"], max(row["weights/canary_difference"] for row in rows)
             changed = sum(row["loss/mean"] != 0 for row in rows)
             print(
                 f"{way:10} published in {found[f'ours_{way}_publish_weights']:.3f} s, taken and proved in "
                 f"{found[f'ours_{way}_update_weights']:.3f} s: {size / 2**20:,.0f} MiB, {changed} of {len(rows)} steps "
-                f"changed them, canary differs by {differs:.1e}",
+                f"changed them, canary differs by {differs:.1e}; a step {found[f'ours_{way}_step']:.3f} s",
                 flush=True,
             )
-    both = [sum(value for name, value in found.items() if way in name) for way in ("filesystem", "nccl")]
-    finish(**found, ratio=both[0] / both[1])
+    if len(options.ways) > 1:
+        both = [
+            found[f"ours_{way}_publish_weights"] + found[f"ours_{way}_update_weights"] for way in ("filesystem", "nccl")
+        ]
+        found["ratio"] = both[0] / both[1]
+    finish(**found)
 
 
 if __name__ == "__main__":
