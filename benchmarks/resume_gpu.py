@@ -134,7 +134,8 @@ def main() -> None:
             "-m", "hone", "rl", "@", ROOT / "examples/reverse_text_tiny/rl.toml", "--model.name", trained,
             "--model.numerics", numerics, "--output-dir", home / name, "--orchestrator.batch-size", 128,
             "--orchestrator.rollouts-per-example", 16, "--max-steps", max_steps, "--trainer.optim.lr", 2e-4,
-            "--ckpt.interval", args.interval, "--log-interval", 1, *deployment, *options,
+            "--ckpt.interval", args.interval, "--log-interval", 1, "--inference.kv-cache-gib", 16,
+            *deployment, *options,
         ]  # fmt: skip
 
     def whole(name: str, *words: object, max_steps: int = args.steps) -> float:
@@ -203,7 +204,7 @@ def main() -> None:
         vllm = (
             "--inference.backend", "vllm", "--inference.vllm-python", args.vllm, "--inference.enforce-eager", "true",
         )  # fmt: skip
-        figures["vllm_s"] = whole("vllm", "fast", *ports, *vllm, "--inference.gpu-memory-utilization", 0.5)
+        figures["vllm_s"] = whole("vllm", "fast", *ports, *vllm, "--inference.gpu-memory-utilization", 0.3)
     finish(**figures)
     return None
 

@@ -10,7 +10,6 @@ goes on. The snapshot is replaced when nobody is being sent it.
 
 import json
 import logging
-import math
 import socket
 import threading
 import time
@@ -28,9 +27,10 @@ from hone.transport.weights import Receiver, Sender, Tensors
 
 distributed: Any = torch.distributed
 TIMEOUT, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # of one transfer; until the other side is there
+IDLE = timedelta(days=20)  # that the sender waits for somebody to ask before it waits again; torch warns of each
 COPIED = timedelta(seconds=20)  # in which a server on the same GPU has to copy the weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LOOK, LOOK_EAGERLY, EAGER = 0.003, 0.0003, 0.2  # seconds between looks for who asks; so soon after a new version
+LOOK = 0.003  # seconds between looks at who has taken a version
 PORTION = 2**28  # bytes of one transfer, about, and of the buffer that it arrives in
 
 
@@ -40,7 +40,7 @@ class NetworkSender(Sender):
     def __init__(self, host: str, log: logging.Logger) -> None:
         self.host, self.log = host, log
         self._snapshot: Owned | None = None
-        self._version, self._sent_at = -1, -math.inf
+        self._version = -1
         self._lock = threading.Lock()
         self._taken: dict[str, int] = {}  # the newest version that each server has
         self._pairs: dict[str, Any] = {}
@@ -56,7 +56,7 @@ class NetworkSender(Sender):
         self.source = f"{self.host}:{sock.getsockname()[1]}"
         # The store would listen everywhere: it is given a socket that does not.
         self._store = distributed.TCPStore(
-            self.host, sock.getsockname()[1], is_master=True, wait_for_workers=False, timeout=TIMEOUT,
+            self.host, sock.getsockname()[1], is_master=True, wait_for_workers=False, timeout=IDLE,
             master_listen_fd=sock.detach(),
         )  # fmt: skip
         if self.host not in LOOPBACK:
@@ -66,6 +66,8 @@ class NetworkSender(Sender):
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
+        host, _, port = self.source.rpartition(":")
+        distributed.TCPStore(host, int(port), is_master=False, timeout=CONNECT).queue_push("asks", "")  # it wakes up
         self._thread.join(5.0)
         for group in self._pairs.values():
             group.abort()  # without the other side, which may be gone
@@ -85,7 +87,7 @@ class NetworkSender(Sender):
             torch._foreach_copy_([self._snapshot.tensors[name] for name in tensors], list(tensors.values()))
             if self._snapshot.memory.is_cuda:
                 torch.cuda.current_stream().synchronize()  # the other thread has a stream of its own
-            self._version, self._sent_at = version, time.monotonic()
+            self._version = version
         return sum(one.numel() * one.element_size() for one in tensors.values())
 
     def finish(self, is_waited_for: Callable[[], bool]) -> None:
@@ -97,14 +99,19 @@ class NetworkSender(Sender):
             time.sleep(LOOK)
 
     def _serve(self) -> None:
-        while not self._is_over.wait(LOOK_EAGERLY if time.monotonic() - self._sent_at < EAGER else LOOK):
-            while self._store.queue_len("asks"):
-                asked = json.loads(self._store.queue_pop("asks"))
-                try:
-                    self._answer(**asked)
-                except Exception as error:  # it died, or the line did; it will ask again
-                    self.log.warning("Version %d did not reach server %s: %s", asked["version"], asked["name"], error)
-                    self._pairs.pop(asked["name"], None)
+        while True:
+            try:
+                said = self._store.queue_pop("asks")  # waits for one
+            except distributed.DistStoreError:  # nobody has
+                continue
+            if self._is_over.is_set():
+                return
+            asked = json.loads(said)
+            try:
+                self._answer(**asked)
+            except Exception as error:  # it died, or the line did; it will ask again
+                self.log.warning("Version %d did not reach server %s: %s", asked["version"], asked["name"], error)
+                self._pairs.pop(asked["name"], None)
 
     def _answer(self, name: str, number: int, version: int, shares: bool = False) -> None:
         with self._lock:
