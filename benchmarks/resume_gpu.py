@@ -153,7 +153,7 @@ def main() -> None:
         (out / f"{name}.jsonl").write_text((home / name / "metrics.jsonl").read_text())
         return took
 
-    for options in ((), ("--lora.rank", 16)) if args.numerics == "exact" else ():
+    for options in ((), ("--lora.rank", 16)) if args.numerics == "exact" and args.rollouts else ():
         words = [
             "-m", "hone", "probe", "--model.name", trained, "--model.numerics", "exact", "--rollouts", args.rollouts,
             *options,

@@ -98,6 +98,7 @@ class TransformersSampler(Sampler):
 
     async def update(self, place, version, message):
         await self.on_thread(self.take, place, version, message)
+        return await self.state()
 
     @torch.no_grad()
     def take(self, place, version, message):

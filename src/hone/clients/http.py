@@ -50,12 +50,13 @@ class HttpClient:
         options["trust_env"] = httpx.URL(self.base_url).host not in LOOPBACK
         self.pools = [httpx.AsyncClient(**options) for _ in range(pools)]
         self.turn = itertools.cycle(self.pools)
+        self.controls = httpx.AsyncClient(**options)
 
     async def __aenter__(self) -> "HttpClient":
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for pool in self.pools:
+        for pool in (*self.pools, self.controls):
             await pool.aclose()
 
     async def check_key(self) -> None:
@@ -138,9 +139,9 @@ class HttpClient:
         """Calls a control route of a Hone server: GET without a body, POST with one."""
         url = f"{self.base_url.removesuffix('/v1')}/{route}"
         if body is not None:
-            return await self._post(url, body, timeout, self.retries)
+            return await self._post(url, body, timeout, self.retries, self.controls)
         try:
-            answer = await self.pools[0].get(url, timeout=timeout)
+            answer = await self.controls.get(url, timeout=timeout)
         except httpx.HTTPError as error:
             raise ServerLost(f"{url}: {_words(error)}") from None
         if answer.status_code != 200:
@@ -155,7 +156,7 @@ class HttpClient:
     async def why_down(self, timeout: float) -> str:
         """Why it does not answer on /health: it is gone, which shows at once, or silent; "" where it does."""
         try:
-            answer = await self.pools[0].get(f"{self.base_url.removesuffix('/v1')}/health", timeout=timeout)
+            answer = await self.controls.get(f"{self.base_url.removesuffix('/v1')}/health", timeout=timeout)
         except httpx.ConnectError:
             return "it is gone: nothing listens there"
         except httpx.TimeoutException:
@@ -165,12 +166,13 @@ class HttpClient:
         return "" if answer.status_code == 200 else f"/health answered {answer.status_code}"
 
     async def _post(
-        self, url: str, body: dict[str, Any], timeout: float | None = None, retries: int = 0
-    ) -> dict[str, Any]:
+        self, url: str, body: dict[str, Any], timeout: float | None = None, retries: int = 0,
+        pool: httpx.AsyncClient | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         timeout = timeout or self.timeout
         for attempt in range(retries + 1):
             try:
-                answer = await next(self.turn).post(url, json=body, timeout=timeout)
+                answer = await (pool or next(self.turn)).post(url, json=body, timeout=timeout)
             except httpx.TimeoutException:
                 raise ServerLost(f"{url} did not answer within {timeout} s") from None
             except httpx.HTTPError as error:

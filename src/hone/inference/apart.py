@@ -234,8 +234,8 @@ class ApartSampler(Sampler):
     async def likeliest(self, ids: list[int], number: int) -> tuple[list[float], list[Alternatives]]:
         return await self._call("likeliest", ids, number)
 
-    async def update(self, place: Path, version: int, message: Message) -> None:
-        await self._call("update", place, version, message)
+    async def update(self, place: Path, version: int, message: Message) -> dict[str, Any]:
+        return await self._call("update", place, version, message)
 
     async def state(self, each: bool = False) -> dict[str, Any]:
         return await self._call("state", each)

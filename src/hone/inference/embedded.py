@@ -62,11 +62,11 @@ class EmbeddedSampler(Sampler):
         if any(max(ids) >= spec.vocab_size or len(ids) > spec.max_position_embeddings for ids in sequences):
             raise ValueError(f"ids: at most {spec.max_position_embeddings}, each below {spec.vocab_size}")
 
-    async def update(self, place: Path, version: int, message: Message) -> None:
+    async def update(self, place: Path, version: int, message: Message) -> dict[str, Any]:
         """A directory of another shape of model replaces the model; what runs is ended first then."""
-        await self.service.run(lambda: self._update(place, version, message))
+        return await self.service.run(lambda: self._update(place, version, message))
 
-    def _update(self, place: Path, version: int, message: Message) -> None:
+    def _update(self, place: Path, version: int, message: Message) -> dict[str, Any]:
         engine = self.engine
         spec = parse_model_config(read_model_config(place), str(place / "config.json"))
         model, weight = engine.model, engine.model.embed.weight
@@ -82,6 +82,7 @@ class EmbeddedSampler(Sampler):
             del engine
             gc.unfreeze()  # the old engine is in reference cycles, and gc.freeze has excluded it from collection
             gc.collect()
+        return self._state(each=False)
 
     @property
     def proof(self) -> Proof:

@@ -94,8 +94,9 @@ class Sampler(ABC):
     # ------------------------------------------------------------------------------------------ weights
 
     @abstractmethod
-    async def update(self, place: Path, version: int, message: Message) -> None:
-        """Takes the weights of a version, as the message of their sender says; what runs goes on with them.
+    async def update(self, place: Path, version: int, message: Message) -> dict[str, Any]:
+        """Takes the weights of a version, as the message of their sender says; what runs goes on with them. Gives the
+        state after that.
 
         `place` has at least their config.json. Raises ValueError where they cannot be had, and Superseded; it then
         serves what it served.

@@ -38,13 +38,13 @@ class Served:
         files = [place / "tokenizer.json" for place in (delivered.parent / TEXT, delivered)]
         text = next(((file, file.stat().st_mtime_ns) for file in files if file.is_file()), None)
         tokenizer = Tokenizer(text[0].parent) if text and text != self._text else None
-        await self.sampler.update(delivered, version, message)
+        found = await self.sampler.update(delivered, version, message)
         if tokenizer is not None:
             self.set_tokenizer(tokenizer)
             self._text = text
         self.name = name or self.name
         log.info("Took version %d of %s from %s", version, self.name, delivered)
-        return await self.state()
+        return found | self._own()
 
     async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
         """Takes a LoRA adapter; requests name it as their model."""
@@ -75,6 +75,7 @@ class Served:
         return await self.state()
 
     async def state(self, each: bool = False) -> dict[str, Any]:
-        found = await self.sampler.state(each)
-        own = {"model": self.name, "is_paused": self.sampler.is_paused, "adapters": self.sampler.adapters}
-        return found | own
+        return await self.sampler.state(each) | self._own()
+
+    def _own(self) -> dict[str, Any]:
+        return {"model": self.name, "is_paused": self.sampler.is_paused, "adapters": self.sampler.adapters}

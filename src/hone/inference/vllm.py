@@ -254,7 +254,7 @@ class VllmSampler(Sampler):
 
     # ------------------------------------------------------------------------------------------ weights
 
-    async def update(self, place: Path, version: int, message: Message) -> None:
+    async def update(self, place: Path, version: int, message: Message) -> dict[str, Any]:
         async with self._changing:
             taken = await asyncio.to_thread(self.process.files.taken, place, version, message)
             load: dict[str, Any] = {"method": "hone_take_weights", "kwargs": {"words": taken}}
@@ -275,6 +275,7 @@ class VllmSampler(Sampler):
                 raise
             if not self._paused:
                 self._open.set()
+        return await self.state()
 
     async def state(self, each: bool = False) -> dict[str, Any]:
         return {

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ IDLE = timedelta(days=20)  # that the sender waits for somebody to ask before it
 COPIED = timedelta(seconds=20)  # in which a server on the same GPU has to copy the weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOOK = 0.003  # seconds between looks at who has taken a version
-PORTION = 2**28  # bytes of one transfer, about, and of the buffer that it arrives in
+PORTION = 2**27  # bytes of one transfer, about, and of each of two rooms that they arrive in
 
 
 class NetworkSender(Sender):
@@ -66,8 +67,8 @@ class NetworkSender(Sender):
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        host, _, port = self.source.rpartition(":")
-        distributed.TCPStore(host, int(port), is_master=False, timeout=CONNECT).queue_push("asks", "")  # it wakes up
+        port = int(self.source.rpartition(":")[2])
+        distributed.TCPStore(self.host, port, is_master=False, timeout=CONNECT).queue_push("asks", "")  # it wakes up
         self._thread.join(5.0)
         for group in self._pairs.values():
             group.abort()  # without the other side, which may be gone
@@ -129,7 +130,7 @@ class NetworkSender(Sender):
                 if name not in self._pairs:
                     self._pairs[name] = pair(self._store, name, 0, memory.device)
                 for _, first, end in portions(self._snapshot.layout, len(memory)):
-                    move(self._pairs[name], "send", memory[first:end])
+                    moving(self._pairs[name], "send", memory[first:end])()
                 if memory.is_cuda:
                     torch.cuda.current_stream().synchronize()
             self._taken[name] = version
@@ -170,9 +171,7 @@ class NetworkReceiver(Receiver):
                 group = group or pair(store, self._name, 1, device)
                 if self._arrivals is None or not self._arrivals.is_for(into, dtype):
                     self._arrivals = _Arrivals(into, dtype, device)
-                for room, arrived, places in self._arrivals.parts:
-                    move(group, "recv", room)
-                    torch._foreach_copy_(places, arrived)
+                self._arrivals.take(group)
         except (RuntimeError, distributed.DistError) as error:
             self._known.pop((source, device.type), None)
             raise ValueError(f"weights could not be had from {source}: {str(error).splitlines()[0]}") from None
@@ -180,17 +179,28 @@ class NetworkReceiver(Receiver):
 
 
 class _Arrivals:
-    """For tensors that stay where they are: of each portion where it arrives, one after the other in the same memory,
+    """For tensors that stay where they are: of each portion the memory where it arrives, by turns in one of two rooms,
     the tensors that it then is, and those that it is copied to."""
 
     def __init__(self, into: Tensors, dtype: torch.dtype, device: torch.device) -> None:
         self.into, self.dtype = into, dtype
         parts = list(portions(*layout_of(into, dtype)))
-        room = torch.empty(max(end - first for _, first, end in parts), dtype=torch.uint8, device=device)
+        sizes = [end - first for _, first, end in parts]
+        rooms = [torch.empty(max(sizes[k::2], default=0), dtype=torch.uint8, device=device) for k in (0, 1)]
         self.parts = []
-        for layout, first, end in parts:
-            arrived = tensors_in(room, layout)
-            self.parts.append((room[: end - first], list(arrived.values()), [into[name] for name in arrived]))
+        for k, (layout, _, _) in enumerate(parts):
+            arrived = tensors_in(rooms[k % 2], layout)
+            places = [into[name] for name in arrived]
+            self.parts.append((rooms[k % 2][: sizes[k]], list(arrived.values()), places))
+
+    def take(self, group: Any) -> None:
+        """A portion arrives while the one before it is copied."""
+        waits = [moving(group, "recv", room) for room, _, _ in self.parts[:1]]
+        for k, (_, arrived, places) in enumerate(self.parts):
+            if k + 1 < len(self.parts):
+                waits.append(moving(group, "recv", self.parts[k + 1][0]))
+            waits[k]()
+            torch._foreach_copy_(places, arrived)
 
     def is_for(self, into: Tensors, dtype: torch.dtype) -> bool:
         return into is self.into and dtype == self.dtype
@@ -205,15 +215,15 @@ def portions(layout: Layout, size: int) -> Iterator[tuple[Layout, int, int]]:
             begin = i
 
 
-def move(group: Any, what: Literal["send", "recv"], memory: torch.Tensor) -> None:
-    """To, or from, the other of a pair; as a group of one, for which NCCL makes no communicator beside the pair's."""
+def moving(group: Any, what: Literal["send", "recv"], memory: torch.Tensor) -> Callable[[], None]:
+    """Begins it, to or from the other of a pair; what it gives waits for the end. As a group of one: NCCL makes no
+    communicator beside the pair's for that."""
     one, other = getattr(group, what), 1 - group.rank()
     if group.supports_coalescing:
         group._start_coalescing()
         one([memory], other, 0)
-        group._end_coalescing().wait()
-    else:
-        one([memory], other, 0).wait(TIMEOUT)
+        return group._end_coalescing().wait
+    return partial(one([memory], other, 0).wait, TIMEOUT)
 
 
 def pair(store: Any, name: str, rank: int, device: torch.device) -> Any:

@@ -10,33 +10,41 @@ from torch import Tensor
 
 from hone.kernels.fingerprints import ODD, WORDS, powers
 
-BLOCK, AHEAD = 2048, 4  # words that a program adds up at a time, and how many of these it fetches before it does
+BLOCK = 1024  # words that a program adds up at a time; it fetches four times as many before it does
 TYPES = {torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64}
 
 
 @triton.jit
-def fingerprint_kernel(
-    stretches, found, odd, WORD: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
-):  # fmt: skip
+def weighed(word, factor):
+    return word.to(tl.int64) * (factor | 1)
+
+
+@triton.jit
+def fingerprint_kernel(stretches, found, odd, WORD: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     """One stretch of one tensor. stretches P x 4: address of its first word, how many words there are, by what its sum
     is multiplied, and the number of its tensor, in whose place of `found` it is added up."""
     row = stretches + 4 * tl.program_id(0)
-    words = tl.multiple_of(tl.load(row).to(tl.pointer_type(WORD)), 16)
+    words = tl.multiple_of(tl.load(row).to(tl.pointer_type(WORD)), 16) + tl.arange(0, BLOCK)
     count = tl.load(row + 1)
-    block, place = tl.arange(0, AHEAD)[:, None], tl.arange(0, BLOCK)[None, :]
-    place = block * BLOCK + place
-    factor = place.to(tl.int64) * odd
-    step = AHEAD * BLOCK * odd
-    total = tl.zeros([AHEAD, BLOCK], tl.int64)
+    factor = tl.arange(0, BLOCK).to(tl.int64) * odd
+    step = BLOCK * odd
+    total = tl.zeros([BLOCK], tl.int64)
     if count == WORDS:  # without a mask, so that a thread fetches 16 bytes at once
-        for first in range(0, WORDS, AHEAD * BLOCK):
-            total += tl.load(words + first + place).to(tl.int64) * (factor | 1)
-            factor += step
+        for first in range(0, WORDS, 4 * BLOCK):
+            word0 = tl.load(words + first)
+            word1 = tl.load(words + first + BLOCK)
+            word2 = tl.load(words + first + 2 * BLOCK)
+            word3 = tl.load(words + first + 3 * BLOCK)
+            total += weighed(word0, factor)
+            total += weighed(word1, factor + step)
+            total += weighed(word2, factor + 2 * step)
+            total += weighed(word3, factor + 3 * step)
+            factor += 4 * step
     else:
-        for first in range(0, WORDS, AHEAD * BLOCK):
-            total += tl.load(words + first + place, first + place < count, other=0).to(tl.int64) * (factor | 1)
+        for first in range(0, WORDS, BLOCK):
+            total += weighed(tl.load(words + first, first + tl.arange(0, BLOCK) < count, other=0), factor)
             factor += step
-    tl.atomic_add(found + tl.load(row + 3), tl.sum(tl.sum(total, 1), 0) * tl.load(row + 2))
+    tl.atomic_add(found + tl.load(row + 3), tl.sum(total) * tl.load(row + 2))
 
 
 class Table:
@@ -63,6 +71,6 @@ class Table:
         with torch.cuda.device_of(found):
             for dtype, stretches in self.stretches.items():
                 fingerprint_kernel[(len(stretches),)](
-                    stretches, found, ODD, WORD=TYPES[dtype], WORDS=WORDS, BLOCK=BLOCK, AHEAD=AHEAD, num_warps=4
+                    stretches, found, ODD, WORD=TYPES[dtype], WORDS=WORDS, BLOCK=BLOCK, num_warps=4
                 )
         return found
