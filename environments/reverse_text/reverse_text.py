@@ -114,20 +114,13 @@ def main() -> None:
     parser.add_argument("--min-chars", type=int, default=16)
     parser.add_argument("--max-chars", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--wrong", type=float, default=0.0, metavar="SHARE", help="of the answers' characters, replaced by random ones"
-    )
     parser.add_argument("--held-out", action="store_true", help="texts that training data never contains")
     args = parser.parse_args()
-    if not 0 <= args.wrong <= 1:
-        parser.error(f"--wrong must be between 0 and 1, found {args.wrong}")
-    slips = random.Random(f"{args.seed} wrong")
     texts = generate_texts(args.num_examples, args.min_chars, args.max_chars, args.seed, args.held_out)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w") as file:
         for text in texts:
-            reverse = "".join(slips.choice(LETTERS) if slips.random() < args.wrong else char for char in text[::-1])
-            answer = f"<reversed_text>{reverse}</reversed_text>"
+            answer = f"<reversed_text>{text[::-1]}</reversed_text>"
             messages = [
                 {"role": "system", "content": SYSTEM_PROMPT},
                 {"role": "user", "content": text},
