@@ -8,7 +8,7 @@ Example ─ environment ─► Rollout (of Turns) ─ orchestrator ─► Sample
 import functools
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]  # an OpenAI chat message: role, content, …
@@ -125,10 +125,8 @@ class Completion:
         """The same with these of its tokens alone."""
         some = slice(start, end)
         alternatives = None if self.alternatives is None else self.alternatives[some]
-        return replace(
-            self, ids=self.ids[some], logprobs=self.logprobs[some], versions=self.versions[some],
-            alternatives=alternatives,
-        )  # fmt: skip
+        ids, logprobs, versions = self.ids[some], self.logprobs[some], self.versions[some]
+        return Completion(ids, logprobs, versions, self.finish_reason, alternatives, self.routing)
 
 
 @dataclass

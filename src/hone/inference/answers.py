@@ -36,6 +36,7 @@ class Answer:
         self.skip = request.skip_special_tokens is not False
         self.has_form = request.has_form
         self._written: dict[str, str] = {}  # what is JSON already, by what stands for it
+        self._chunk_head = ""
         self.head = {
             "id": f"{self.prefix}-{PLACE[:16]}{next(NUMBERS):016x}",
             "created": int(time.time()),  # noqa: TID251
@@ -106,8 +107,10 @@ class Answer:
         """What is not shown before all is written."""
         return []
 
-    def chunk(self, choices: list[Choice], **more: Any) -> dict[str, Any]:
-        return {**self.head, "object": self.chunk_kind, "choices": choices, **more}
+    def chunk(self, choices: list[Choice], **more: Any) -> str:
+        """As JSON, whose head is the same for all of a stream."""
+        self._chunk_head = self._chunk_head or self.encode({**self.head, "object": self.chunk_kind})[:-1]
+        return f"{self._chunk_head},{self.encode({'choices': choices, **more})[1:]}"
 
     def first(self, index: int) -> Choice | None:
         """Of the chunk before the first token."""
@@ -261,6 +264,8 @@ class TextAnswer(Answer):
 def joined_pieces(pieces: Sequence[Completion]) -> Completion:
     """A completion from all of its pieces."""
     end = pieces[-1]
+    if len(pieces) == 1:
+        return end
     alternatives = None if end.alternatives is None else [one for piece in pieces for one in piece.alternatives or []]
     return replace(
         end, ids=[i for piece in pieces for i in piece.ids], logprobs=[x for piece in pieces for x in piece.logprobs],

@@ -31,6 +31,7 @@ def serve(config: InferenceConfig) -> None:
     with backend(config) as opened:
         import uvicorn  # while a process of its own loads the model
 
+        from hone.inference.connection import Together
         from hone.inference.server import build_app
 
         app = build_app(opened.wait(), api_key)
@@ -39,7 +40,13 @@ def serve(config: InferenceConfig) -> None:
         log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - STARTED)
         # No proxy headers: the connection tells who may control the server. Open requests get some seconds to end.
         settings = uvicorn.Config(
-            app, log_level="warning", access_log=False, proxy_headers=False, lifespan="off", timeout_graceful_shutdown=3
+            app,
+            http=Together,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            lifespan="off",
+            timeout_graceful_shutdown=3,
         )
         server = uvicorn.Server(settings)
 

@@ -39,7 +39,7 @@ async def _events(sampler: Sampler, answer: Answer, requests: Sequence[GenerateR
 
     def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
         usage = {"usage": answer.usage(written)} if each_usage else {}
-        return _event(answer, answer.chunk(choices, **usage, **more))
+        return _event(answer.chunk(choices, **usage, **more))
 
     def opening() -> str:
         firsts = [choice for i in range(count) if (choice := answer.first(i)) is not None]
@@ -47,7 +47,7 @@ async def _events(sampler: Sampler, answer: Answer, requests: Sequence[GenerateR
 
     def closing() -> str:
         has_usage = options is not None and options.include_usage
-        return (_event(answer, answer.chunk([], usage=answer.usage(written))) if has_usage else "") + DONE
+        return (_event(answer.chunk([], usage=answer.usage(written))) if has_usage else "") + DONE
 
     begun = False
     try:
@@ -72,7 +72,7 @@ async def _events(sampler: Sampler, answer: Answer, requests: Sequence[GenerateR
         if not begun:
             raise
         # The engine failed: the client learns of it in the stream.
-        yield _event(answer, error_body(500, f"{type(error).__name__}: {error}", "server_error")) + DONE
+        yield _event(answer.encode(error_body(500, f"{type(error).__name__}: {error}", "server_error"))) + DONE
 
 
 def check_forms(requests: Sequence[GenerateRequest]) -> None:
@@ -82,5 +82,5 @@ def check_forms(requests: Sequence[GenerateRequest]) -> None:
         raise ValueError(f"the form of the answer could not be followed to its end: {failures[0]}")
 
 
-def _event(answer: Answer, value: dict[str, Any]) -> str:
-    return f"data: {answer.encode(value)}\n\n"
+def _event(text: str) -> str:
+    return f"data: {text}\n\n"

@@ -20,7 +20,7 @@ from hone.records import Completion, GenerateRequest
 from hone.text.stops import cut, held_back
 from hone.text.tokenizer import Tokenizer
 
-LOOK, LOOK_EACH = 0.01, 0.0004  # seconds between two looks, at least: for one stream, and for each …
+LOOK, LOOK_EACH = 0.01, 0.0008  # seconds between two looks, at least: for one stream, and for each …
 SHARE, SELDOM = 20, 0.5  # … so many times as long as handing on took, which is work beside what computes; at most
 
 
