@@ -5,6 +5,7 @@
 
 import contextlib
 import functools
+import gc
 import os
 import platform
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 GPUS_VARIABLE = "HONE_GPUS"  # numbers, among those of its node, that a launcher gives to a process there
 SILENCE = 15.0  # seconds without a sign of life after which a process is called silent, on a machine of usual speed
 USUAL_START, SLOWEST = 3.0, 3.0  # seconds that imports take there; how much longer deadlines get at most
+YOUNG = 20_000  # objects that are made between two looks
 _slowness = 1.0
 # What keeps torch, its MKL and oneDNN, and numba to AVX2 on a processor that has more.
 TO_AVX2 = {
@@ -34,7 +36,11 @@ _TASKS = Path("/proc/self/task")
 
 
 def prepare() -> None:
-    """Sets what torch and numba read from the environment when they are imported, where the user has not."""
+    """Sets what torch and numba read from the environment when they are imported, where the user has not; and has
+    Python look for cycles among new objects less often, which costs a busy server 4 % of its time."""
+    young, *older = gc.get_threshold()
+    if 0 < young < YOUNG:
+        gc.set_threshold(YOUNG, *older)
     if "OMP_WAIT_POLICY" not in os.environ:
         if not _can_switch(cores()):
             os.environ.setdefault("GOMP_SPINCOUNT", _LOOKS)
