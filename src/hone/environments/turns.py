@@ -70,11 +70,13 @@ class MultiTurnEnv(Environment):
         """Whether the conversation is over; `state["stop_condition"]` then says why. An override takes (state) or
         (messages, state)."""
         state: State = given[-1]
-        for name, condition in (*BUILT_IN.items(), *self._stops.items()):
-            if await ask(condition, {"state": state, "environment": self}):
-                state["stop_condition"] = name
-                return True
-        return False
+        ended = next((name for name, holds in BUILT_IN.items() if holds(self, state)), "")
+        for name, condition in self._stops.items():
+            if not ended and await ask(condition, {"state": state, "environment": self}):
+                ended = name
+        if ended:
+            state["stop_condition"] = ended
+        return bool(ended)
 
     def tools_of(self, state: State) -> list[Tool] | None:
         """The tools that the model is told of."""
@@ -166,10 +168,10 @@ class MultiTurnEnv(Environment):
             yield name, getattr(self, name)
 
 
-BUILT_IN: dict[str, Callable[..., bool]] = {
-    "prompt_too_long": lambda state: bool(state.get("prompt_too_long")),
-    "max_turns_reached": lambda state, environment: state["turn"] >= environment.max_turns > 0,
-    "has_final_env_response": lambda state: state.get("final_env_response") is not None,
+BUILT_IN: dict[str, Callable[[MultiTurnEnv, State], bool]] = {
+    "prompt_too_long": lambda _, state: bool(state.get("prompt_too_long")),
+    "max_turns_reached": lambda environment, state: state["turn"] >= environment.max_turns > 0,
+    "has_final_env_response": lambda _, state: state.get("final_env_response") is not None,
 }
 
 
