@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hone.config.inference import InferenceConfig
 from hone.config.sections import BACKEND_LOST
+from hone.inference.loop import run as run_loop
 from hone.inference.sampler import ENGINE_CAN, Alternatives, Pause, Sampler
 from hone.inference.served import Served
 from hone.inference.streams import Streams
@@ -318,7 +319,7 @@ class Apart:
 
         self.is_over = False
         gc.freeze()  # what is loaded by now stays; going through it would stop everything for a while
-        asyncio.run(both())
+        run_loop(both())
 
 
 # ---------------------------------------------------------------------------------------------- in the engine's process

@@ -16,6 +16,7 @@ from typing import Any
 from hone import machine
 from hone.config.inference import InferenceConfig
 from hone.config.sections import BACKEND_LOST
+from hone.inference.loop import run as run_loop
 from hone.inference.served import Served
 
 log = logging.getLogger("hone.inference")
@@ -87,7 +88,7 @@ class Embedded:
         return None
 
     def run(self, program: Coroutine[Any, Any, None]) -> None:
-        self.service.run_beside(program)
+        self.service.run_beside(program, run_loop)
 
 
 class Vllm:

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from starlette.types import Message, Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 T = TypeVar("T")
 DONE = "data: [DONE]\n\n"
@@ -59,36 +58,6 @@ async def unless_gone(connection: Request, *work: Coroutine[Any, Any, T]) -> lis
         finally:
             for task in tasks:  # where one is refused, nobody waits for the others
                 task.cancel()
-
-
-class Together(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """What is written to a connection in one turn of the event loop is sent together: the head of an answer and its
-    body, the chunks of a stream. uvicorn sends each by itself, for which the client wakes up as often."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(_Gathering(transport, self.loop))
-
-
-class _Gathering:
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop, self._out = transport, loop, list[bytes]()
-
-    def write(self, data: bytes) -> None:
-        if not self._out:
-            self._loop.call_soon(self._flush)
-        self._out.append(data)
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def _flush(self) -> None:
-        out, self._out = self._out, []
-        if out:
-            self._transport.write(b"".join(out))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
 
 
 class EventStream(Response):

@@ -31,7 +31,6 @@ def serve(config: InferenceConfig) -> None:
     with backend(config) as opened:
         import uvicorn  # while a process of its own loads the model
 
-        from hone.inference.connection import Together
         from hone.inference.server import build_app
 
         app = build_app(opened.wait(), api_key)
@@ -41,7 +40,6 @@ def serve(config: InferenceConfig) -> None:
         # No proxy headers: the connection tells who may control the server. Open requests get some seconds to end.
         settings = uvicorn.Config(
             app,
-            http=Together,
             log_level="warning",
             access_log=False,
             proxy_headers=False,

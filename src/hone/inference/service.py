@@ -40,7 +40,9 @@ class EngineService:
         self._closing = False
         self._is_draining = self._is_paused = False
 
-    def run_beside(self, program: Coroutine[Any, Any, None]) -> None:
+    def run_beside(
+        self, program: Coroutine[Any, Any, None], run_loop: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run
+    ) -> None:
         """Runs an asyncio program and serves its requests until it ends; what it raises is raised here.
 
         Call on the main thread. Ctrl-C cancels the program and is raised once it has cleaned up.
@@ -55,7 +57,7 @@ class EngineService:
 
         def run() -> None:
             try:
-                asyncio.run(main())
+                run_loop(main())
             except BaseException as error:
                 outcome.append(error)
             finally:
