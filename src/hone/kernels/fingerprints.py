@@ -30,7 +30,7 @@ class Fingerprints:
         if gpu.IS_AVAILABLE and self.words and all(one.is_cuda and one.data_ptr() % 16 == 0 for one in self.words):
             from hone.kernels.gpu.fingerprints import Table
 
-            self.table = Table(self.words)
+            self.table = Table(self.words, WORDS, ODD, powers)
 
     def __call__(self) -> list[int]:
         """From 0 to 2^64 - 1, one a tensor, in their order; the device is waited for once."""

@@ -1,14 +1,13 @@
 """Fingerprints of all weights in one launch: memory is read once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
-
-from hone.kernels.fingerprints import ODD, WORDS, powers
 
 BLOCK = 1024  # words that a program adds up at a time; it fetches four times as many before it does
 TYPES = {torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64}
@@ -48,18 +47,22 @@ def fingerprint_kernel(stretches, found, odd, WORD: tl.constexpr, WORDS: tl.cons
 
 
 class Table:
-    """Where the words of tensors stand, which stay there: made once, read at every launch."""
+    """Where the words of tensors stand, which stay there: made once, read at every launch. `length` of a stretch, `odd`
+    and `powers` are those of `kernels/fingerprints.py`."""
 
-    def __init__(self, words: Sequence[Tensor]) -> None:
-        self.words, self.stretches = words, dict[torch.dtype, Tensor]()
+    def __init__(
+        self, words: Sequence[Tensor], length: int, odd: int, powers: Callable[[int], NDArray[np.int64]]
+    ) -> None:
+        self.words, self.length, self.odd = words, length, odd
+        self.stretches: dict[torch.dtype, Tensor] = {}
         for dtype in {one.dtype for one in words}:
             rows = []
             for number, one in enumerate(words):
                 if one.dtype == dtype and len(one):
-                    first = np.arange(0, len(one), WORDS)
+                    first = np.arange(0, len(one), length)
                     row = np.empty((len(first), 4), dtype=np.int64)
                     row[:, 0] = one.data_ptr() + first * one.element_size()
-                    row[:, 1] = np.minimum(len(one) - first, WORDS)
+                    row[:, 1] = np.minimum(len(one) - first, length)
                     row[:, 2], row[:, 3] = powers(len(first)), number
                     rows.append(row)
             if rows:
@@ -71,6 +74,6 @@ class Table:
         with torch.cuda.device_of(found):
             for dtype, stretches in self.stretches.items():
                 fingerprint_kernel[(len(stretches),)](
-                    stretches, found, ODD, WORD=TYPES[dtype], WORDS=WORDS, BLOCK=BLOCK, num_warps=4
+                    stretches, found, self.odd, WORD=TYPES[dtype], WORDS=self.length, BLOCK=BLOCK, num_warps=4
                 )
         return found
