@@ -15,7 +15,7 @@ from hone.models.proof import checksum
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.transport import network
-from hone.transport.gpu_memory import Owned, gpu_of
+from hone.transport.gpu_memory import Owned, gpu_of, layout_of
 from hone.transport.network import NetworkReceiver, NetworkSender
 
 SPEC = (50, 32, 64, 2, 4, 2, 8, 1e-6, 1000.0, True, 96, 0.5, False)
@@ -27,9 +27,11 @@ from hone.models.proof import checksum
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.models.hf import hf_tensors
+from hone.transport import network
 from hone.transport.network import NetworkReceiver, Superseded
 
 source, device, dtype, gpu = sys.argv[1], sys.argv[2], getattr(torch, sys.argv[3]), sys.argv[4]
+network.PORTION = int(sys.argv[5])
 model, receiver = Transformer(ModelSpec(*SPEC)).to(device, dtype), NetworkReceiver()
 message = {"type": "nccl", "source": source, "dtype": "float32", "gpu": gpu}
 for line in sys.stdin:
@@ -50,7 +52,7 @@ def made(seed, device="cpu"):
 class Server:
     def __init__(self, source, device="cpu", dtype="float32", gpu=""):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, source, device, dtype, gpu],
+            [sys.executable, "-c", SERVER, source, device, dtype, gpu, str(network.PORTION)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -89,8 +91,21 @@ def sent_and_received(device_of_trainer, device_of_server):
                 server.end()
 
 
-def test_servers_get_what_the_trainer_has():
+@pytest.mark.parametrize("portion", [network.PORTION, 5_000])
+def test_servers_get_what_the_trainer_has(monkeypatch, portion):
+    monkeypatch.setattr(network, "PORTION", portion)
     sent_and_received("cpu", "cpu")
+
+
+def test_tensors_travel_in_portions_of_about_a_size(monkeypatch):
+    monkeypatch.setattr(network, "PORTION", 1000)
+    like = {
+        name: torch.empty(size, dtype=torch.uint8) for name, size in {"b": 700, "a": 300, "c": 10, "d": 2000}.items()
+    }
+    layout, size = layout_of(like)
+    found = [([name for name, *_ in part], first, end) for part, first, end in network.portions(layout, size)]
+    assert found == [(["a", "b"], 0, 1280), (["c", "d"], 1280, 3584)] and size == 3584
+    assert [end for *_, end in network.portions(*layout_of({"a": like["a"]}))] == [512]
 
 
 def test_a_server_that_asks_and_dies_keeps_nobody_waiting_for_long(monkeypatch):

@@ -198,6 +198,40 @@ def test_a_server_without_a_checksum_proves_that_its_weights_moved(tmp_path):
     asyncio.run(program())
 
 
+def test_weights_that_are_the_same_to_the_bit_are_served_before_the_canary_is_known(tmp_path):
+    class Client:
+        base_url, checksum, asked = "there", "sum", []
+
+        async def control(self, route, body=None):
+            self.asked.append(route)
+            state = {
+                "is_paused": False,
+                "checksum": self.checksum,
+                "dtype": "float32",
+                "version": 1,
+                "fingerprints": {},
+            }
+            return {"logprobs": [-1.0, -2.0]} if route == "score" else state
+
+    async def program(canary, checksum="sum"):
+        config = OrchestratorRunConfig.model_validate({"env": {"id": "x"}, "model": {"name": "m"}})
+        client = Client()
+        client.asked, client.checksum = [], checksum
+        weights = Weights(RunDirectory(tmp_path, "rl"), config, [client], LOG)
+        delivery = Delivery("run", 1, "sum", "float32", Canary([1, 2, 3], canary), {}, transport={"type": "filesystem"})
+        await weights._adopt(delivery)
+        assert (weights.version, client.asked, weights.proven.is_set()) == (1, ["update_weights"], False)
+        found = await weights._prove(delivery)
+        assert client.asked == ["update_weights", "score"] and weights.proven.is_set()
+        return found
+
+    assert asyncio.run(program([-1.0, -2.0])) == {"weights/canary_difference": 0.0}
+    with pytest.raises(ConnectionError, match="disagree on the canary of version 1"):
+        asyncio.run(program([-1.0, -3.0]))
+    with pytest.raises(ConnectionError, match="serves other weights than version 1"):
+        asyncio.run(program([-1.0, -2.0], checksum="other"))
+
+
 def test_a_run_of_another_layout_is_removed_where_it_wrote(tmp_path):
     run = RunDirectory(tmp_path, "rl", "trainer")
     run.claim(clean=False)
