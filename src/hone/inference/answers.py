@@ -45,7 +45,7 @@ class Answer:
 
     def encode(self, value: dict[str, Any]) -> str:
         """As JSON."""
-        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+        text = _json(value)
         while self._written:
             place, written = self._written.popitem()
             text = text.replace(f'"{place}"', written, 1)
@@ -109,7 +109,7 @@ class Answer:
 
     def chunk(self, choices: list[Choice], **more: Any) -> str:
         """As JSON, whose head is the same for all of a stream."""
-        self._chunk_head = self._chunk_head or self.encode({**self.head, "object": self.chunk_kind})[:-1]
+        self._chunk_head = self._chunk_head or _json({**self.head, "object": self.chunk_kind})[:-1]
         return f"{self._chunk_head},{self.encode({'choices': choices, **more})[1:]}"
 
     def first(self, index: int) -> Choice | None:
@@ -259,6 +259,10 @@ class TextAnswer(Answer):
             likeliest = {self.token_name(other): value for other, value in others}
             tops.append(None if logprob is None else likeliest | {names[i]: logprob})
         return {"tokens": names, "token_logprobs": completion.logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def joined_pieces(pieces: Sequence[Completion]) -> Completion:

@@ -62,6 +62,7 @@ class Embedded:
         from hone.engine.rehearsal import rehearse
         from hone.inference.embedded import EmbeddedSampler
         from hone.inference.service import EngineService
+        from hone.kernels import fingerprints
         from hone.kernels.gpu.compiling import together
         from hone.models.loading import load
 
@@ -70,6 +71,7 @@ class Embedded:
         engine = Engine(loaded.model, max_model_len=length, **room(config, loaded.model, length))
         with together():
             rehearse(engine, engine.max_batch_size)
+            fingerprints.rehearse(loaded.model.embed.weight)
         for name, directory in config.adapters.items():
             if name == config.model.name:
                 raise ValueError(f"adapters: {name!r} is the name of the model itself")

@@ -39,12 +39,7 @@ def serve(config: InferenceConfig) -> None:
         log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - STARTED)
         # No proxy headers: the connection tells who may control the server. Open requests get some seconds to end.
         settings = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            lifespan="off",
-            timeout_graceful_shutdown=3,
+            app, log_level="warning", access_log=False, proxy_headers=False, lifespan="off", timeout_graceful_shutdown=3
         )
         server = uvicorn.Server(settings)
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from hone import leaving
 from hone.config.help import to_toml
 from hone.config.rl import BenchConfig, TrainerRunConfig
-from hone.kernels import cpu
+from hone.kernels import cpu, fingerprints
 from hone.kernels.gpu.compiling import together
 from hone.models.hf import hf_tensors, write_description
 from hone.models.loading import Loaded, load
@@ -57,6 +58,7 @@ def main(config: TrainerRunConfig) -> None:
     trainer = RLTrainer(loaded.model, config, config.max_steps, run.bad_steps, ranks, config.seed)
     with together():
         trainer.rehearse()
+        fingerprints.rehearse(torch.empty(0, dtype=loaded.dtype, device=trainer.device))
     state = config.public()
     first = 1 + restore(sources, trainer.optimizer, config, ranks)
     ranks.barrier()  # nobody reads what the first is about to change
