@@ -23,7 +23,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hone.config.inference import InferenceConfig
 from hone.config.sections import BACKEND_LOST
@@ -66,8 +66,7 @@ class Frames(asyncio.Protocol):
         self._arrived = deque[Any]()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self.transport = transport
+        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's is none by its class
 
     def connection_lost(self, error: Exception | None) -> None:
         self.gone()
