@@ -30,6 +30,8 @@ class Admission:
     def plan(self, admit: bool, budget: int) -> Planned:
         """Plans the next prefill pass, up to `budget` tokens: first the rest of started prompts, then new prompts."""
         planned: Planned = []
+        if not (self.prefilling or self.waiting):
+            return planned
 
         def plan(sequence: Sequence) -> None:
             nonlocal budget

@@ -16,7 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.engine.admission import Admission, Planned
@@ -46,6 +48,7 @@ STOPS = 8  # stop tokens of a sequence for which there is room from the start
 class _Turn:
     """Facts about the decoding batch, valid until a sequence joins or leaves it."""
 
+    slots: NDArray[np.int64]
     kind: int  # of sampling
     has_adapters: bool
     watched: list[int]  # those with a stop condition of the host's
@@ -58,9 +61,13 @@ class _Look:
     """A snapshot for the host to examine: the state of these sequences after all steps launched so far."""
 
     sequences: list[Sequence]
-    slots: list[int]
+    slots: NDArray[np.int64]
     watched: list[int]
     snapshot: Snapshot
+
+
+def _slots(sequences: list[Sequence]) -> NDArray[np.int64]:
+    return np.array([s.slot for s in sequences], dtype=np.int64)
 
 
 class Engine:
@@ -290,7 +297,8 @@ class Engine:
         self.decoding = [*self.decoding, *started]
         self._has_changed = True
         if self.graphs is None or any(s.max_tokens == 1 or s.is_watched for s in started):
-            self._look(self._glance(started, [i for i, s in enumerate(started) if s.is_watched]))
+            watched = [i for i, s in enumerate(started) if s.is_watched]
+            self._look(_Look(started, _slots(started), watched, self.slots.snapshot()))
 
     def _decode(self) -> None:
         if self._has_changed:
@@ -312,7 +320,7 @@ class Engine:
             self.steps += steps
             if turn.each_step:
                 self._note_alternatives(logits_BV, slots.active[:B], self.decoding)
-            self._under_way = self._glance(self.decoding, turn.watched)
+            self._under_way = _Look(self.decoding, turn.slots, turn.watched, self.slots.snapshot())
         if before is not None:
             self._look(before)
         if self.graphs is None or turn.each_step:
@@ -324,6 +332,7 @@ class Engine:
         self.slots.active[:-1] = to_device(slots, self.device)
         watched = [i for i, s in enumerate(self.decoding) if s.is_watched]
         return _Turn(
+            _slots(self.decoding),
             Sampler.kind(self.decoding),
             any(s.adapter for s in self.decoding),
             watched,
@@ -347,9 +356,6 @@ class Engine:
         """Tokens generated for a sequence that decodes."""
         return 1 + self.steps - sequence.first_step
 
-    def _glance(self, sequences: list[Sequence], watched: list[int]) -> _Look:
-        return _Look(sequences, [s.slot for s in sequences], watched, self.slots.snapshot())
-
     def _settle(self) -> None:
         """Looks at all that has been computed."""
         if self._under_way is not None:
@@ -359,16 +365,17 @@ class Engine:
     def _look(self, look: _Look) -> None:
         """Finishes the sequences that are done, and the `watched` ones whose stop condition (`request.ends`) is met;
         tells the sampler what those may draw next that are told token by token (`request.allows`)."""
-        state, sequences = look.snapshot.on_host()[look.slots], look.sequences
+        state, sequences = look.snapshot.on_host(), look.sequences
+        ended = state[look.slots, column.DONE]
 
         def running(indices: list[int]) -> list[int]:  # others ended since
             return [i for i in indices if sequences[i].slot == look.slots[i]]
 
-        done, watched = running(state[:, column.DONE].nonzero()[0].tolist()), running(look.watched)
+        done, watched = running(ended.nonzero()[0].tolist()), running(look.watched)
         if not done and not watched:
             return
-        counts: list[int] = state[:, column.COUNT].tolist()
-        reasons = {i: "stop" if state[i, column.DONE] == column.STOPPED else "length" for i in done}
+        counts: list[int] = state[look.slots, column.COUNT].tolist()
+        reasons = {i: "stop" if ended[i] == column.STOPPED else "length" for i in done}
         if watched:
             most = max(counts[i] for i in watched)
             tokens, _ = self.slots.generated([sequences[i].slot for i in watched], most, look.snapshot)

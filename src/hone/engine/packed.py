@@ -39,14 +39,16 @@ class PackedModel:
     def decode(self, rows: Rows) -> Tensor:
         """Logits B x V after the newest token of each active row; its keys and values go into the cache."""
         active, B = rows.active_B.numpy(), rows.active_B.shape[0]
-        state = rows.state.numpy()[active]
-        columns = (state[:, row_state.LAST], state[:, row_state.LENGTH], active * rows.table.shape[1], np.arange(B))
+        state, tokens = rows.state.numpy(), np.empty((B, layers().COLUMNS), dtype=np.int64)
+        tokens[:, layers().TOKEN] = state[active, row_state.LAST]
+        tokens[:, layers().POSITION] = state[active, row_state.LENGTH]
+        tokens[:, layers().PAGES], tokens[:, layers().RESULT] = active * rows.table.shape[1], np.arange(B)
         # As many tasks for each thread, of like size: threads share them out by their number.
         threads, ROWS = torch.get_num_threads(), layers().ROWS
         tasks = threads * -(-B // (threads * layers().BLOCK))
         block = -(-B // (tasks * ROWS)) * ROWS
         firsts = np.minimum(np.arange(0, B + block, block), B)
-        return self._logits(np.stack(columns, axis=1), firsts, rows.table, B)
+        return self._logits(tokens, firsts, rows.table, B)
 
     def prefill(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
         """Logits of the tokens `kept`, of all stretches end to end; keys and values of all go into the cache.
