@@ -57,7 +57,7 @@ class Weights:
         self.current: Delivery | None = None
         self.busy = asyncio.Lock()  # with taking a version and evaluating it
         self.scored: dict[str, tuple[Delivery, list[float]]] = {}  # by address of a server, the last it took
-        self.taken: list[Taken] = []  # of the newest version
+        self.taken: dict[Server, Taken] = {}  # of the newest version
         self.proven = asyncio.Event()  # that every server has it
 
     async def join(self) -> int | None:
@@ -133,29 +133,26 @@ class Weights:
     async def _adopt(self, delivery: Delivery) -> dict[str, float]:
         """Gives every server the version. A lost one gets it once it is back."""
         start = time.perf_counter()
-        self.current = delivery
+        self.current, self.taken = delivery, {}
 
-        async def update(server: Server) -> Taken | None:
+        async def is_current(server: Server) -> bool:
             try:
-                taken = await server.unless_lost(self._update(server.client, delivery))
+                self.taken[server] = await server.unless_lost(self._update(server.client, delivery))
                 server.version = delivery.version
-                return taken
             except ServerLost as error:
                 self.fleet.lost(server, str(error))
-                return Taken(server.client, {}, 0.0)
             except Superseded:
-                return None
+                return False
+            return True
 
-        taken = await asyncio.gather(*(update(server) for server in self.fleet.up))
-        self.taken = [one for one in taken if one is not None]
-        if len(self.taken) < len(taken):
+        if not all(await asyncio.gather(*(is_current(server) for server in self.fleet.up))):
             return {}
         self.version = delivery.version
         self.proven.clear()
         seconds = time.perf_counter() - start
         self.log.info(
             "Version %d: %d servers took %.2f MiB (%s) in %.3f s, checksum %s",
-            delivery.version, len(taken), delivery.bytes / 2**20, delivery.transport["type"], seconds,
+            delivery.version, len(self.taken), delivery.bytes / 2**20, delivery.transport["type"], seconds,
             delivery.checksum, extra={"console": False},
         )  # fmt: skip
         return {
@@ -167,17 +164,17 @@ class Weights:
     async def _prove(self, delivery: Delivery) -> dict[str, float]:
         """Has the servers that took it compute the canary, if they have not yet."""
 
-        async def prove(server: Server) -> float:
-            taken = next((one for one in self.taken if one.client is server.client), None)
-            if taken is None or taken.difference is not None:  # one that came up meanwhile has been asked
-                return 0.0 if taken is None else taken.difference or 0.0
+        async def prove(server: Server, taken: Taken) -> float:
+            if taken.difference is not None:
+                return taken.difference
             try:
                 return await server.unless_lost(self._canary(taken, delivery))
             except ServerLost as error:
                 self.fleet.lost(server, str(error))
                 return 0.0
 
-        differences = await asyncio.gather(*(prove(server) for server in self.fleet.up))
+        asked = [prove(server, taken) for server, taken in self.taken.items() if server.is_up]
+        differences = await asyncio.gather(*asked)
         self.proven.set()
         return {"weights/canary_difference": max(differences, default=0.0)}
 
