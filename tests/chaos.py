@@ -9,7 +9,8 @@ with one line of JSON; exits with 1 where that is not so. Without --only the lau
 
 With --together the parts are killed by turns, in the same runs: the short form. With --ahead sampling runs a step ahead
 of training: weights then depend on timing, and are not compared. With --vllm PYTHON inference is a vLLM, ahead too; now
-the server and now the vLLM under it is killed, each time at work.
+the server and now the vLLM under it is killed, each time at work. With --gpu the runs are in exact numerics on one GPU,
+whose parts take longer to start and are killed later.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from hone.run_directory import steps_in
 from tests.integration.conftest import processes_now
 
 ROOT = Path(__file__).parents[1]
-BIN = Path(sys.executable).parent
+HONE = [sys.executable, "-m", "hone"]
 TINY = "examples/reverse_text_tiny"
 GROUPS, ROLLOUTS = 4, 8
 ENVIRONMENT = {"id": "reverse-text", "args": {"texts": "generated", "min_chars": 4, "max_chars": 10}, "workers": 1}
@@ -44,11 +45,13 @@ PAUSE = {  # seconds until a part is killed, from the start or from the kill bef
     "worker": (0.5, 6.0),
     "launcher": (1.0, 14.0),
 }
+GPU = ("--model.numerics", "exact", "--deployment", "processes", "--inference.kv-cache-gib", 4)
+SLOWER = 3.0  # times as long until a part is killed there
 
 
-def command(out: Path, model: Path, steps: int, level: int, vllm: str | None) -> list[str]:
+def command(out: Path, model: Path, steps: int, level: int, vllm: str | None, on_gpu: bool) -> list[str]:
     words = [
-        BIN / "rl", "--trainer", "@", f"{TINY}/rl/train.toml", "--orchestrator", "@", f"{TINY}/rl/orch.toml",
+        *HONE, "rl", "--trainer", "@", f"{TINY}/rl/train.toml", "--orchestrator", "@", f"{TINY}/rl/orch.toml",
         "--inference", "@", f"{TINY}/rl/infer.toml", "--model.name", model, "--output-dir", out, "--max-steps", steps,
         "--seq-len", 32, "--orchestrator.batch-size", GROUPS * ROLLOUTS,
         "--orchestrator.rollouts-per-example", ROLLOUTS, "--orchestrator.sampling.max-tokens", 16,
@@ -59,6 +62,8 @@ def command(out: Path, model: Path, steps: int, level: int, vllm: str | None) ->
     if vllm:
         words += ["--inference.backend", "vllm", "--inference.vllm-python", vllm, "--inference.enforce-eager", "true"]
         words += ["--inference.max-model-len", 64]
+    if on_gpu:
+        words += GPU
     return list(map(str, words))
 
 
@@ -96,17 +101,19 @@ def is_over(out: Path, steps: int) -> bool:
     return (out / "weights" / f"step_{steps}").exists()
 
 
-def run(out: Path, model: Path, steps: int, level: int, parts: list[str], draw: random.Random, vllm: str | None) -> int:
+def run(out: Path, model: Path, options: argparse.Namespace, parts: list[str], draw: random.Random) -> int:
     """Runs to the end, killing these parts one after the other; returns how many kills there were."""
     done, attempts, seen, others = 0, 0, 0, engines()
+    steps, vllm, times = options.steps, options.vllm, SLOWER if options.gpu else 1.0
+    words = command(out, model, steps, int(options.ahead), vllm, options.gpu)
     while not is_over(out, steps):
         attempts += 1
         if attempts > len(parts) + 3 or (attempts > 1 and {"inference", "worker"} >= set(parts)):
             print(*out.with_suffix(".log").read_text().splitlines()[-20:], sep="\n")
             raise SystemExit(f"{out} does not come to its end; see {out.with_suffix('.log')}")
         with out.with_suffix(".log").open("a") as log:
-            process = subprocess.Popen(command(out, model, steps, level, vllm), cwd=ROOT, stdout=log, stderr=log)
-        moment = time.monotonic() + (draw.uniform(*PAUSE[parts[done]]) if done < len(parts) else 0.0)
+            process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
+        moment = time.monotonic() + (times * draw.uniform(*PAUSE[parts[done]]) if done < len(parts) else 0.0)
         while process.poll() is None:
             time.sleep(0.02)
             if vllm and newest(out) == seen:  # it is not at work again
@@ -120,7 +127,7 @@ def run(out: Path, model: Path, steps: int, level: int, parts: list[str], draw: 
                     os.kill(pid, signal.SIGKILL)
                     done, seen = done + 1, newest(out)
                     rest = 10.0 if {"inference"} >= set(parts) else 0.0  # five kills within a minute end a run
-                    moment = time.monotonic() + rest + draw.uniform(*PAUSE[parts[min(done, len(parts) - 1)]])
+                    moment = time.monotonic() + rest + times * draw.uniform(*PAUSE[parts[min(done, len(parts) - 1)]])
         deadline = time.monotonic() + 20
         while any(pid_of(other, out, 0) for other in ("inference", "orchestrator", "trainer")) or engines() - others:
             if time.monotonic() > deadline:
@@ -147,6 +154,7 @@ def main() -> None:
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--only", choices=PAUSE)
     parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM")
+    parser.add_argument("--gpu", action="store_true", help="on a machine with a GPU")
     options = parser.parse_args()
     if options.vllm:
         options.ahead, options.only = True, "inference"
@@ -157,14 +165,13 @@ def main() -> None:
     data = work / "sft.jsonl"
     for words in (
         [sys.executable, "-m", "reverse_text", "--out", data, "-n", 2000],
-        [BIN / "sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--max-steps", 60, "--output-dir", work / "sft"],
+        [*HONE, "sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--max-steps", 60, "--output-dir", work / "sft"],
     ):
         subprocess.run(list(map(str, words)), cwd=ROOT, check=True, capture_output=True)
     (work / "sft" / "weights" / "step_60").rename(model)
-    level = int(options.ahead)
     expected = {}
     if not options.ahead:
-        run(work / "alone", model, steps, level, [], draw, options.vllm)
+        run(work / "alone", model, options, [], draw)
         expected = load_file(work / "alone" / "weights" / f"step_{steps}" / "model.safetensors")
     found = Counter(kills=0, runs=0, samples_lost=0, samples_doubled=0, differing_weights=0)
     wanted = [options.only] if options.only else list(PAUSE)[:4]
@@ -173,7 +180,7 @@ def main() -> None:
         name, kills = parts[0] if len(set(parts)) == 1 else "all", 0
         while kills < len(parts):
             out = work / f"{name}_{kills}"
-            done = run(out, model, steps, level, parts[kills:], draw, options.vllm)
+            done = run(out, model, options, parts[kills:], draw)
             kills += done
             groups = groups_trained(out, steps)
             weights = load_file(out / "weights" / f"step_{steps}" / "model.safetensors")
