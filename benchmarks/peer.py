@@ -60,6 +60,13 @@ def run_json(python: Path | str, program: Path, *arguments: object) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def with_tasks() -> dict[str, str]:
+    """The environment of a command of Hone's that finds the tasks of this directory, as any_text.py."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")]))
+    }
+
+
 def median(values: list[float]) -> float:
     return statistics.median(values)
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from peer import ROOT, finish
+from peer import ROOT, finish, with_tasks
 from shapes_gpu import write_shape
 
 SYSTEM = 7  # tokens of a prompt beside the text
@@ -44,7 +44,7 @@ def measure(name: str, steps: int, options: tuple[str, ...]) -> dict:
             "--seq-len", prompt + completion, "--max-steps", steps, "--log-interval", 1, *options,
         ]  # fmt: skip
         done = subprocess.run(
-            [sys.executable, "-m", "hone", *map(str, words)], cwd=ROOT / "benchmarks", stdout=subprocess.PIPE,
+            [sys.executable, "-m", "hone", *map(str, words)], cwd=ROOT, env=with_tasks(), stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         print(done.stdout, file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """The whole way at Qwen3-0.6B's shape on one GPU: random weights -> SFT -> RL, the same 256 held-out texts after each.
 
-    python benchmarks/story_gpu.py [--seeds 0 1 2] [--sft-steps N] [--rl-steps N] [--shape 0.6b] [--out DIR]
+    python benchmarks/story_gpu.py [--seeds 0 1 2] [--sft-steps N] [--sft-chars 12 20] [--rl-steps N] [--shape 0.6b]
+        [--out DIR]
 
 By the files of examples/reverse_text_0.6b and the commands that a user types. A text's reward is the similarity of the
 answer, sampled at temperature 1, to its reversal. Must: at most 0.1 untrained, 0.6 after SFT, and at least 0.8 after
@@ -48,7 +49,9 @@ def story(seed: int, args: argparse.Namespace) -> dict[str, float]:
     model, data = home / "model", home / "sft.jsonl"
     rl = tomllib.loads((RECIPE / "rl.toml").read_text())
     env, tokens = rl["orchestrator"]["env"][0], rl["orchestrator"]["sampling"]["max_tokens"]
-    seeded = ("--seed", seed)
+    seeded, (low, high) = ("--seed", seed), args.sft_chars
+    env["args"] |= dict(zip(("min_chars", "max_chars"), args.rl_chars or (), strict=False))
+    tries = ("--orchestrator.env", json.dumps([env])) + (("--trainer.optim.lr", args.rl_lr) if args.rl_lr else ())
     sft_steps = args.sft_steps or tomllib.loads((RECIPE / "sft.toml").read_text())["max_steps"]
     rl_steps = args.rl_steps or rl["max_steps"]
     found: dict[str, float] = {}
@@ -60,7 +63,7 @@ def story(seed: int, args: argparse.Namespace) -> dict[str, float]:
         found[f"{name}_s"], clock = now - clock, now
 
     run(ROOT / "examples/reverse_text_tiny/make_model.py", model, "--shape", args.shape)
-    run("-m", "reverse_text", "--out", data, "-n", 8000, "--min-chars", 12, "--max-chars", 20, *seeded)
+    run("-m", "reverse_text", "--out", data, "-n", 8000, "--min-chars", low, "--max-chars", high, *seeded)
     stage("data")
     found["untrained"] = evaluate(model, env, tokens, "--model.random-init", "--seed", str(seed))
     stage("untrained")
@@ -74,7 +77,7 @@ def story(seed: int, args: argparse.Namespace) -> dict[str, float]:
     stage("sft_eval")
     run(
         "-m", "hone", "rl", "@", RECIPE / "rl.toml", "--model.name", weights, "--output-dir", home / "rl",
-        "--max-steps", rl_steps, *seeded,
+        "--max-steps", rl_steps, *seeded, *tries,
     )  # fmt: skip
     stage("rl")
     found["rl"] = evaluate(home / "rl" / "weights" / f"step_{rl_steps}", env, tokens)
@@ -99,6 +102,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--sft-steps", type=int, help="fewer than the recipe's, for a try")
     parser.add_argument("--rl-steps", type=int)
+    parser.add_argument("--sft-chars", type=int, nargs=2, default=[12, 20], help="lengths of its texts")
+    parser.add_argument("--rl-chars", type=int, nargs=2, help="other lengths than the recipe's, for a try")
+    parser.add_argument("--rl-lr", type=float)
     parser.add_argument("--shape", choices=["tiny", "0.6b"], default="0.6b", help="tiny: to try this on a CPU")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

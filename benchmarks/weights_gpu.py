@@ -11,13 +11,12 @@ tiny model, by Gloo.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from peer import ROOT, finish, median
+from peer import ROOT, finish, median, with_tasks
 from shapes_gpu import MODELS, TINY, write_shape
 
 
@@ -30,10 +29,9 @@ def metrics(model: Path, out: Path, steps: int, way: str, level: int) -> list[di
         "--orchestrator.sampling.max-tokens", 128, "--orchestrator.env", json.dumps(environment),
         "--trainer.optim.lr", 1e-5, "--log-interval", 1,
     ]  # fmt: skip
-    paths = [str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
     subprocess.run(
         [sys.executable, "-m", "hone", *map(str, words)], check=True, stdout=subprocess.DEVNULL, cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        env=with_tasks(),
     )  # fmt: skip
     return [json.loads(line) for line in (out / "metrics.jsonl").open()]
 

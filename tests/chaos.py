@@ -46,7 +46,7 @@ PAUSE = {  # seconds until a part is killed, from the start or from the kill bef
     "launcher": (1.0, 14.0),
 }
 GPU = ("--model.numerics", "exact", "--deployment", "processes", "--inference.kv-cache-gib", 4)
-SLOWER = 3.0  # times as long until a part is killed there
+SLOWER = 1.5  # times as long until a part is killed there
 
 
 def command(out: Path, model: Path, steps: int, level: int, vllm: str | None, on_gpu: bool) -> list[str]:
@@ -181,6 +181,8 @@ def main() -> None:
         while kills < len(parts):
             out = work / f"{name}_{kills}"
             done = run(out, model, options, parts[kills:], draw)
+            if not done:
+                raise SystemExit(f"{out} ended before its first kill: let it have more steps")
             kills += done
             groups = groups_trained(out, steps)
             weights = load_file(out / "weights" / f"step_{steps}" / "model.safetensors")
