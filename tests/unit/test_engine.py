@@ -32,6 +32,12 @@ def model(request):
     return model
 
 
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """One token of each sequence in a step of the engine."""
+    monkeypatch.setattr("hone.engine.decoder.PACKED_STEPS", 1)
+
+
 def request(prompt, seed=0, temperature=1.0, max_tokens=20, stop=STOP):
     return GenerateRequest(prompt, Sampling(temperature, max_tokens, seed), stop)
 
@@ -57,7 +63,7 @@ def test_logprobs_equal_a_plain_forward(model, temperature):
         assert completion.versions == [0] * len(completion.ids)
 
 
-def test_progress_is_what_was_written_since(model):
+def test_progress_is_what_was_written_since(model, one_by_one):
     engine, done = Engine(model), []
     for i in range(3):
         named = replace(request([5, 6, 7 + i], seed=i, stop=frozenset()), name=f"run/{i}" if i else "")
@@ -128,7 +134,7 @@ def test_overlong_prompt_is_refused_and_max_tokens_is_cut_to_the_context(model):
     assert len(done.ids) == 6 and done.finish_reason == "length"
 
 
-def test_versions_follow_an_update_in_flight_and_abort_returns_what_there_is(model):
+def test_versions_follow_an_update_in_flight_and_abort_returns_what_there_is(model, one_by_one):
     engine, done = Engine(model), []
     kept = engine.add(request([5], max_tokens=6, stop=frozenset()), done.append)
     dropped = engine.add(request([6], max_tokens=6, stop=frozenset()), done.append)
@@ -296,7 +302,7 @@ def test_requests_are_admitted_in_the_order_they_came(model):
     assert started == [0, 1, 2, 3]
 
 
-def test_a_request_ends_at_its_deadline_with_what_it_has(model):
+def test_a_request_ends_at_its_deadline_with_what_it_has(model, one_by_one):
     engine, done = Engine(model), []
     engine.add(replace(request([5], stop=frozenset(), max_tokens=90), timeout=0.02), done.append)
     engine.add(replace(request([6], stop=frozenset()), timeout=0.0), done.append)
@@ -332,7 +338,18 @@ def test_ten_thousand_random_requests_with_aborts_return_everything(model):
     assert_all_returned(engine)
 
 
-def test_fifty_updates_under_load_are_seen_in_order(model):
+def test_steps_in_one_call_are_steps_one_by_one(model, monkeypatch):
+    """To the bit, whatever ends within a call, and beside a request that is drawn with a filter, step by step."""
+    requests = [request([5, 6, i % 40 + 4], seed=i, max_tokens=1 + i % 30, stop=STOP) for i in range(70)]
+    together = Engine(model).generate(requests)
+    assert len({len(c.ids) for c in together}) > 8 and {c.finish_reason for c in together} == {"stop", "length"}
+    filtered = replace(request([7], stop=frozenset(), max_tokens=40), sampling=Sampling(1.0, 40, 3, top_k=5))
+    beside = Engine(model).generate([*requests, filtered])
+    monkeypatch.setattr("hone.engine.decoder.PACKED_STEPS", 1)
+    assert Engine(model).generate(requests) == together == beside[:-1]
+
+
+def test_fifty_updates_under_load_are_seen_in_order(model, one_by_one):
     engine, done = Engine(model, max_batch_size=8), []
     for seed in range(60):
         engine.add(request([5, seed % 40 + 4], seed=seed, max_tokens=30, stop=frozenset()), done.append)

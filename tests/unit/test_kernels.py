@@ -66,7 +66,7 @@ def test_the_compiled_kernels_are_tested():
 def test_compiled_kernels_are_kept_by_their_sources_wherever_these_lie():
     from hone.kernels.cpu import layers
 
-    assert layers.logits.stats.cache_path == str(cpu.Kept.directory)
+    assert layers.run.stats.cache_path == str(cpu.Kept.directory)
     assert cpu.Kept.directory.name.endswith(f"-{machine.isa()}")
 
 

@@ -3,7 +3,8 @@
     slots ─ newest tokens ─┬─ layer by layer: DecodeAttention over the cache ─ hidden states ─┬─► draw ─► slots
                            └─ packed: one call for all layers ─ logits ───────────────────────┘
 
-The engine calls it step by step, or `graphs.py` captures it once and replays it.
+The engine calls it step by step, or `graphs.py` captures it once and replays it. The packed model takes several steps
+in one call, draws included, where nobody looks at logits.
 """
 
 from torch import Tensor
@@ -19,6 +20,8 @@ from hone.kernels.linear import exact_logits
 from hone.models.adapters import Adapters
 from hone.models.transformer import Transformer
 
+PACKED_STEPS = 8  # of a small model on a CPU in one call: around each Python takes a sixth of its time
+
 
 class Decoder:
     """`packed`: the model for requests without adapters on a CPU, where it is small. `stays_on_device`: whether all of
@@ -30,10 +33,21 @@ class Decoder:
         self.packed = PackedModel(model, cache) if PackedModel.takes(model) else None
         self.stays_on_device = model.spec.has_fast_paths and gpu.takes_model(model.embed.weight, model.spec.head_dim)
 
-    def step(self, B: int, kind: int, has_adapters: bool, rows: Rows) -> Tensor | None:
-        """One token for the first B active slots; returns the logits, if the kind asks for them."""
+    def at_once(self, kind: int, has_adapters: bool) -> int:
+        """How many steps `step` takes in one call."""
+        return PACKED_STEPS if self._draws_packed(kind, has_adapters) else 1
+
+    def _draws_packed(self, kind: int, has_adapters: bool) -> bool:
+        return self.packed is not None and not has_adapters and kind == Sampler.PLAIN
+
+    def step(self, B: int, kind: int, has_adapters: bool, rows: Rows, steps: int = 1) -> Tensor | None:
+        """One token for the first B active slots, or `steps` of them where `at_once` allows it; returns the logits, if
+        the kind asks for them."""
         active_B, state = rows.active_B[:B], self.slots.state
         rows = Rows(active_B, state, rows.table, rows.shared, rows.is_wide)
+        if self.packed is not None and self._draws_packed(kind, has_adapters):
+            self.packed.steps(rows, steps, self.slots)
+            return None
         if self.packed is not None and not has_adapters:
             return self.draw(self.packed.decode(rows), active_B, kind, advance=True, is_logits=True)
         attention = DecodeAttention(self.cache, rows)

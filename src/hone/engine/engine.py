@@ -4,9 +4,10 @@
                                                                                  ▲          ▼
         handed to `on_finish`, slot and pages free ◄── look: who is done? ◄──────┴── some decode steps
 
-Each `step` prefills the admitted prompts, then decodes. On a GPU it launches a window of several decode steps as CUDA
-graphs: sampling and stop tests run on the device, without Python per token (`graphs.py`), and the host examines the
-results of the previous window while the current one runs, so that the device never waits for the host. Requests are
+Each `step` prefills the admitted prompts, then decodes a window of several steps: sampling and stop tests run on the
+device, without Python per token. On a GPU they are CUDA graphs (`graphs.py`), and the host examines the results of the
+previous window while the current one runs, so that the device never waits for the host; a small model on a CPU takes
+them in one compiled call (`packed.py`). Requests are
 admitted in the order of arrival, and the pages of their longest completion are reserved then, so that no admitted
 sequence waits for another.
 """
@@ -52,7 +53,7 @@ class _Turn:
     kind: int  # of sampling
     has_adapters: bool
     watched: list[int]  # those with a stop condition of the host's
-    each_step: bool  # whether the host looks at every token
+    window: int  # decode steps before the host looks again
     last_step: int  # the engine's step by which all have their last token
 
 
@@ -307,23 +308,22 @@ class Engine:
         before, self._under_way = self._under_way, None
         left = turn.last_step - self.steps
         if left > 0:
+            steps = min(turn.window, left)
             if self.graphs is not None:
-                steps = 1 if turn.each_step else min(WINDOW, left)
                 if self._has_changed:
                     self.graphs.decode(self.decoding, turn.kind, turn.has_adapters, self.steps)
                 logits_BV = self.graphs.run(steps)
             else:
-                steps = 1
                 rows = Rows(slots.active, slots.state, slots.table)
-                logits_BV = self.decoder.step(B, turn.kind, turn.has_adapters, rows)
+                logits_BV = self.decoder.step(B, turn.kind, turn.has_adapters, rows, steps)
             self._has_changed = False
             self.steps += steps
-            if turn.each_step:
+            if turn.window == 1:
                 self._note_alternatives(logits_BV, slots.active[:B], self.decoding)
             self._under_way = _Look(self.decoding, turn.slots, turn.watched, self.slots.snapshot())
         if before is not None:
             self._look(before)
-        if self.graphs is None or turn.each_step:
+        if self.graphs is None or turn.window == 1:
             self._settle()
 
     def _next_turn(self) -> "_Turn":
@@ -331,12 +331,15 @@ class Engine:
         slots = [s.slot for s in self.decoding] + [self.slots.count] * (self.max_batch_size - len(self.decoding))
         self.slots.active[:-1] = to_device(slots, self.device)
         watched = [i for i, s in enumerate(self.decoding) if s.is_watched]
+        kind, has_adapters = Sampler.kind(self.decoding), any(s.adapter for s in self.decoding)
+        each_step = bool(watched) or any(s.request.sampling.top_logprobs for s in self.decoding)
+        at_once = self.decoder.at_once(kind, has_adapters) if self.graphs is None else WINDOW
         return _Turn(
             _slots(self.decoding),
-            Sampler.kind(self.decoding),
-            any(s.adapter for s in self.decoding),
+            kind,
+            has_adapters,
             watched,
-            bool(watched) or any(s.request.sampling.top_logprobs for s in self.decoding),
+            1 if each_step else at_once,
             max(s.first_step + s.max_tokens - 1 for s in self.decoding),
         )
 

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from hone.engine.cache import KVCache
 from hone.engine.prefill import Stretch
+from hone.engine.slots import Slots
 from hone.kernels import cpu, row_state
 from hone.kernels.decode import Rows
 from hone.kernels.linear import LARGE_WEIGHT
 from hone.models.lora import loras
 from hone.models.transformer import Block, Linear, Transformer
+
+NO_DRAWS = (0,) * 9  # where a kernel takes what it needs for them
 
 
 class PackedModel:
@@ -43,12 +46,18 @@ class PackedModel:
         tokens[:, layers().TOKEN] = state[active, row_state.LAST]
         tokens[:, layers().POSITION] = state[active, row_state.LENGTH]
         tokens[:, layers().PAGES], tokens[:, layers().RESULT] = active * rows.table.shape[1], np.arange(B)
-        # As many tasks for each thread, of like size: threads share them out by their number.
-        threads, ROWS = torch.get_num_threads(), layers().ROWS
-        tasks = threads * -(-B // (threads * layers().BLOCK))
-        block = -(-B // (tasks * ROWS)) * ROWS
-        firsts = np.minimum(np.arange(0, B + block, block), B)
-        return self._logits(tokens, firsts, rows.table, B)
+        return self._run(tokens, _shares(B), rows.table, B)
+
+    def steps(self, rows: Rows, number: int, slots: Slots) -> None:
+        """So many tokens for each active row, drawn without penalties or filters; fewer for one that is done."""
+        B, state = len(rows.active_B), rows.state
+        tokens = np.empty((B, layers().COLUMNS), dtype=np.int64)
+        more = (x.data_ptr() for x in (rows.active_B, state))
+        self._run(
+            tokens, _shares(B), rows.table, 0, number, *more, rows.table.shape[1], slots.parameters.data_ptr(),
+            slots.stops.data_ptr(), slots.stops.shape[1], slots.tokens.data_ptr(), slots.logprobs.data_ptr(),
+            slots.tokens.shape[1],
+        )  # fmt: skip
 
     def prefill(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
         """Logits of the tokens `kept`, of all stretches end to end; keys and values of all go into the cache.
@@ -67,21 +76,31 @@ class PackedModel:
         tokens[kept, layers().RESULT] = np.arange(len(kept))
         task = np.maximum.accumulate((ends - lengths) // layers().BLOCK)  # those that start in the same block
         firsts = np.append((ends - lengths)[np.flatnonzero(np.diff(task, prepend=-1))], ends[-1])
-        return self._logits(tokens, firsts, torch.from_numpy(table), len(kept))
+        return self._run(tokens, firsts, torch.from_numpy(table), len(kept))
 
-    def _logits(self, tokens: NDArray[np.int64], firsts: NDArray[np.int64], table: Tensor, count: int) -> Tensor:
+    def _run(
+        self,
+        tokens: NDArray[np.int64],
+        firsts: NDArray[np.int64],
+        table: Tensor,
+        count: int,
+        steps: int = 0,
+        *drawing: int,
+    ) -> Tensor:
+        """`count` rows of logits; with steps what `layers.run` takes after them."""
         changes = sum(parameter._version for parameter in self.parameters)
         if self.is_stale or changes != self._changes:
             self._pack()
             self.is_stale, self._changes = False, changes
         model, spec, weight = self.model, self.model.spec, self.model.embed.weight
         out = weight.new_empty(count, spec.vocab_size)
-        layers().logits(
+        layers().run(
             len(firsts) - 1, firsts.ctypes.data, tokens.ctypes.data, spec.hidden_size, spec.num_attention_heads,
             spec.num_key_value_heads, spec.head_dim, spec.intermediate_size, spec.vocab_size, spec.num_hidden_layers,
             self._addresses.data_ptr(), weight.data_ptr(),
             *(x.data_ptr() for x in model.rope_tables(weight.device, weight.dtype)), spec.rms_norm_eps,
             model.norm.weight.data_ptr(), self._head, self.cache.pool.size, table.data_ptr(), out.data_ptr(),
+            steps, *(drawing or NO_DRAWS),
         )  # fmt: skip
         return out
 
@@ -112,6 +131,15 @@ class PackedModel:
             table.append([*first, *second, *(x.data_ptr() for x in self.cache.store[layer])])
         self._addresses = torch.tensor(table)
         self._head = packed(self.model.head_weight_VD)
+
+
+def _shares(B: int) -> NDArray[np.int64]:
+    """Where the rows of each task begin, and the end. As many tasks for each thread, of like size: threads share them
+    out by their number."""
+    threads, ROWS = torch.get_num_threads(), layers().ROWS
+    tasks = threads * -(-B // (threads * layers().BLOCK))
+    block = -(-B // (tasks * ROWS)) * ROWS
+    return np.minimum(np.arange(0, B + block, block), B)
 
 
 def layers() -> Any:

@@ -9,7 +9,6 @@ from hone.kernels.cpu.lanes import (
     add,
     dots,
     exp,
-    floats,
     get,
     get_integer,
     largest,
@@ -206,60 +205,71 @@ def _mix(z):
     return z ^ (z >> _u(31))
 
 
+@inlined
+def draw_row(
+    row, V, logits, at, plain, plain_at, has_plain, parameters, state, stops, num_stops, tokens, logprobs, capacity,
+    advance, weights,
+):  # fmt: skip
+    """Draws a slot's token from V logits from `at` on, and notes it (`engine/sampler.py`). weights: room for V."""
+    own = row * FIELDS
+    count = get_integer(state, own + COUNT)
+    bits = _mix(_mix(_u(get_integer(state, own + SEED))) + _u(count + 1) * _u(0x9E3779B97F4A7C15))
+    uniform = np.float64(bits >> _u(11)) * 2.0**-53
+    temperature = get(parameters, row * PARAMETERS + TEMPERATURE)
+    greedy = temperature < _f(1e-5)
+    scale = _f(1) if greedy else _f(1) / temperature
+    top = get(logits, at)
+    for v in range(V):
+        top = max(top, get(logits, at + v))
+    for v in range(V):
+        weights[v] = exp((get(logits, at + v) - top) * scale)
+    whole = 0.0
+    for v in range(V):
+        whole += np.float64(weights[v])
+    token = V - 1
+    if greedy:
+        token = 0
+        while token < V - 1 and get(logits, at + token) != top:
+            token += 1
+    else:
+        target, seen = uniform * whole, 0.0
+        for v in range(V):
+            seen += np.float64(weights[v])
+            if get(logits, at + v) > _f(-1e29):
+                token = v
+                if seen > target:
+                    break
+    if has_plain:
+        scale = _f(1) / get(parameters, row * PARAMETERS + LOGPROB_TEMPERATURE)
+        top = get(plain, plain_at)
+        for v in range(V):
+            top = max(top, get(plain, plain_at + v))
+        whole = 0.0
+        for v in range(V):
+            whole += np.float64(exp((get(plain, plain_at + v) - top) * scale))
+    put_integer(tokens, row * capacity + count, token)
+    logprob = np.float64((get(plain, plain_at + token) - top) * scale) - np.log(whole)
+    put(logprobs, row * capacity + count, _f(logprob))
+    done = FULL if count + 1 >= get_integer(state, own + MAX) else 0
+    if count + 1 >= get_integer(state, own + MIN):
+        for s in range(num_stops):
+            if get_integer(stops, row * num_stops + s) == token:
+                done = STOPPED
+    put_integer(state, own + LAST, token)
+    put_integer(state, own + LENGTH, get_integer(state, own + LENGTH) + advance)
+    put_integer(state, own + COUNT, count + 1)
+    put_integer(state, own + DONE, done)
+
+
 @compiled
 def draw(
     B, V, logits, plain, has_plain, parameters, state, active, stops, num_stops, tokens, logprobs, capacity, advance
 ):
-    """Draws a token for every active row that is not done, and notes it: see `engine/sampler.py`."""
-    logits, plain = floats(logits, (B, V)), floats(plain, (B, V))
+    """Draws a token for every active row that is not done. logits, plain: B x V."""
     for b in prange(B):
         row = get_integer(active, b)
-        own = row * FIELDS
-        if get_integer(state, own + DONE) == 0:
-            count = get_integer(state, own + COUNT)
-            bits = _mix(_mix(_u(get_integer(state, own + SEED))) + _u(count + 1) * _u(0x9E3779B97F4A7C15))
-            uniform = np.float64(bits >> _u(11)) * 2.0**-53
-            temperature = get(parameters, row * PARAMETERS + TEMPERATURE)
-            greedy = temperature < _f(1e-5)
-            scale = _f(1) if greedy else _f(1) / temperature
-            weights = np.empty(V, np.float32)
-            top = logits[b, 0]
-            for v in range(V):
-                top = max(top, logits[b, v])
-            for v in range(V):
-                weights[v] = exp((logits[b, v] - top) * scale)
-            whole = 0.0
-            for v in range(V):
-                whole += np.float64(weights[v])
-            token = V - 1
-            if greedy:
-                token = 0
-                while token < V - 1 and logits[b, token] != top:
-                    token += 1
-            else:
-                target, seen = uniform * whole, 0.0
-                for v in range(V):
-                    seen += np.float64(weights[v])
-                    if logits[b, v] > _f(-1e29):
-                        token = v
-                        if seen > target:
-                            break
-            if has_plain:
-                scale = _f(1) / get(parameters, row * PARAMETERS + LOGPROB_TEMPERATURE)
-                top = plain[b, 0]
-                for v in range(V):
-                    top = max(top, plain[b, v])
-                whole = 0.0
-                for v in range(V):
-                    whole += np.float64(exp((plain[b, v] - top) * scale))
-            put_integer(tokens, row * capacity + count, token)
-            put(logprobs, row * capacity + count, _f(np.float64((plain[b, token] - top) * scale) - np.log(whole)))
-            done = FULL if count + 1 >= get_integer(state, own + MAX) else 0
-            if count + 1 >= get_integer(state, own + MIN):
-                for s in range(num_stops):
-                    if get_integer(stops, row * num_stops + s) == token:
-                        done = STOPPED
-            put_integer(state, own + LAST, token)
-            put_integer(state, own + LENGTH, get_integer(state, own + LENGTH) + advance)
-            put_integer(state, own + COUNT, count + 1)
-            put_integer(state, own + DONE, done)
+        if get_integer(state, row * FIELDS + DONE) == 0:
+            draw_row(
+                row, V, logits, b * V, plain, b * V, has_plain, parameters, state, stops, num_stops, tokens, logprobs,
+                capacity, advance, np.empty(V, np.float32),
+            )  # fmt: skip
