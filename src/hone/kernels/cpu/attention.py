@@ -5,9 +5,10 @@ The sequences that share a prefix, and the prefix itself, form a group; a group 
 may add to the gradients of the prefix without asking. Inside a task everything is a small matrix product on blocks
 that stay in the core's cache:
 
-    keys_EN (transposed, prefix | own, each padded to 16)      scores_MN = q_ME keys_EN ─ softmax ─► x values_NE
+    keys_EN (transposed, prefix | own, padded to 16)      scores_MN = q_ME keys_EN ─ softmax ─► x values_NE
 
-Backward computes the scores again from the log of their sum, so memory grows with tokens, not with their square.
+What the sequences of a group share is laid out once for them. Backward computes the scores again from the log of their
+sum, so memory grows with tokens, not with their square.
 """
 
 import numpy as np
@@ -69,16 +70,25 @@ def add_rows(x, at, count, E, out, out_at, row):
 
 
 @inlined
-def score_rows(q, q_at, keys, first, rows, P, P16, N, E, scores):
-    """scores[rows x N] of query rows first … first + rows, masked as far as the row's last tile reaches."""
+def longest(sequences, first, end, rows):
+    """Most keys, padded to 16, and most rows of a block, of some sequences."""
+    keys, most = 16, rows
+    for s in range(first, end):
+        _, length, _, P = sequences[s]
+        keys = max(keys, (P + length + 15) // 16 * 16)
+        most = max(most, min(BLOCK, (length + ROWS - 1) // ROWS * ROWS))
+    return keys, most
+
+
+@inlined
+def score_rows(q, keys, W, first, rows, P, N, E, scores):
+    """scores[rows x N] of query rows first … first + rows, masked as far as its last tile reaches. keys: E x W."""
     for r in range(0, rows, ROWS):
-        columns = min(N, P16 + (first + r + ROWS + 15) // 16 * 16)
+        columns = min(N, (P + first + r + ROWS + 15) // 16 * 16)
         for c in range(0, columns, 16):
-            tile(q, q_at + r * E, E, 1, keys, c, N, scores, r * N + c, N, E, False)
+            tile(q, r * E, E, 1, keys, c, W, scores, r * N + c, N, E, False)
         for i in range(r, r + ROWS):
-            for j in range(P, P16):
-                put(scores, i * N + j, _MASKED)
-            for j in range(P16 + first + i + 1, columns):
+            for j in range(P + first + i + 1, columns):
                 put(scores, i * N + j, _MASKED)
 
 
@@ -92,25 +102,26 @@ def forward(H, K, E, q, q_row, k, k_row, v, v_row, sequences, groups, out, logsu
     for task in prange((len(groups) - 1) * H):
         group, h = task // H, task % H
         kh = h // (H // K)
+        W, most = longest(sequences, groups[group], groups[group + 1], ROWS)
+        keys, values = np.empty(E * W, np.float32), np.empty(W * E, np.float32)
+        queries, mixed = np.empty(most * E, np.float32), np.empty(most * E, np.float32)
+        scores, held = np.empty(most * W, np.float32), (0, 0)  # the prefix that is laid out
         for s in range(groups[group], groups[group + 1]):
             start, length, prefix, P = sequences[s]
-            P16 = (P + 15) // 16 * 16
-            N = P16 + (length + 15) // 16 * 16
-            keys, values = np.empty(E * N, np.float32), np.empty(N * E, np.float32)
-            copy_columns(k, prefix * k_row + kh * E, k_row, P, P16, E, keys, 0, N)
-            copy_columns(k, start * k_row + kh * E, k_row, length, N - P16, E, keys, P16, N)
-            copy_rows(v, prefix * v_row + kh * E, v_row, P, P16, _f(1), E, values, 0)
-            copy_rows(v, start * v_row + kh * E, v_row, length, N - P16, _f(1), E, values, P16 * E)
-            block = min(BLOCK, (length + ROWS - 1) // ROWS * ROWS)
-            queries, mixed = np.empty(block * E, np.float32), np.empty(block * E, np.float32)
-            scores = np.empty(block * N, np.float32)
+            N = (P + length + 15) // 16 * 16
+            if held != (prefix, P):
+                copy_columns(k, prefix * k_row + kh * E, k_row, P, P, E, keys, 0, W)
+                copy_rows(v, prefix * v_row + kh * E, v_row, P, P, _f(1), E, values, 0)
+            held = (prefix, P)
+            copy_columns(k, start * k_row + kh * E, k_row, length, N - P, E, keys, P, W)
+            copy_rows(v, start * v_row + kh * E, v_row, length, N - P, _f(1), E, values, P * E)
             for first in range(0, length, BLOCK):
                 count = min(BLOCK, length - first)
                 rows = (count + ROWS - 1) // ROWS * ROWS
                 copy_rows(q, (start + first) * q_row + h * E, q_row, count, rows, scale, E, queries, 0)
-                score_rows(queries, 0, keys, first, rows, P, P16, N, E, scores)
+                score_rows(queries, keys, W, first, rows, P, N, E, scores)
                 for r in range(0, rows, ROWS):
-                    columns = min(N, P16 + (first + r + ROWS + 15) // 16 * 16)
+                    columns = min(N, (P + first + r + ROWS + 15) // 16 * 16)
                     for i in range(r, r + ROWS):
                         tops, sums = splat(_MASKED), splat(_f(0))
                         for j in range(i * N, i * N + columns, LANES):
@@ -138,39 +149,43 @@ def backward(H, K, E, grad, out, q, q_row, k, k_row, v, v_row, sequences, groups
     repeats, scale = H // K, _f(1) / np.sqrt(_f(E))
     for task in prange((len(groups) - 1) * K):
         group, kh = task // K, task % K
+        W, most = longest(sequences, groups[group], groups[group + 1], ROWS)
+        keys, keys_T = np.empty(W * E, np.float32), np.empty(E * W, np.float32)
+        values_T, held = np.empty(E * W, np.float32), (0, 0)  # the prefix that is laid out
+        # Whole tiles may go past the last key by less than ROWS: there is room for what nobody reads.
+        of_keys, of_values = np.empty((W + ROWS) * E, np.float32), np.empty((W + ROWS) * E, np.float32)
+        queries, grads = np.empty(most * E, np.float32), np.empty(most * E, np.float32)
+        of_queries = np.empty(most * E, np.float32)
+        scores, slopes = np.empty(most * W + ROWS, np.float32), np.empty(most * W + ROWS, np.float32)
         for s in range(groups[group], groups[group + 1]):  # prefixes stand before what adds to them
             start, length, prefix, P = sequences[s]
             for at in range((start * K + kh) * E, ((start + length) * K + kh) * E, K * E):
                 for e in range(at, at + E, LANES):
                     store(grad_k, e, splat(_f(0)))
                     store(grad_v, e, splat(_f(0)))
-            P16 = (P + 15) // 16 * 16
-            N = P16 + (length + 15) // 16 * 16
-            keys, keys_T = np.empty(N * E, np.float32), np.empty(E * N, np.float32)
-            values_T = np.empty(E * N, np.float32)
-            copy_rows(k, prefix * k_row + kh * E, k_row, P, P16, scale, E, keys, 0)
-            copy_rows(k, start * k_row + kh * E, k_row, length, N - P16, scale, E, keys, P16 * E)
-            copy_columns(k, prefix * k_row + kh * E, k_row, P, P16, E, keys_T, 0, N)
-            copy_columns(k, start * k_row + kh * E, k_row, length, N - P16, E, keys_T, P16, N)
-            copy_columns(v, prefix * v_row + kh * E, v_row, P, P16, E, values_T, 0, N)
-            copy_columns(v, start * v_row + kh * E, v_row, length, N - P16, E, values_T, P16, N)
-            # Whole tiles may go past the last key by less than ROWS: there is room for what nobody reads.
-            of_keys, of_values = np.zeros((N + ROWS) * E, np.float32), np.zeros((N + ROWS) * E, np.float32)
-            block = min(BLOCK, (length + ROWS - 1) // ROWS * ROWS)
-            queries, grads = np.empty(block * E, np.float32), np.empty(block * E, np.float32)
-            of_queries = np.empty(block * E, np.float32)
-            scores, slopes = np.zeros(block * N + ROWS, np.float32), np.zeros(block * N + ROWS, np.float32)
+            N = (P + length + 15) // 16 * 16
+            if held != (prefix, P):
+                copy_rows(k, prefix * k_row + kh * E, k_row, P, P, scale, E, keys, 0)
+                copy_columns(k, prefix * k_row + kh * E, k_row, P, P, E, keys_T, 0, W)
+                copy_columns(v, prefix * v_row + kh * E, v_row, P, P, E, values_T, 0, W)
+            held = (prefix, P)
+            copy_rows(k, start * k_row + kh * E, k_row, length, N - P, scale, E, keys, P * E)
+            copy_columns(k, start * k_row + kh * E, k_row, length, N - P, E, keys_T, P, W)
+            copy_columns(v, start * v_row + kh * E, v_row, length, N - P, E, values_T, P, W)
+            for i in range(0, (N + ROWS) * E, LANES):
+                store(of_keys, i, splat(_f(0)))
+                store(of_values, i, splat(_f(0)))
             for h in range(kh * repeats, (kh + 1) * repeats):
                 for first in range(0, length, BLOCK):
                     count = min(BLOCK, length - first)
                     rows = (count + ROWS - 1) // ROWS * ROWS
                     copy_rows(q, (start + first) * q_row + h * E, q_row, count, rows, scale, E, queries, 0)
                     copy_rows(grad, ((start + first) * H + h) * E, H * E, count, rows, _f(1), E, grads, 0)
-                    score_rows(queries, 0, keys_T, first, rows, P, P16, N, E, scores)
+                    score_rows(queries, keys_T, W, first, rows, P, N, E, scores)
                     for r in range(0, rows, ROWS):
-                        columns = min(N, P16 + (first + r + ROWS + 15) // 16 * 16)
+                        columns = min(N, (P + first + r + ROWS + 15) // 16 * 16)
                         for c in range(0, columns, 16):
-                            tile(grads, r * E, E, 1, values_T, c, N, slopes, r * N + c, N, E, False)
+                            tile(grads, r * E, E, 1, values_T, c, W, slopes, r * N + c, N, E, False)
                         for i in range(r, r + ROWS):
                             inner, top = _f(0), _f(0)
                             if i < count:
@@ -190,8 +205,8 @@ def backward(H, K, E, grad, out, q, q_row, k, k_row, v, v_row, sequences, groups
                         for e in range(0, E, 16):
                             tile(slopes, r * N, N, 1, keys, e, E, of_queries, r * E + e, E, columns, False)
                     for c in range(0, N, ROWS):
-                        # Own keys from c on are seen from row c - P16 on: whole tiles before it are zeros.
-                        skip = max(0, c - P16 - first) // ROWS * ROWS
+                        # Own keys from c on are seen from row c - P on: whole tiles before it are zeros.
+                        skip = max(0, c - P - first) // ROWS * ROWS
                         if skip < rows:
                             for e in range(0, E, 16):
                                 a, b = skip * N + c, skip * E + e
@@ -202,5 +217,5 @@ def backward(H, K, E, grad, out, q, q_row, k, k_row, v, v_row, sequences, groups
                             store(grad_q, ((start + first + i) * H + h) * E + e, load(of_queries, i * E + e))
             add_rows(of_keys, 0, P, E, grad_k, (prefix * K + kh) * E, K * E)
             add_rows(of_values, 0, P, E, grad_v, (prefix * K + kh) * E, K * E)
-            add_rows(of_keys, P16 * E, length, E, grad_k, (start * K + kh) * E, K * E)
-            add_rows(of_values, P16 * E, length, E, grad_v, (start * K + kh) * E, K * E)
+            add_rows(of_keys, P * E, length, E, grad_k, (start * K + kh) * E, K * E)
+            add_rows(of_values, P * E, length, E, grad_v, (start * K + kh) * E, K * E)
