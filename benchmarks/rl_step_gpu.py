@@ -5,7 +5,8 @@
 The work of all: 8 prompts x 16 rollouts of one length, full fine-tuning in bf16 from the same random weights, one
 optimiser step, each in a process of its own with the GPU to itself; ours runs before and after the peers. PYTHON has
 TRL, and vLLM for that peer. Medians from the third step on. The floor is what the card needs at the least: weights,
-keys and values, a group's prompt once, read for each decoded token, and the arithmetic of training at the rate of a large product.
+keys and values, a group's prompt once, read for each decoded token, and the arithmetic of training at the rate of a
+large product.
 """
 
 import argparse
