@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -87,7 +88,11 @@ async def fire(server: Server, model: str, count: int, seed: int) -> tuple[Count
             headers = {"content-type": "application/json"}
             async with slots:
                 try:
-                    answer = await client.request(method, url_of(server, path), content=said, headers=headers)
+                    ask = partial(client.request, method, url_of(server, path), content=said, headers=headers)
+                    try:
+                        answer = await ask()
+                    except httpx.ReadError:  # the server closed an idle connection just as this request was sent
+                        answer = await ask()
                 except httpx.HTTPError as error:
                     wrong.append(f"{type(error).__name__}: {method} {path} {str(body)[:300]}")
                     return
