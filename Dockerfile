@@ -19,7 +19,7 @@ RUN if [ "$TORCH" = cpu ]; then \
       && uv pip install --index-url "$TORCH_CPU_INDEX" "$(grep -oE '^torch==[^ ;+]+' /tmp/all.txt)" \
       && grep -vE '^(torch|triton|nvidia|cuda)' /tmp/all.txt > /tmp/rest.txt && uv pip install -r /tmp/rest.txt; \
     else uv sync --locked --no-dev --extra forms; fi \
-    && rm -rf /root/.cache /tmp/*.txt
+    && rm -rf "$HOME/.cache" /tmp/*.txt
 
 # `uv run COMMAND` works for any user, without a network, and changes nothing here.
 ENV PATH=/app/.venv/bin:$PATH UV_PROJECT=/app UV_NO_SYNC=1 UV_OFFLINE=1 UV_FROZEN=1 UV_CACHE_DIR=/tmp/uv-cache \

@@ -23,11 +23,10 @@ PARTS = {"generate": "#0f766e", "train": "#4338ca", "rest": "#9ca3af"}
 def programs(args: argparse.Namespace) -> dict[str, list[str]]:
     """Words of each, by name. The shortest first: a table that is cut short has the most."""
     trl, vllm = (["--trl", args.trl] if args.trl else []), (["--vllm", args.vllm] if args.vllm else [])
-    found = {
+    return {
         "rl_step_gpu": trl, "rl_gpu": [], "weights_gpu": ["--ways", "nccl"], "generate_gpu": vllm, "exact_gpu": [],
         "train_gpu": trl or ["--only", "ours"], "shapes_gpu": [],
     }  # fmt: skip
-    return {name: words for name, words in found.items() if name in (args.only or found)}
 
 
 def gpus() -> int:
@@ -89,10 +88,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="of these programs")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu")
     args = parser.parse_args()
-    wanted = programs(args)
-    if unknown := set(args.only or ()) - set(wanted):
-        args.only = None
-        parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(programs(args))}")
+    known = programs(args)
+    if unknown := set(args.only or ()) - set(known):
+        parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    wanted = {name: words for name, words in known.items() if name in (args.only or known)}
     count = gpus()
     if not count:
         parser.error("torch sees no GPU here")

@@ -8,13 +8,12 @@ trained on, and the reward after as many steps as the on-policy run has.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from peer import ROOT, finish, median
+from peer import ROOT, finish, median, with_tasks
 
 BIN = Path(sys.executable).parent
 TINY = "examples/reverse_text_tiny"
@@ -23,11 +22,9 @@ SLOW, ARGUMENTS = "slow-text", {"texts": "generated", "min_chars": 4, "max_chars
 
 
 def run(*words: object) -> None:
-    paths = os.pathsep.join([str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])])
     subprocess.run(
-        [BIN / str(words[0]), *map(str, words[1:])], check=True, stdout=subprocess.DEVNULL, cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": paths},
-    )  # fmt: skip
+        [BIN / str(words[0]), *map(str, words[1:])], check=True, stdout=subprocess.DEVNULL, cwd=ROOT, env=with_tasks()
+    )
 
 
 def warmed_up(home: Path) -> Path:

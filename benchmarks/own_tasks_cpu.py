@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from peer import ROOT
+from peer import ROOT, with_tasks
 
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "reverse_text_tiny")]
 BIN = Path(sys.executable).parent
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "own_tasks")
     parser.add_argument("--only", choices=STARTS, help="one of the tasks")
     args = parser.parse_args()
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+    os.environ |= with_tasks()
     out, is_met = args.out.resolve(), True
     print("task     SFT steps  seed  sampled: before  after    gain ± error  of what was left; greedily: the same")
     for task in [args.only] if args.only else STARTS:

@@ -50,7 +50,8 @@ def story(seed: int, args: argparse.Namespace) -> dict[str, float]:
     rl = tomllib.loads((RECIPE / "rl.toml").read_text())
     env, tokens = rl["orchestrator"]["env"][0], rl["orchestrator"]["sampling"]["max_tokens"]
     seeded, (low, high) = ("--seed", seed), args.sft_chars
-    env["args"] |= dict(zip(("min_chars", "max_chars"), args.rl_chars or (), strict=False))
+    if args.rl_chars:
+        env["args"]["min_chars"], env["args"]["max_chars"] = args.rl_chars
     tries = ("--orchestrator.env", json.dumps([env])) + (("--trainer.optim.lr", args.rl_lr) if args.rl_lr else ())
     sft_steps = args.sft_steps or tomllib.loads((RECIPE / "sft.toml").read_text())["max_steps"]
     rl_steps = args.rl_steps or rl["max_steps"]

@@ -49,20 +49,23 @@ GPU = ("--model.numerics", "exact", "--deployment", "processes", "--inference.kv
 SLOWER = 1.5  # times as long until a part is killed there
 
 
-def command(out: Path, model: Path, steps: int, level: int, vllm: str | None, on_gpu: bool) -> list[str]:
+def command(out: Path, model: Path, options: argparse.Namespace) -> list[str]:
     words = [
         *HONE, "rl", "--trainer", "@", f"{TINY}/rl/train.toml", "--orchestrator", "@", f"{TINY}/rl/orch.toml",
-        "--inference", "@", f"{TINY}/rl/infer.toml", "--model.name", model, "--output-dir", out, "--max-steps", steps,
+        "--inference", "@", f"{TINY}/rl/infer.toml", "--model.name", model, "--output-dir", out,
+        "--max-steps", options.steps,
         "--seq-len", 32, "--orchestrator.batch-size", GROUPS * ROLLOUTS,
         "--orchestrator.rollouts-per-example", ROLLOUTS, "--orchestrator.sampling.max-tokens", 16,
-        "--inference.server.port", 0, "--max-async-level", level, "--orchestrator.env", json.dumps(ENVIRONMENT),
+        "--inference.server.port", 0, "--max-async-level", int(options.ahead),
+        "--orchestrator.env", json.dumps(ENVIRONMENT),
         "--ckpt.interval", 1, "--ckpt.keep", 2, "--trainer.clean", "false", "--resume", "auto",
         "--trainer.scheduler.type", "constant",
     ]  # fmt: skip
-    if vllm:
-        words += ["--inference.backend", "vllm", "--inference.vllm-python", vllm, "--inference.enforce-eager", "true"]
+    if options.vllm:
+        words += ["--inference.backend", "vllm", "--inference.vllm-python", options.vllm]
+        words += ["--inference.enforce-eager", "true"]
         words += ["--inference.max-model-len", 64]
-    if on_gpu:
+    if options.gpu:
         words += GPU
     return list(map(str, words))
 
@@ -105,7 +108,7 @@ def run(out: Path, model: Path, options: argparse.Namespace, parts: list[str], d
     """Runs to the end, killing these parts one after the other; returns how many kills there were."""
     done, attempts, seen, others = 0, 0, 0, engines()
     steps, vllm, times = options.steps, options.vllm, SLOWER if options.gpu else 1.0
-    words = command(out, model, steps, int(options.ahead), vllm, options.gpu)
+    words = command(out, model, options)
     while not is_over(out, steps):
         attempts += 1
         if attempts > len(parts) + 3 or (attempts > 1 and {"inference", "worker"} >= set(parts)):

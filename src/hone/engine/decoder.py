@@ -35,20 +35,17 @@ class Decoder:
 
     def at_once(self, kind: int, has_adapters: bool) -> int:
         """How many steps `step` takes in one call."""
-        return PACKED_STEPS if self._draws_packed(kind, has_adapters) else 1
-
-    def _draws_packed(self, kind: int, has_adapters: bool) -> bool:
-        return self.packed is not None and not has_adapters and kind == Sampler.PLAIN
+        return PACKED_STEPS if self.packed is not None and not has_adapters and kind == Sampler.PLAIN else 1
 
     def step(self, B: int, kind: int, has_adapters: bool, rows: Rows, steps: int = 1) -> Tensor | None:
         """One token for the first B active slots, or `steps` of them where `at_once` allows it; returns the logits, if
         the kind asks for them."""
         active_B, state = rows.active_B[:B], self.slots.state
         rows = Rows(active_B, state, rows.table, rows.shared, rows.is_wide)
-        if self.packed is not None and self._draws_packed(kind, has_adapters):
-            self.packed.steps(rows, steps, self.slots)
-            return None
         if self.packed is not None and not has_adapters:
+            if kind == Sampler.PLAIN:
+                self.packed.steps(rows, steps, self.slots)
+                return None
             return self.draw(self.packed.decode(rows), active_B, kind, advance=True, is_logits=True)
         attention = DecodeAttention(self.cache, rows)
         with self.adapters.used_by(state[active_B, column.ADAPTER] if has_adapters else None):

@@ -7,9 +7,8 @@
 Each `step` prefills the admitted prompts, then decodes a window of several steps: sampling and stop tests run on the
 device, without Python per token. On a GPU they are CUDA graphs (`graphs.py`), and the host examines the results of the
 previous window while the current one runs, so that the device never waits for the host; a small model on a CPU takes
-them in one compiled call (`packed.py`). Requests are
-admitted in the order of arrival, and the pages of their longest completion are reserved then, so that no admitted
-sequence waits for another.
+them in one compiled call (`packed.py`). Requests are admitted in the order of arrival, and the pages of their longest
+completion are reserved then, so that no admitted sequence waits for another.
 """
 
 import time

@@ -19,7 +19,7 @@ from hone.kernels.linear import LARGE_WEIGHT
 from hone.models.lora import loras
 from hone.models.transformer import Block, Linear, Transformer
 
-NO_DRAWS = (0,) * 9  # where a kernel takes what it needs for them
+NO_DRAWS = (0,) * 9  # in place of what `layers.run` needs to draw
 
 
 class PackedModel:
@@ -50,13 +50,12 @@ class PackedModel:
 
     def steps(self, rows: Rows, number: int, slots: Slots) -> None:
         """So many tokens for each active row, drawn without penalties or filters; fewer for one that is done."""
-        B, state = len(rows.active_B), rows.state
-        tokens = np.empty((B, layers().COLUMNS), dtype=np.int64)
-        more = (x.data_ptr() for x in (rows.active_B, state))
+        B = len(rows.active_B)
+        room = np.empty((B, layers().COLUMNS), dtype=np.int64)
         self._run(
-            tokens, _shares(B), rows.table, 0, number, *more, rows.table.shape[1], slots.parameters.data_ptr(),
-            slots.stops.data_ptr(), slots.stops.shape[1], slots.tokens.data_ptr(), slots.logprobs.data_ptr(),
-            slots.tokens.shape[1],
+            room, _shares(B), rows.table, 0, number, rows.active_B.data_ptr(), rows.state.data_ptr(),
+            rows.table.shape[1], slots.parameters.data_ptr(), slots.stops.data_ptr(), slots.stops.shape[1],
+            slots.tokens.data_ptr(), slots.logprobs.data_ptr(), slots.tokens.shape[1],
         )  # fmt: skip
 
     def prefill(self, stretches: list[Stretch], kept: list[int]) -> Tensor:

@@ -70,9 +70,9 @@ def add_rows(x, at, count, E, out, out_at, row):
 
 
 @inlined
-def longest(sequences, first, end, rows):
+def longest(sequences, first, end):
     """Most keys, padded to 16, and most rows of a block, of some sequences."""
-    keys, most = 16, rows
+    keys, most = 16, ROWS
     for s in range(first, end):
         _, length, _, P = sequences[s]
         keys = max(keys, (P + length + 15) // 16 * 16)
@@ -102,7 +102,7 @@ def forward(H, K, E, q, q_row, k, k_row, v, v_row, sequences, groups, out, logsu
     for task in prange((len(groups) - 1) * H):
         group, h = task // H, task % H
         kh = h // (H // K)
-        W, most = longest(sequences, groups[group], groups[group + 1], ROWS)
+        W, most = longest(sequences, groups[group], groups[group + 1])
         keys, values = np.empty(E * W, np.float32), np.empty(W * E, np.float32)
         queries, mixed = np.empty(most * E, np.float32), np.empty(most * E, np.float32)
         scores, held = np.empty(most * W, np.float32), (0, 0)  # the prefix that is laid out
@@ -149,7 +149,7 @@ def backward(H, K, E, grad, out, q, q_row, k, k_row, v, v_row, sequences, groups
     repeats, scale = H // K, _f(1) / np.sqrt(_f(E))
     for task in prange((len(groups) - 1) * K):
         group, kh = task // K, task % K
-        W, most = longest(sequences, groups[group], groups[group + 1], ROWS)
+        W, most = longest(sequences, groups[group], groups[group + 1])
         keys, keys_T = np.empty(W * E, np.float32), np.empty(E * W, np.float32)
         values_T, held = np.empty(E * W, np.float32), (0, 0)  # the prefix that is laid out
         # Whole tiles may go past the last key by less than ROWS: there is room for what nobody reads.
