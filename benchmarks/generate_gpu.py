@@ -1,7 +1,7 @@
 """Output tokens a second on one GPU, against vLLM: Qwen3-0.6B's shape, random weights, ends of sequences ignored.
 
     python benchmarks/generate_gpu.py [--vllm PYTHON] [--rounds N]
-    python benchmarks/generate_gpu.py --shapes        other models, batches and lengths (shapes_gpu.py)
+    python benchmarks/generate_gpu.py --shapes [--vllm PYTHON]       other models, batches and lengths (shapes_gpu.py)
 
 Each engine has the GPU to itself: ours runs, then vLLM, then ours again, each in a process of its own and on the same
 work. `--vllm` is a Python that has vLLM; without it ours runs alone. Start-up is from the start of the process to its
@@ -26,12 +26,13 @@ WEIGHT_BYTES, KV_BYTES = 1.192e9, 114_688  # of the model; of a token
 
 
 class Worker:
-    def __init__(self, python: str, engine: str, model: Path) -> None:
+    def __init__(self, python: str, engine: str, model: Path, *options: object) -> None:
         start = time.perf_counter()
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         self.process = subprocess.Popen(
-            [python, WORKER, engine, model], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+            [python, WORKER, engine, model, *map(str, options)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, env=environment,
+        )  # fmt: skip
         self.read()
         self.startup = time.perf_counter() - start
 
@@ -47,10 +48,13 @@ class Worker:
 
     def run(self, **command: object) -> float:
         """Tokens a second."""
+        answer = self.ask(**command)
+        return answer["tokens"] / answer["seconds"]
+
+    def ask(self, **command: object) -> dict:
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
-        answer = self.read()
-        return answer["tokens"] / answer["seconds"]
+        return self.read()
 
 
 def write_model(directory: Path) -> None:
@@ -110,13 +114,11 @@ def main() -> None:
     parser.add_argument("--vllm", help="a Python that has vLLM")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shapes", action="store_true", help="a sweep: shapes_gpu.py, with its options")
-    arguments, others = parser.parse_known_args()
-    if arguments.shapes:
+    if "--shapes" in sys.argv:
         from shapes_gpu import main as sweep
 
-        return sweep(others)
-    if others:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+        return sweep([word for word in sys.argv[1:] if word != "--shapes"])
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory))
         rate = bandwidth()

@@ -1,9 +1,10 @@
 """The same generation work for ours and a peer: workloads, and a worker that runs them when told to.
 
-    python generation.py ours|vllm|transformers MODEL_DIR < commands
+    python generation.py ours|vllm|transformers MODEL_DIR [LENGTH] < commands
     a line in: {"workload": NAME, "logprobs": BOOL, "save": PATH?}      a line out: {"seconds": S, "tokens": N}
 
-Tokens are random, ends of sequences are ignored, and every sequence is as long as its workload says.
+Tokens are random, ends of sequences are ignored, and every sequence is as long as its workload says. LENGTH is the most
+tokens of a sequence, 2,048 unless given. vLLM makes up weights for a directory that has none.
 """
 
 import gc
@@ -25,7 +26,7 @@ class Workload:
 
 def workload(name: str, seed: int = 0, vocabulary: range = VOCABULARY) -> Workload:
     """`batch_N`: N prompts of 64, 128 out; `groups`: 8 prompts of 512, 16 samples each, 128 out; `mixed`: 256 of 100 to
-    1,024 in and out; `tiny_N`: N prompts of 30, 64 out."""
+    1,024 in and out; `tiny_N`: N prompts of 30, 64 out; `each_N_P_O`: N prompts of P, O out."""
     draw = random.Random(f"{name} {seed}")
 
     def prompt(length: int) -> list[int]:
@@ -36,6 +37,9 @@ def workload(name: str, seed: int = 0, vocabulary: range = VOCABULARY) -> Worklo
         return Workload([prompt(64) for _ in range(int(number))], [128] * int(number))
     if kind == "tiny":
         return Workload([prompt(30) for _ in range(int(number))], [64] * int(number))
+    if kind == "each":
+        batch, length, output = map(int, number.split("_"))
+        return Workload([prompt(length) for _ in range(batch)], [output] * batch)
     if name == "groups":
         return Workload([p for p in (prompt(512) for _ in range(8)) for _ in range(16)], [128] * 128)
     if name == "mixed":
@@ -44,7 +48,7 @@ def workload(name: str, seed: int = 0, vocabulary: range = VOCABULARY) -> Worklo
     raise ValueError(f"no workload {name!r}")
 
 
-def ours(model_dir: str):
+def ours(model_dir: str, length: int):
     import torch
 
     from hone.engine.engine import Engine
@@ -54,7 +58,7 @@ def ours(model_dir: str):
     on_gpu = torch.cuda.is_available()
     where = {"device": "cuda", "dtype": torch.bfloat16} if on_gpu else {}
     model = load_model(Path(model_dir), **where)
-    limit = min(2048, model.spec.max_position_embeddings)
+    limit = min(length, model.spec.max_position_embeddings)
     engine = Engine(model, max_batch_size=512, max_model_len=limit, kv_cache_gib=60.0 if on_gpu else 8.0)
 
     def run(work: Workload, logprobs: bool) -> list[tuple[list[int], list[float]]]:
@@ -68,12 +72,12 @@ def ours(model_dir: str):
     return run, engine
 
 
-def vllm(model_dir: str):
+def vllm(model_dir: str, length: int):
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=model_dir, skip_tokenizer_init=True, max_model_len=2048, gpu_memory_utilization=0.8, max_num_seqs=512,
-        disable_log_stats=True,
+        model=model_dir, skip_tokenizer_init=True, max_model_len=length, gpu_memory_utilization=0.8, max_num_seqs=512,
+        disable_log_stats=True, load_format="auto" if any(Path(model_dir).glob("*.safetensors")) else "dummy",
     )  # fmt: skip
 
     def run(work: Workload, logprobs: bool) -> list[tuple[list[int], list[float]]]:
@@ -91,7 +95,7 @@ def vllm(model_dir: str):
     return run, llm
 
 
-def transformers(model_dir: str):
+def transformers(model_dir: str, length: int):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -109,9 +113,10 @@ def transformers(model_dir: str):
     return run, model
 
 
-def main(engine: str, model_dir: str) -> None:
-    vocabulary = range(5, 90) if engine == "transformers" or "tiny" in model_dir else VOCABULARY
-    run, _ = {"ours": ours, "vllm": vllm, "transformers": transformers}[engine](model_dir)
+def main(engine: str, model_dir: str, length: str = "2048") -> None:
+    size = json.loads((Path(model_dir) / "config.json").read_text())["vocab_size"]
+    vocabulary = range(5, 90) if size < 1000 else VOCABULARY[: size - 1000]
+    run, _ = {"ours": ours, "vllm": vllm, "transformers": transformers}[engine](model_dir, int(length))
     run(Workload([[vocabulary[0]] * 8], [2]), True)
     gc.freeze()  # or now and then the collector spends 0.1 s on all that was imported, in one engine or the other
     print(json.dumps({"ready": True}), flush=True)

@@ -1,19 +1,21 @@
 """Decoding by shape of model, batch and length on one GPU, each as a share of its limit: `generate_gpu.py --shapes`.
 
     python benchmarks/shapes_gpu.py [--models NAME …] [--lengths 64+128 512+512 4096+1024] [--batches 1 8 32 128]
+        [--vllm PYTHON]
 
 Random weights, bf16, logprobs on. A decode step's limit is the larger of two times: weights and every key and value
 read once at the measured bandwidth, products at the measured rate of a large one. Its time is that of all tokens less
 that of the first, over the steps between. Batches that the card's memory cannot hold are left out, and the largest that
-it holds is measured instead. A process for each model and length, one line of JSON a row.
+it holds is measured instead. A process for each model and length, one line of JSON a row. PYTHON has vLLM, which then
+does the same work without logprobs, in a process for each model after ours have ended; its steps are timed alike.
 """
 
 import argparse
-import itertools
 import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -50,6 +52,7 @@ MODELS = {
     },
 }  # fmt: skip
 TINY = ROOT / "examples" / "reverse_text_tiny" / "model"
+Cell = tuple[int, int, int]  # batch, prompt, output
 KEPT_FREE = 6e9  # bytes beside weights and cache: activations of a prefill, graphs
 
 
@@ -112,6 +115,23 @@ def measure(name: str, prompt: int, output: int, batches: list[int], rounds: int
         print(json.dumps(row), flush=True)
 
 
+def of_peer(python: str, name: str, cells: list[Cell], rounds: int) -> dict[Cell, float]:
+    """Seconds of vLLM's decode step at each batch, prompt and output."""
+    from generate_gpu import Worker
+
+    with tempfile.TemporaryDirectory(prefix="shapes_gpu") as home:
+        write_shape(Path(home) / "model", name)
+        worker = Worker(python, "vllm", Path(home) / "model", max(prompt + output for _, prompt, output in cells))
+        steps = {}
+        for batch, prompt, output in cells:
+            ask = lambda tokens: worker.ask(workload=f"each_{batch}_{prompt}_{tokens}", logprobs=False)["seconds"]  # noqa: B023, E731
+            ask(output)  # warms up
+            first, whole = (median([ask(tokens) for _ in range(rounds)]) for tokens in (1, output))
+            steps[batch, prompt, output] = (whole - first) / (output - 1)
+        worker.end()
+    return steps
+
+
 def main(words: list[str] | None = None) -> None:
     from generate_gpu import bandwidth
 
@@ -120,6 +140,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--lengths", nargs="+", default=["64+128", "512+512", "4096+1024"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128, 256])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--vllm", help="a Python that has vLLM")
     parser.add_argument("--rate", type=float, help="bytes a second; measured unless given")
     options = parser.parse_args(words)
     if options.rate and len(options.models) == len(options.lengths) == 1:
@@ -129,17 +150,25 @@ def main(words: list[str] | None = None) -> None:
     rate, figures = bandwidth(), {}
     print(f"memory: {rate / 1e12:.2f} TB/s", flush=True)
     print("| model | lengths | batch | tokens/s | ms a step | limit | share |", "|---" * 7 + "|", sep="\n", flush=True)
-    for name, length in itertools.product(options.models, options.lengths):
-        words = ["--models", name, "--lengths", length, "--rate", rate, "--rounds", options.rounds]
-        words = [sys.executable, __file__, *words, "--batches", *options.batches]
-        process = subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, text=True)
-        for line in process.stdout:
-            row = json.loads(line)
-            print(f"| {name} | {row['lengths']} | {row['batch']} | {row['tokens_per_s']:,.0f} | {row['step_ms']:.2f} | "
-                  f"{row['limit_ms']:.2f} ({row['bound']}) | {row['of_limit']:.0%} |", flush=True)  # fmt: skip
-            figures[f"{name}_{row['lengths']}_{row['batch']}"] = row["of_limit"]
-        if process.wait():
-            print(f"{name} {length}: ended with exit code {process.returncode}", flush=True)
+    for name in options.models:
+        ours: dict[Cell, float] = {}
+        for length in options.lengths:
+            words = ["--models", name, "--lengths", length, "--rate", rate, "--rounds", options.rounds]
+            words = [sys.executable, __file__, *words, "--batches", *options.batches]
+            process = subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, text=True)
+            for line in process.stdout:
+                row = json.loads(line)
+                print(f"| {name} | {length} | {row['batch']} | {row['tokens_per_s']:,.0f} | {row['step_ms']:.2f} | "
+                      f"{row['limit_ms']:.2f} ({row['bound']}) | {row['of_limit']:.0%} |", flush=True)  # fmt: skip
+                figures[f"{name}_{length}_{row['batch']}"] = row["of_limit"]
+                ours[row["batch"], *map(int, length.split("+"))] = row["step_ms"] / 1e3
+            if process.wait():
+                print(f"{name} {length}: ended with exit code {process.returncode}", flush=True)
+        for cell, seconds in (of_peer(options.vllm, name, list(ours), options.rounds) if options.vllm else {}).items():
+            batch, prompt, output = cell
+            ratio = figures[f"{name}_{prompt}+{output}_{batch}_over_vllm"] = seconds / ours[cell]
+            print(f"| vLLM, {name} | {prompt}+{output} | {batch} | | {seconds * 1e3:.2f} | | ours {ratio:.2f} times as "
+                  "fast |", flush=True)  # fmt: skip
     finish(**figures)
 
 
