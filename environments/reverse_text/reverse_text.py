@@ -4,7 +4,7 @@
 
 Texts come from the hub (default), are generated, or are read from a local file; `texts` says which.
 As a program it writes texts as SFT data: `python -m reverse_text --out sft.jsonl --min-chars 12 --max-chars 20`. With
-`--typos 0.4` two in five letters of the answers are random ones: demonstrations that RL can surpass.
+`--unreversed 0.6` three in five of the answers are the texts as they are: demonstrations that RL can surpass.
 """
 
 import argparse
@@ -116,17 +116,17 @@ def main() -> None:
     parser.add_argument("--max-chars", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--held-out", action="store_true", help="texts that training data never contains")
-    parser.add_argument("--typos", type=float, default=0.0, help="share of letters of the answers that are random ones")
+    parser.add_argument("--unreversed", type=float, default=0.0, help="share of answers that leave the text as it is")
     args = parser.parse_args()
-    if not 0 <= args.typos <= 1:
-        parser.error(f"--typos must be from 0 to 1, found {args.typos}")
-    rng = random.Random(f"{args.seed} typos")
+    if not 0 <= args.unreversed <= 1:
+        parser.error(f"--unreversed must be from 0 to 1, found {args.unreversed}")
+    rng = random.Random(f"{args.seed} unreversed")
     texts = generate_texts(args.num_examples, args.min_chars, args.max_chars, args.seed, args.held_out)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w") as file:
         for text in texts:
-            typed = "".join(rng.choice(LETTERS) if rng.random() < args.typos else letter for letter in text[::-1])
-            answer = f"<reversed_text>{typed}</reversed_text>"
+            given = text if rng.random() < args.unreversed else text[::-1]
+            answer = f"<reversed_text>{given}</reversed_text>"
             messages = [
                 {"role": "system", "content": SYSTEM_PROMPT},
                 {"role": "user", "content": text},
