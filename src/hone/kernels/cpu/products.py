@@ -15,13 +15,16 @@ import numpy as np
 from numba import prange
 
 from hone.kernels.cpu import compiled, inlined, isa
-from hone.kernels.cpu.lanes import LANES, get, load, put, store, tile_of
+from hone.kernels.cpu.lanes import LANES, get, load, prefetch, put, store, tile_of
 
 ROWS, WIDTH = isa().rows, isa().vectors * LANES  # of a tile
 BLOCK_M, BLOCK_K = 64 // ROWS * ROWS, 256  # rows of a task; depth after which a tile goes back to memory
 PANELS = 4  # of a task
 BLOCK_T = 384 // ROWS * ROWS  # rows of a task whose A is transposed, at most
-ROOM = BLOCK_K * ROWS + LANES  # of a tile's rows of A, and for the end of the last vector
+STRETCH = 128  # of K that is packed at once where A is transposed
+ROOM = STRETCH * ROWS + LANES  # of a tile's rows of A, and for the end of the last vector
+SPAN = -(-ROWS // LANES) * LANES  # of whole vectors that hold a tile's rows
+LINE = 16  # numbers of a cache line
 _f = np.float32
 tile = tile_of(ROWS, isa().vectors)
 
@@ -104,17 +107,33 @@ def multiply(M, N, K, a, a_row, a_column, b, b_row, b_column, out):
 
 
 @inlined
-def pack_rows(a, at, a_column, rows, K, packed):
-    """`rows` rows of A, side by side in memory, by tiles: K x ROWS each, ROOM apart."""
-    for k in range(K):
-        for first in range(0, rows, ROWS):
-            here, there = at + k * a_column + first, first // ROWS * ROOM + k * ROWS
-            if first + ROWS + LANES <= rows:  # whole vectors: what they hold beside the tile is written over next
+def pack_rows(a, at, a_column, rows, held, K, packed):
+    """`rows` rows of A, side by side in memory, by tiles: K x ROWS each, ROOM apart. `held`: how many there are."""
+    for first in range(0, rows, ROWS):
+        here, there = at + first, first // ROWS * ROOM
+        for k in range(K):
+            if first + SPAN <= held:  # whole vectors: what they hold beside the tile is written over next
                 for i in range(0, ROWS, LANES):
                     store(packed, there + i, load(a, here + i))
             else:
-                for i in range(min(ROWS, rows - first)):
+                for i in range(min(ROWS, held - first)):
                     put(packed, there + i, get(a, here + i))
+            here, there = here + a_column, there + ROWS
+
+
+@inlined
+def ask_for(a, at, a_column, b, b_at, b_row, lines, of_A, of_row, row, line):
+    """Asks for so many cache lines of what is packed next: `of_A` lines of each row of A, then those of B. Returns the
+    row and the line in it that come after them."""
+    for _ in range(lines):
+        if line < of_A:
+            prefetch(a, at + row * a_column + line * LINE)
+        else:
+            prefetch(b, b_at + row * b_row + (line - of_A) * LINE)
+        line += 1
+        if line == of_row:
+            row, line = row + 1, 0
+    return row, line
 
 
 @inlined
@@ -129,25 +148,34 @@ def shares_of(M, N, threads):
 
 @compiled
 def multiply_transposed(M, N, K, a, a_column, b, b_row, threads, out):
-    """The same for A[m, k] at a[m + k * a_column] and B[k, n] at b[k * b_row + n]: the same numbers to the bit."""
+    """The same for A[m, k] at a[m + k * a_column] and B[k, n] at b[k * b_row + n]: the same numbers to the bit.
+
+    A task packs STRETCH rows of both, and while it goes through their tiles it asks for those that come next."""
     blocks, spans = shares_of(M, N, threads)
     panels = (N + WIDTH - 1) // WIDTH
     width, height = (panels + spans - 1) // spans, (M + blocks * ROWS - 1) // (blocks * ROWS) * ROWS
     for task in prange(blocks * spans):
-        top, span = task // spans * height, task % spans
-        end = min(M, top + height)
-        rows, panel_of_B = np.empty(height // ROWS * ROOM, np.float32), np.empty(BLOCK_K * WIDTH, np.float32)
-        for depth in range(0, K, BLOCK_K):
-            part = min(BLOCK_K, K - depth)
-            pack_rows(a, top + depth * a_column, a_column, end - top, part, rows)
-            for panel in range(span * width, min(panels, (span + 1) * width)):
-                pack_panel(part, N, panel * WIDTH, b, b_row, 1, depth * b_row, panel_of_B, 0)
-                columns = min(WIDTH, N - panel * WIDTH)
-                for m in range(top, end, ROWS):
-                    a_at, c_at, count = (m - top) // ROWS * ROOM, m * N + panel * WIDTH, min(ROWS, end - m)
-                    if columns == WIDTH and count == ROWS:
-                        tile(rows, a_at, 1, ROWS, panel_of_B, 0, WIDTH, out, c_at, N, part, depth > 0)
-                    else:
-                        edge_tile(
-                            rows, a_at, 1, ROWS, panel_of_B, 0, out, c_at, N, part, depth > 0, count, columns
+        top, first = task // spans * height, task % spans * width
+        rows, columns = min(M - top, height), min(panels - first, width) * WIDTH
+        packed, panel_of_B = np.zeros(height // ROWS * ROOM, np.float32), np.empty(STRETCH * WIDTH, np.float32)
+        sums = np.empty(height * width * WIDTH, np.float32)  # in whole tiles
+        of_A = (rows + LINE - 1) // LINE
+        of_row = of_A + columns // LINE
+        tiles = max(1, columns // WIDTH * ((rows + ROWS - 1) // ROWS))
+        lines = (of_row * STRETCH + tiles - 1) // tiles
+        for depth in range(0, K, STRETCH):
+            part = min(STRETCH, K - depth)
+            pack_rows(a, top + depth * a_column, a_column, rows, M - top, part, packed)
+            row, line = depth + STRETCH, 0
+            for left in range(0, columns, WIDTH):
+                pack_panel(part, N, first * WIDTH + left, b, b_row, 1, depth * b_row, panel_of_B, 0)
+                for m in range(0, rows, ROWS):
+                    if row < min(K, depth + 2 * STRETCH):
+                        row, line = ask_for(
+                            a, top, a_column, b, first * WIDTH, b_row, lines, of_A, of_row, row, line
                         )  # fmt: skip
+                    a_at, c_at = m // ROWS * ROOM, m * columns + left
+                    tile(packed, a_at, 1, ROWS, panel_of_B, 0, WIDTH, sums, c_at, columns, part, depth > 0)
+        for m in range(rows):
+            for n in range(min(columns, N - first * WIDTH)):
+                put(out, (top + m) * N + first * WIDTH + n, get(sums, m * columns + n))
