@@ -175,8 +175,9 @@ def appearing(directory: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     yield partial
     readable = partial.stat().st_mode & 0o666  # safetensors writes files that nobody else may read
-    for file in (path for path in partial.rglob("*") if path.is_file()):
-        file.chmod(readable)
+    for where, _, names in os.walk(partial):
+        for name in names:
+            os.chmod(os.path.join(where, name), readable)
     shutil.rmtree(directory, ignore_errors=True)
     partial.rename(directory)
 

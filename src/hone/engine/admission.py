@@ -88,15 +88,16 @@ class Admission:
     def started(self, leaders: list[Sequence]) -> None:
         """Ends the prefill of these sequences and their siblings. They share the full pages of the prompt; the last,
         partial page is copied for each sibling, since decoding writes to it."""
-        source, target = [], []
+        source, target, most = [], [], 0
         for leader in leaders:
             full, rest = divmod(len(leader.prompt), self.pool.size)
             if rest:
+                most = max(most, rest)
                 source += [leader.pages[full]] * len(leader.siblings)
                 target += [sibling.pages[full] for sibling in leader.siblings]
             leader.siblings = []
         if target:
-            self.cache.copy_pages(source, target)
+            self.cache.copy_pages(source, target, most)
         self.prefilling = [s for s in self.prefilling if s not in leaders]
 
     def withdraw(self, sequence: Sequence) -> bool:

@@ -56,13 +56,15 @@ class KVCache:
         )
         return found
 
-    def copy_pages(self, source: list[int], target: list[int]) -> None:
-        device = self.store.device
-        pages = self.store.flatten(3).view(torch.int64)  # the wider an element, the fewer there are to be looked up
-        pages[:, :, to_device(target, device)] = pages[:, :, to_device(source, device)]
+    def copy_pages(self, source: list[int], target: list[int], tokens: int | None = None) -> None:
+        """The first `tokens` of each page, or all."""
+        here, there = (to_device(pages, self.store.device) for pages in (source, target))
+        wide = self.store.flatten(4).view(torch.int64)  # the wider an element, the fewer there are to be looked up
+        copied = [(wide[:, :, :, :tokens], 2)]
         if self.routing is not None:
-            by_page = self.routing.view(-1, self.pool.size, self.routing.shape[1])
-            by_page[to_device(target, device)] = by_page[to_device(source, device)]
+            copied.append((self.routing.view(-1, self.pool.size, self.routing.shape[1])[:, :tokens], 0))
+        for pages, dimension in copied:
+            pages.index_copy_(dimension, there, pages.index_select(dimension, here))
 
 
 class DecodeAttention:

@@ -5,6 +5,7 @@ steps run before the host looks (`kernels/row_state.py` has the columns).
 """
 
 import math
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,13 @@ from torch import Tensor
 
 from hone.engine.sequence import Sequence
 from hone.kernels import row_state as column
+
+
+# As the device has them (`row_state.PARAMETERS`); the second is the temperature of logprobs.
+PARAMETERS = attrgetter(
+    "temperature", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty",
+)  # fmt: skip
 
 
 class Slots:
@@ -45,34 +53,24 @@ class Slots:
         """Sets the slots of these sequences to their start."""
         index = to_device([s.slot for s in sequences], self.device)
         most = min(max(len(s.pages) for s in sequences) + 1, self.table.shape[1])  # 0 behind the last: the spare page
+        samplings = [s.request.sampling for s in sequences]
         state = np.zeros((len(sequences), column.FIELDS), dtype=np.int64)
-        parameters = np.ones((len(sequences), column.PARAMETERS), dtype=np.float32)
+        state[:, column.LENGTH] = [len(s.prompt) for s in sequences]
+        state[:, column.MAX] = [s.max_tokens for s in sequences]
+        state[:, column.MIN] = np.minimum([each.min_tokens for each in samplings], state[:, column.MAX])
+        state[:, column.ADAPTER] = [s.adapter for s in sequences]
+        state[:, column.SEED] = [(each.seed + 2**63) % 2**64 - 2**63 for each in samplings]
+        parameters = np.array([PARAMETERS(each) for each in samplings], dtype=np.float32)
+        parameters[[each.raw_logprobs or each.temperature < 1e-5 for each in samplings], 1] = 1.0
         table = np.zeros((len(sequences), most), dtype=np.int64)
         stops = np.full((len(sequences), self.stops.shape[1]), -1, dtype=np.int64)
-        for i, s in enumerate(sequences):
-            sampling = s.request.sampling
-            state[i, column.LENGTH], state[i, column.MAX] = len(s.prompt), s.max_tokens
-            state[i, column.MIN] = min(sampling.min_tokens, s.max_tokens)
-            state[i, column.ADAPTER] = s.adapter
-            state[i, column.SEED] = (sampling.seed + 2**63) % 2**64 - 2**63
-            is_raw = sampling.raw_logprobs or sampling.temperature < 1e-5
-            parameters[i] = (
-                sampling.temperature,
-                1.0 if is_raw else sampling.temperature,
-                sampling.top_p,
-                sampling.top_k,
-                sampling.min_p,
-                sampling.repetition_penalty,
-                sampling.presence_penalty,
-                sampling.frequency_penalty,
-            )
+        for i, (s, each) in enumerate(zip(sequences, samplings, strict=True)):
             table[i, : len(s.pages)] = s.pages
-            own = () if sampling.ignore_eos else sorted(s.request.stop_ids)
+            own = () if each.ignore_eos else sorted(s.request.stop_ids)
             stops[i, : len(own)] = own
-        self.state[index] = to_device(state, self.device)
-        self.parameters[index] = to_device(parameters, self.device)
-        self.table[index, :most] = to_device(table, self.device)
-        self.stops[index] = to_device(stops, self.device)
+        tables = ((self.state, state), (self.parameters, parameters), (self.table[:, :most], table), (self.stops, stops))
+        for target, own in tables:
+            target.index_copy_(0, index, to_device(own, self.device))
 
     def snapshot(self) -> "Snapshot":
         """Starts copying the state to the host, as it is after all work launched so far; a CPU needs no copy."""
@@ -100,13 +98,13 @@ class Slots:
         """
         width = max(count, 1)
         if self.reader is None:
-            tokens, logprobs = self.tokens[slots, :width], self.logprobs[slots, :width]
-        else:
-            with torch.cuda.stream(self.reader):
-                assert snapshot.arrival is not None
-                self.reader.wait_event(snapshot.arrival)
-                index = to_device(slots, self.device)
-                tokens, logprobs = self.tokens[index, :width].cpu(), self.logprobs[index, :width].cpu()
+            own = np.array(slots)
+            return self.tokens.numpy()[own, :width].tolist(), self.logprobs.numpy()[own, :width].tolist()
+        with torch.cuda.stream(self.reader):
+            assert snapshot.arrival is not None
+            self.reader.wait_event(snapshot.arrival)
+            index = to_device(slots, self.device)
+            tokens, logprobs = self.tokens[index, :width].cpu(), self.logprobs[index, :width].cpu()
         return tokens.numpy().tolist(), logprobs.numpy().tolist()  # numpy's is three times as fast as torch's
 
 

@@ -43,10 +43,10 @@ async def ask(
     """What a function gives for those of the `available` values that it takes. Raises OutOfTime after `timeout`
     seconds; a plain function then goes on in its thread, where nobody waits for it."""
     names = wanted(function)
-    arguments = available if names is None else {k: v for k, v in available.items() if k in names}
+    arguments = available if names is None else {k: available[k] for k in names if k in available}
     if timeout is None:
         value = function(*positional, **arguments)
-        return await value if inspect.isawaitable(value) else value
+        return value if isinstance(value, float) or not inspect.isawaitable(value) else await value
     deadline = asyncio.timeout(timeout)
     try:
         async with deadline:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +104,12 @@ def extract_boxed_answer(text: str, strict: bool = False) -> str:
     return "" if strict else text
 
 
+@lru_cache(maxsize=256)
+def _between_tags(name: str, strip: bool) -> re.Pattern[str]:
+    space = r"\s*" if strip else ""
+    return re.compile(rf"<{name}>{space}(.*?){space}</{name}>", re.DOTALL)
+
+
 class XMLParser(Parser):
     """Fields written as `<field>…</field>`; a field may be a tuple of names of which any one will do.
 
@@ -126,10 +133,9 @@ class XMLParser(Parser):
             raise ValueError(f"answer_field {answer_field!r} is not one of the fields: {', '.join(names)}")
 
     def parse(self, text: str, strip: bool = True, last: bool = False) -> SimpleNamespace:
-        space = r"\s*" if strip else ""
         found: dict[str, str | None] = {}
         for name in (name for alternatives in self.fields for name in alternatives):
-            written = re.findall(rf"<{name}>{space}(.*?){space}</{name}>", text, re.DOTALL)
+            written = _between_tags(name, strip).findall(text)
             found[name] = written[-1 if last else 0] if written else None
         return SimpleNamespace(**found)
 

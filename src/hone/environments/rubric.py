@@ -159,7 +159,7 @@ class Rubric:
 
     def names(self) -> list[str]:
         """Of the functions; the second of a name is NAME_2."""
-        return numbered([name_of(func) for func in self.funcs])
+        return list(numbered(tuple(map(name_of, self.funcs))))
 
     get_reward_func_names = names
 
@@ -202,26 +202,27 @@ class RubricGroup(Rubric):
         return [_together(of_one) for of_one in zip(*found, strict=True)]
 
     def names(self) -> list[str]:
-        return numbered([name for rubric in self.rubrics for name in rubric.names()])
+        return list(numbered(tuple(name for rubric in self.rubrics for name in rubric.names())))
 
     get_reward_func_names = names
 
 
 def _together(scores: Sequence[tuple[float, dict[str, float]]]) -> tuple[float, dict[str, float]]:
     items = [(name, value) for _, metrics in scores for name, value in metrics.items() if name != RAISED]
-    names = numbered([name for name, _ in items])
+    names = numbered(tuple(name for name, _ in items))
     metrics = {name: value for name, (_, value) in zip(names, items, strict=True)}
     lost = sum(metrics.get(RAISED, 0.0) for _, metrics in scores)
     return sum(reward for reward, _ in scores), metrics | ({RAISED: lost} if lost else {})
 
 
-def numbered(given: Sequence[str]) -> list[str]:
+@functools.lru_cache(maxsize=256)
+def numbered(given: tuple[str, ...]) -> tuple[str, ...]:
     """The names, each once: the second of one is NAME_2."""
     names: list[str] = []
     for name in given:
         same = sum(one == name or one.startswith(f"{name}_") for one in names)
         names.append(f"{name}_{same + 1}" if name in names else name)
-    return names
+    return tuple(names)
 
 
 def name_of(func: RewardFunction) -> str:
@@ -230,6 +231,7 @@ def name_of(func: RewardFunction) -> str:
     return str(getattr(func, "__name__", type(func).__name__))
 
 
+@functools.lru_cache(maxsize=1024)
 def _is_of_group(func: RewardFunction) -> bool:
     return bool(OF_GROUP.keys() & set(required(func)))
 

@@ -70,13 +70,15 @@ class MultiTurnEnv(Environment):
         """Whether the conversation is over; `state["stop_condition"]` then says why. An override takes (state) or
         (messages, state)."""
         state: State = given[-1]
-        ended = next((name for name, holds in BUILT_IN.items() if holds(self, state)), "")
+        for name, holds in BUILT_IN.items():
+            if holds(self, state):
+                state["stop_condition"] = name
+                return True
         for name, condition in self._stops.items():
-            if not ended and await ask(condition, {"state": state, "environment": self}):
-                ended = name
-        if ended:
-            state["stop_condition"] = ended
-        return bool(ended)
+            if await ask(condition, {"state": state, "environment": self}):
+                state["stop_condition"] = name
+                return True
+        return False
 
     def tools_of(self, state: State) -> list[Tool] | None:
         """The tools that the model is told of."""
@@ -98,7 +100,7 @@ class MultiTurnEnv(Environment):
             while not await self._is_over(state):
                 messages = [*state["prompt"], *state["completion"]]
                 if turns:
-                    answers = _messages(await self._call("env_response", state, messages), state)
+                    answers = _messages(await self._call("env_response", state, lambda: messages), state)  # noqa: B023
                     if state.get("final_env_response") is not None:
                         state["completion"] += _messages(state["final_env_response"], state)
                         continue
@@ -145,16 +147,18 @@ class MultiTurnEnv(Environment):
             await ask(end, {})
 
     async def _is_over(self, state: State) -> bool:
-        over = bool(await self._call("is_completed", state, [*state["prompt"], *state["completion"]]))
+        over = bool(await self._call("is_completed", state, lambda: [*state["prompt"], *state["completion"]]))
         if over and not state["stop_condition"]:
             state["stop_condition"] = "is_completed"
         return over
 
-    async def _call(self, name: str, state: State, messages: list[Message] | None = None) -> Any:
+    async def _call(self, name: str, state: State, messages: Callable[[], list[Message]] | None = None) -> Any:
         """A method that may be the user's: with (messages, state) or (state), as it was written."""
         method = getattr(self, name)
+        if name in OURS and getattr(method, "__func__", None) is OURS[name]:
+            return await method(state)
         takes_messages = messages is not None and positional_names(method)[:1] not in (("state",), ())
-        positional = (messages, state) if takes_messages else (state,)
+        positional = (messages(), state) if takes_messages and messages else (state,)
         timeout = self.call_timeout if name == "env_response" and not self.times_its_calls else None
         return await ask(method, {}, timeout, positional)
 
@@ -168,6 +172,7 @@ class MultiTurnEnv(Environment):
             yield name, getattr(self, name)
 
 
+OURS = {"setup_state": MultiTurnEnv.setup_state, "is_completed": MultiTurnEnv.is_completed}  # unless overridden
 BUILT_IN: dict[str, Callable[[MultiTurnEnv, State], bool]] = {
     "prompt_too_long": lambda _, state: bool(state.get("prompt_too_long")),
     "max_turns_reached": lambda environment, state: state["turn"] >= environment.max_turns > 0,

@@ -36,7 +36,7 @@ from hone.monitors.log import component_log
 from hone.monitors.metrics import Metrics
 from hone.monitors.progress import Live
 from hone.monitors.report import StepReport
-from hone.orchestrator.orchestrator import Orchestrator
+from hone.orchestrator.orchestrator import Collected, Orchestrator
 from hone.orchestrator.rollouts_file import shown, write_rollouts
 from hone.orchestrator.teacher import Teacher
 from hone.run_directory import RunDirectory
@@ -171,12 +171,8 @@ async def train(
             await orchestrator.close()
             await service.run(partial(checkpoints.leave, step - 1, config.public(), values, progress))
             return
-        write = partial(write_rollouts, collected.groups, run.rollouts / f"step_{step}")
         live.doing("training")
-        trained = await service.run(partial(trainer.step, collected.batch, meanwhile=write))
-        await service.run(sampled.follow)
-        if trainer.trained is not None:
-            trainer.trained.write(run.rollouts / f"step_{step}")
+        trained = await service.run(partial(learn, trainer, sampled, collected, run.rollouts / f"step_{step}"))
         service.engine.set_version(step)
         seconds = time.perf_counter() - start
         values = {**collected.metrics, **trained, "time/step": seconds}
@@ -192,7 +188,8 @@ async def train(
             await service.run(save)
         live.step(f"reward {values['reward/mean']:.4f}")
         progress = collected.progress
-        await service.run(partial(checkpoints.save, step, is_last, config.public(), values, progress))
+        if checkpoints.is_due(step, is_last):
+            await service.run(partial(checkpoints.save, step, is_last, config.public(), values, progress))
         if watcher is not None and (step in weight_steps or not goes_on):
             await service.run(checkpoints.wait)  # what is told to be saved can be gone on with
             watcher.saved(run.weights_of(step))
@@ -205,6 +202,15 @@ async def train(
     run.end(last)
     trainer_log.info("Weights of step %d in %s", last, run.weights_of(last))
     trainer_log.info("%s", whole_run_line(run))
+
+
+def learn(trainer: RLTrainer, sampled: Merged, collected: Collected, directory: Path) -> dict[str, float]:
+    """A step of the trainer, which the sampler follows; the rollouts go to disk."""
+    values = trainer.step(collected.batch, meanwhile=partial(write_rollouts, collected.groups, directory))
+    sampled.follow()
+    if trainer.trained is not None:
+        trainer.trained.write(directory)
+    return values
 
 
 async def unless_asked(work: Coroutine[Any, Any, T]) -> T | None:

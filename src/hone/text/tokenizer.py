@@ -105,7 +105,7 @@ class Tokenizer:
             if text is not None:
                 rest = self.encode(text)
                 return before + rest[rest[:1] == before[-1:] :]  # without the end of the turn, if it was sampled
-        key = json.dumps([messages, args], sort_keys=True)
+        key = repr((messages, args))  # a tenth of the time that JSON takes
         ids = self._chat_cache.get(key)
         if ids is None:
             ids = self.encode(template.render(messages, add_generation_prompt=True, **args))

@@ -59,12 +59,15 @@ class Checkpoints:
         kept = f"its checkpoint is in {self.run.checkpoints}" if step else "nothing was to be kept"
         raise Left(f"ended after step {step}, as asked; {kept}; --resume auto goes on")
 
+    def is_due(self, step: int, is_last: bool) -> bool:
+        return self.policy is not None and (is_last or step % self.policy.interval == 0)
+
     def save(
         self, step: int, is_last: bool, config: dict[str, Any], metrics: dict[str, float],
         progress: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """Begins to write the checkpoint of a step, if it is due. Waits for the one before, at last for this one."""
-        if self.policy is None or not (is_last or step % self.policy.interval == 0):
+        if not self.is_due(step, is_last):
             return
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import async_save
