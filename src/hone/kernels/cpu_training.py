@@ -70,12 +70,12 @@ class _Mix(torch.autograd.Function):
         total, _, _, _, weight, qkv, *_ = saved = ctx.saved_tensors
         T, D, H, K, E = ctx.sizes
         of_q, of_k, of_v = (total.new_empty(T, n * E) for n in (H, K, K))
-        of_qkv, of_normed, of_x, of_weight = (torch.empty_like(like) for like in (qkv, total, total, weight))
-        of_norm, of_scales = total.new_empty(rows.CHUNKS, D), total.new_empty(rows.CHUNKS, 2, E)
+        of_qkv, of_x, of_weight = (torch.empty_like(like) for like in (qkv, total, weight))
+        of_norm, of_scales = total.new_empty(rows.parts(T), D), total.new_empty(rows.parts(T), 2, E)
         grads = (None if grad_total is None else grad_total.contiguous(), grad_mixed.contiguous())
         block.mix_backward(
             *ctx.sizes, torch.get_num_threads(), *_addresses(*grads, *saved), *ctx.sequences,
-            *_addresses(of_q, of_k, of_v, of_qkv, of_normed, of_x, of_norm, of_scales, of_weight),
+            *_addresses(of_q, of_k, of_v, of_qkv, of_x, of_norm, of_scales, of_weight),
         )  # fmt: skip
         of_delta = of_x if ctx.has_delta else None
         return of_x, of_delta, of_norm.sum(dim=0), of_weight, *of_scales.sum(dim=0), *[None] * 5
@@ -91,10 +91,10 @@ class _Feed(torch.autograd.Function):
         x, mixed = x.contiguous(), mixed.contiguous()
         ctx.sizes = (*x.shape, mixed.shape[1], down.shape[1])
         T, _, _, F = ctx.sizes
-        added, total, normed, delta = (torch.empty_like(x) for _ in range(4))
+        total, normed, delta = (torch.empty_like(x) for _ in range(3))
         rstd, hidden, active = x.new_empty(T), x.new_empty(T, 2 * F), x.new_empty(T, F)
         inputs = _addresses(x, mixed, out, norm, gate_up, down)
-        block.feed_forward(*ctx.sizes, eps, *inputs, *_addresses(added, total, normed, rstd, hidden, active, delta))
+        block.feed_forward(*ctx.sizes, eps, *inputs, *_addresses(total, normed, rstd, hidden, active, delta))
         ctx.save_for_backward(mixed, out, norm, total, normed, rstd, gate_up, hidden, active, down)
         ctx.set_materialize_grads(False)
         return total, delta
@@ -104,10 +104,10 @@ class _Feed(torch.autograd.Function):
         from hone.kernels.cpu import block, rows
 
         mixed, out, norm, total, _, _, gate_up, hidden, active, down = saved = ctx.saved_tensors
-        like = (active, hidden, total, total, mixed, out, gate_up, down)
-        of_active, of_hidden, of_normed, of_x, of_mixed, of_out, of_gate_up, of_down = map(torch.empty_like, like)
-        of_norm = norm.new_empty(rows.CHUNKS, len(norm))
+        like = (hidden, total, mixed, out, gate_up, down)
+        of_hidden, of_x, of_mixed, of_out, of_gate_up, of_down = map(torch.empty_like, like)
+        of_norm = norm.new_empty(rows.parts(len(total)), len(norm))
         grads = (None if grad_total is None else grad_total.contiguous(), grad.contiguous())
-        results = (of_active, of_hidden, of_normed, of_x, of_mixed, of_out, of_norm, of_gate_up, of_down)
+        results = (of_hidden, of_x, of_mixed, of_out, of_norm, of_gate_up, of_down)
         block.feed_backward(*ctx.sizes, torch.get_num_threads(), *_addresses(*grads, *saved, *results))
         return of_x, of_mixed, of_out, of_norm.sum(dim=0), of_gate_up, of_down, None

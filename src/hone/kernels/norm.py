@@ -67,7 +67,7 @@ class _AddNorm(torch.autograd.Function):
         if grad is None:
             return grad_total, grad_total if ctx.has_delta else None, None, None
         grad_x = torch.empty_like(total)
-        parts = weight.new_empty(rows.CHUNKS, len(weight))
+        parts = weight.new_empty(rows.parts(len(total)), len(weight))
         grad = grad.contiguous()
         grad_total = None if grad_total is None else grad_total.contiguous()
         rows.add_norm_backward(

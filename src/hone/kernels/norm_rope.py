@@ -110,7 +110,7 @@ class _Compiled(torch.autograd.Function):
 
         qkv, q_scale, k_scale, cos, sin, rstd = ctx.saved_tensors
         out = torch.empty_like(qkv)
-        parts = qkv.new_empty(rows.CHUNKS, 2, qkv.shape[-1])
+        parts = qkv.new_empty(rows.parts(len(qkv)), 2, qkv.shape[-1])
         T, N, E = qkv.shape
         tensors = (*(grad.contiguous() for grad in grads), qkv, q_scale, k_scale, cos, sin, rstd, out, parts)
         rows.norm_rope_backward(T, ctx.H, (N - ctx.H) // 2, E, *(t.data_ptr() for t in tensors))

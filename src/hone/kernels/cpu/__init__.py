@@ -5,9 +5,9 @@ loops do a row's work in one pass: norms, rotary positions, SwiGLU, attention ov
 logprobs. They take addresses (`tensor.data_ptr()`), which cost nothing to hand over; the functions of
 `hone.kernels` that call them see to layout and dtype.
 
-Compiled code is kept in the user's cache directory, under a hash of these sources: all environments and clones that
-have the same ones use it. It runs on torch's own threads
-where numba finds the same OpenMP library, and takes float32 alone.
+Compiled code is kept in the user's cache directory, by a hash of these sources and by processor: all environments and
+clones that have the same ones use it. It runs on torch's own threads where numba finds the same OpenMP library, and
+takes float32 alone.
 """
 
 import functools
@@ -93,7 +93,16 @@ def _numba() -> tuple[Any, bool]:
     here = Path(__file__).parent
     sources = b"".join(path.read_bytes() for path in [*sorted(here.glob("*.py")), here.parent / "row_state.py"])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hone" / "kernels"
-    directory = cache / f"{hashlib.sha256(sources).hexdigest()[:12]}-{machine.isa()}"
+    if os.environ.get("HONE_CPU_ISA") == "avx2":  # also where a program imports this and has prepared nothing
+        os.environ.update({k: v for k, v in machine.TO_AVX2.items() if k.startswith("NUMBA")})
+    os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp workqueue tbb")
+    import numba
+    from llvmlite.binding import get_host_cpu_name
+
+    numba.config.reload_config()
+    # Code for two processors in one directory, as of machines that share a home, ended in a segmentation fault.
+    processor = numba.config.CPU_NAME or get_host_cpu_name()
+    directory = cache / f"{hashlib.sha256(sources).hexdigest()[:12]}-{machine.isa()}-{processor}"
     log, keeps = logging.getLogger("hone"), True
     try:
         if not directory.exists():
@@ -104,10 +113,6 @@ def _numba() -> tuple[Any, bool]:
         log.warning("The CPU kernels are compiled for this run alone, which takes a minute or less: %s", error)
         keeps = False
     Kept.directory = directory
-    os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp workqueue tbb")
-    import numba
-
-    numba.config.reload_config()
     return numba, keeps
 
 

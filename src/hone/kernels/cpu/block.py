@@ -3,27 +3,57 @@
     x ─ add, norm ─ qkv ─ heads ─ attention ─► mixed                       mix
     x, mixed ─ out ─ add, norm ─ gate_up ─ swiglu ─ down ─► delta          feed
 
-They call the kernels that take one step each, so every number has the same bits. What they save is the time between
-kernels: Python's, and that of threads which fall asleep when nothing follows at once and have to be woken.
+A task takes BLOCK rows through all steps that lie between two that need all of them, in the cache of a core: what a
+step writes is there when the next one reads it. Every number has the same bits as by the kernels that take one step
+each. Attention, and gradients of weights, need all rows.
 
 All tensors are addresses of dense float32 memory. `one` is a number of 64 bits, where a literal 1 would have kernels
 compiled for it once more. T tokens, D hidden, H query and K key heads of E, F feed-forward.
 """
 
 import numpy as np
+from numba import prange
 
-from hone.kernels.cpu import attention, sequence
-from hone.kernels.cpu.products import multiply, multiply_transposed
+from hone.kernels.cpu import attention, compiled, inlined, sequence
+from hone.kernels.cpu.products import WIDTH, multiply_rows, multiply_transposed, pack
 from hone.kernels.cpu.rows import (
-    add_norm_backward,
-    add_norm_forward,
-    norm_rope_backward,
-    norm_rope_forward,
-    swiglu_backward,
-    swiglu_forward,
+    BLOCK,
+    add_norm_rows,
+    add_norm_rows_backward,
+    add_row,
+    norm_rope_rows,
+    norm_rope_rows_backward,
+    swiglu_row,
+    swiglu_row_backward,
 )
 
 FLOAT = 4  # bytes
+
+
+@inlined
+def times(top, end, N, K, a, packed, out, out_first):
+    """Rows top … end of A, K wide, times a packed B, N wide; out begins with row `out_first`."""
+    multiply_rows(top, end, 0, (N + WIDTH - 1) // WIDTH, N, K, a, K, 1, packed, out, out_first)
+
+
+@inlined
+def packed(N, K, b, b_row, b_column):
+    """B[K x N] as panels."""
+    panels = np.empty((N + WIDTH - 1) // WIDTH * K * WIDTH, np.float32)
+    pack(N, K, b, b_row, b_column, panels)
+    return panels
+
+
+@compiled
+def heads_of_rows(
+    T, D, H, K, E, eps, x, delta, norm, weight, q_scale, k_scale, cos, sin, sums, normed, rstd, qkv, heads, heads_rstd
+):
+    eps = np.float32(eps)
+    for part in prange((T + BLOCK - 1) // BLOCK):
+        top, end = part * BLOCK, min(T, (part + 1) * BLOCK)
+        add_norm_rows(top, end, D, x, delta, eps, norm, sums, normed, rstd)
+        times(top, end, (H + 2 * K) * E, D, normed, weight, qkv, 0)
+        norm_rope_rows(top, end, H, K, E, qkv, q_scale, k_scale, cos, sin, eps, heads, heads_rstd)
 
 
 @sequence
@@ -34,18 +64,36 @@ def mix_forward(
     """total T x D (x + delta; unused where delta is 0), normed T x D, rstd T, qkv T x (H + 2K) x E, heads T x (H + K) x
     E and heads_rstd of queries and keys, mixed T x H x E, logsum T x H."""
     N, Q, one = (H + 2 * K) * E, (H + K) * E, np.int64(1)
-    add_norm_forward(T, D, x, delta, eps, norm, total, normed, rstd)
-    multiply(T, N, D, normed, D, one, weight, one, D, qkv)
-    norm_rope_forward(T, H, K, E, qkv, q_scale, k_scale, cos, sin, eps, heads, heads_rstd)
+    panels = packed(N, D, weight, one, D)
+    heads_of_rows(
+        T, D, H, K, E, eps, x, delta, norm, panels, q_scale, k_scale, cos, sin, total, normed, rstd, qkv, heads,
+        heads_rstd,
+    )  # fmt: skip
     values = qkv + Q * FLOAT
     attention.forward(H, K, E, heads, Q, heads + H * E * FLOAT, Q, values, N, sequences, groups, mixed, logsum)
+
+
+@compiled
+def heads_of_rows_backward(
+    T, D, H, K, E, of_q, of_k, of_v, grad_total, total, norm, rstd, weight, qkv, q_scale, k_scale, cos, sin, heads_rstd,
+    of_qkv, of_x, of_norm, of_scales,
+):  # fmt: skip
+    N = (H + 2 * K) * E
+    for part in prange((T + BLOCK - 1) // BLOCK):
+        top, end = part * BLOCK, min(T, (part + 1) * BLOCK)
+        of_normed = np.empty((end - top) * D, np.float32)
+        norm_rope_rows_backward(
+            top, end, H, K, E, of_q, of_k, of_v, qkv, q_scale, k_scale, cos, sin, heads_rstd, of_qkv, of_scales,
+            part * 2 * E,
+        )  # fmt: skip
+        times(top, end, D, N, of_qkv, weight, of_normed, top)
+        add_norm_rows_backward(top, end, D, of_normed, 0, grad_total, total, norm, rstd, of_x, of_norm, part * D)
 
 
 @sequence
 def mix_backward(
     T, D, H, K, E, threads, grad_total, grad_mixed, total, norm, rstd, normed, weight, qkv, q_scale, k_scale, cos, sin,
-    heads, heads_rstd, mixed, logsum, sequences, groups, of_q, of_k, of_v, of_qkv, of_normed, of_x, of_norm, of_scales,
-    of_weight,
+    heads, heads_rstd, mixed, logsum, sequences, groups, of_q, of_k, of_v, of_qkv, of_x, of_norm, of_scales, of_weight,
 ):  # fmt: skip
     """of_x T x D, of_weight as the weight, of_norm and of_scales in parts (`rows.py`)."""
     N, Q, one = (H + 2 * K) * E, (H + K) * E, np.int64(1)
@@ -53,37 +101,65 @@ def mix_backward(
     attention.backward(
         H, K, E, grad_mixed, mixed, heads, Q, keys, Q, values, N, sequences, groups, logsum, of_q, of_k, of_v
     )
-    norm_rope_backward(T, H, K, E, of_q, of_k, of_v, qkv, q_scale, k_scale, cos, sin, heads_rstd, of_qkv, of_scales)
-    multiply(T, D, N, of_qkv, N, one, weight, D, one, of_normed)
+    panels = packed(D, N, weight, D, one)
+    heads_of_rows_backward(
+        T, D, H, K, E, of_q, of_k, of_v, grad_total, total, norm, rstd, panels, qkv, q_scale, k_scale, cos, sin,
+        heads_rstd, of_qkv, of_x, of_norm, of_scales,
+    )  # fmt: skip
     multiply_transposed(N, D, T, of_qkv, N, normed, D, threads, of_weight)
-    add_norm_backward(T, D, of_normed, grad_total, total, norm, rstd, of_x, of_norm)
+
+
+@compiled
+def feed_rows(T, D, A, F, eps, x, mixed, out, norm, gate_up, down, total, normed, rstd, hidden, active, delta):
+    eps = np.float32(eps)
+    for part in prange((T + BLOCK - 1) // BLOCK):
+        top, end = part * BLOCK, min(T, (part + 1) * BLOCK)
+        times(top, end, D, A, mixed, out, total, 0)
+        add_row(total, top * D, x, top * D, (end - top) * D, total, top * D)
+        add_norm_rows(top, end, D, total, 0, eps, norm, total, normed, rstd)
+        times(top, end, 2 * F, D, normed, gate_up, hidden, 0)
+        for t in range(top, end):
+            swiglu_row(hidden, 2 * t * F, F, active, t * F)
+        times(top, end, D, F, active, down, delta, 0)
 
 
 @sequence
-def feed_forward(
-    T, D, A, F, eps, x, mixed, out, norm, gate_up, down, added, total, normed, rstd, hidden, active, delta
-):
-    """A = H E. added, total, normed and delta T x D, rstd T, hidden T x 2F, active T x F."""
+def feed_forward(T, D, A, F, eps, x, mixed, out, norm, gate_up, down, total, normed, rstd, hidden, active, delta):
+    """A = H E. total, normed and delta T x D, rstd T, hidden T x 2F, active T x F."""
     one = np.int64(1)
-    multiply(T, D, A, mixed, A, one, out, one, A, added)
-    add_norm_forward(T, D, x, added, eps, norm, total, normed, rstd)
-    multiply(T, 2 * F, D, normed, D, one, gate_up, one, D, hidden)
-    swiglu_forward(T, F, hidden, active)
-    multiply(T, D, F, active, F, one, down, one, F, delta)
+    weights = packed(D, A, out, one, A), packed(2 * F, D, gate_up, one, D), packed(D, F, down, one, F)
+    feed_rows(
+        T, D, A, F, eps, x, mixed, weights[0], norm, weights[1], weights[2], total, normed, rstd, hidden, active, delta
+    )  # fmt: skip
+
+
+@compiled
+def feed_rows_backward(
+    T, D, A, F, grad_total, grad, out, norm, total, rstd, gate_up, hidden, down, of_hidden, of_x, of_mixed, of_norm
+):
+    for part in prange((T + BLOCK - 1) // BLOCK):
+        top, end = part * BLOCK, min(T, (part + 1) * BLOCK)
+        of_active, of_normed = np.empty((end - top) * F, np.float32), np.empty((end - top) * D, np.float32)
+        times(top, end, F, D, grad, down, of_active, top)
+        for t in range(top, end):
+            swiglu_row_backward(F, of_active, (t - top) * F, hidden, 2 * t * F, of_hidden)
+        times(top, end, D, 2 * F, of_hidden, gate_up, of_normed, top)
+        add_norm_rows_backward(top, end, D, of_normed, 0, grad_total, total, norm, rstd, of_x, of_norm, part * D)
+        times(top, end, A, D, of_x, out, of_mixed, 0)
 
 
 @sequence
 def feed_backward(
     T, D, A, F, threads, grad_total, grad, mixed, out, norm, total, normed, rstd, gate_up, hidden, active, down,
-    of_active, of_hidden, of_normed, of_x, of_mixed, of_out, of_norm, of_gate_up, of_down,
+    of_hidden, of_x, of_mixed, of_out, of_norm, of_gate_up, of_down,
 ):  # fmt: skip
     """of_x T x D, of_mixed T x A, gradients of weights as these; of_norm in parts."""
     one = np.int64(1)
-    multiply(T, F, D, grad, D, one, down, F, one, of_active)
+    weights = packed(A, D, out, A, one), packed(D, 2 * F, gate_up, D, one), packed(F, D, down, F, one)
+    feed_rows_backward(
+        T, D, A, F, grad_total, grad, weights[0], norm, total, rstd, weights[1], hidden, weights[2], of_hidden, of_x,
+        of_mixed, of_norm,
+    )  # fmt: skip
     multiply_transposed(D, F, T, grad, D, active, F, threads, of_down)
-    swiglu_backward(T, F, of_active, hidden, of_hidden)
-    multiply(T, D, 2 * F, of_hidden, 2 * F, one, gate_up, D, one, of_normed)
     multiply_transposed(2 * F, D, T, of_hidden, 2 * F, normed, D, threads, of_gate_up)
-    add_norm_backward(T, D, of_normed, grad_total, total, norm, rstd, of_x, of_norm)
-    multiply(T, A, D, of_x, D, one, out, A, one, of_mixed)
     multiply_transposed(D, A, T, of_x, D, mixed, A, threads, of_out)

@@ -81,6 +81,23 @@ def multiply_packed(rows, N, K, a, a_row, packed, out, out_row):
                 tile(a, m * a_row + depth, a_row, 1, packed, b_at, WIDTH, out, c_at, out_row, part, depth > 0)
 
 
+@inlined
+def multiply_rows(top, end, first, last, N, K, a, a_row, a_column, packed, out, out_first):
+    """Panels first … last of out = A times a packed B, of rows top … end; out, N wide, begins with row `out_first`."""
+    for depth in range(0, K, BLOCK_K):
+        part = min(BLOCK_K, K - depth)
+        for panel in range(first, last):
+            b_at = (panel * K + depth) * WIDTH
+            columns = min(WIDTH, N - panel * WIDTH)
+            for m in range(top, end, ROWS):
+                a_at, c_at = m * a_row + depth * a_column, (m - out_first) * N + panel * WIDTH
+                if columns == WIDTH and m + ROWS <= end:
+                    tile(a, a_at, a_row, a_column, packed, b_at, WIDTH, out, c_at, N, part, depth > 0)
+                else:
+                    rows = min(ROWS, end - m)
+                    edge_tile(a, a_at, a_row, a_column, packed, b_at, out, c_at, N, part, depth > 0, rows, columns)
+
+
 @compiled
 def multiply(M, N, K, a, a_row, a_column, b, b_row, b_column, out):
     """out M x N, dense. Addresses and strides: A[m, k] is a[m * a_row + k * a_column], and B[k, n] alike."""
@@ -91,19 +108,9 @@ def multiply(M, N, K, a, a_row, a_column, b, b_row, b_column, out):
     spans = (panels + PANELS - 1) // PANELS
     blocks = (M + BLOCK_M - 1) // BLOCK_M
     for task in prange(blocks * spans):
-        top, span = task // spans * BLOCK_M, task % spans
-        for depth in range(0, K, BLOCK_K):
-            part = min(BLOCK_K, K - depth)
-            for panel in range(span * PANELS, min(panels, (span + 1) * PANELS)):
-                b_at = (panel * K + depth) * WIDTH
-                columns = min(WIDTH, N - panel * WIDTH)
-                for m in range(top, min(M, top + BLOCK_M), ROWS):
-                    a_at, c_at = m * a_row + depth * a_column, m * N + panel * WIDTH
-                    if columns == WIDTH and m + ROWS <= M:
-                        tile(a, a_at, a_row, a_column, packed, b_at, WIDTH, out, c_at, N, part, depth > 0)
-                    else:
-                        rows = min(ROWS, M - m)
-                        edge_tile(a, a_at, a_row, a_column, packed, b_at, out, c_at, N, part, depth > 0, rows, columns)
+        top, first = task // spans * BLOCK_M, task % spans * PANELS
+        last = min(panels, first + PANELS)
+        multiply_rows(top, min(M, top + BLOCK_M), first, last, N, K, a, a_row, a_column, packed, out, 0)
 
 
 @inlined
