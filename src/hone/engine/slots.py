@@ -16,7 +16,6 @@ from torch import Tensor
 from hone.engine.sequence import Sequence
 from hone.kernels import row_state as column
 
-
 # As the device has them (`row_state.PARAMETERS`); the second is the temperature of logprobs.
 PARAMETERS = attrgetter(
     "temperature", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
@@ -68,7 +67,12 @@ class Slots:
             table[i, : len(s.pages)] = s.pages
             own = () if each.ignore_eos else sorted(s.request.stop_ids)
             stops[i, : len(own)] = own
-        tables = ((self.state, state), (self.parameters, parameters), (self.table[:, :most], table), (self.stops, stops))
+        tables = (
+            (self.state, state),
+            (self.parameters, parameters),
+            (self.table[:, :most], table),
+            (self.stops, stops),
+        )
         for target, own in tables:
             target.index_copy_(0, index, to_device(own, self.device))
 

@@ -103,7 +103,7 @@ class _Feed(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor | None, grad: Tensor) -> Any:
         from hone.kernels.cpu import block, rows
 
-        mixed, out, norm, total, _, _, gate_up, hidden, active, down = saved = ctx.saved_tensors
+        mixed, out, norm, total, _, _, gate_up, hidden, _, down = saved = ctx.saved_tensors
         like = (hidden, total, mixed, out, gate_up, down)
         of_hidden, of_x, of_mixed, of_out, of_gate_up, of_down = map(torch.empty_like, like)
         of_norm = norm.new_empty(rows.parts(len(total)), len(norm))

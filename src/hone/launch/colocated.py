@@ -23,6 +23,7 @@ from hone.engine.memory import room
 from hone.engine.rehearsal import rehearse
 from hone.environments import Environment, load_environments
 from hone.evals.held_out import evaluate
+from hone.inference import loop
 from hone.inference.service import EngineService, LocalClient
 from hone.kernels import cpu
 from hone.kernels.gpu.compiling import together
@@ -102,9 +103,10 @@ def carry_out(
         service = EngineService(engine, lockstep=True)
         progress = progress_of(sources, first - 1)
         steps = (first, weight_steps, progress, live)
-        service.run_beside(
-            train(config, loaded, environments, held_out, service, trainer, sampled, run, metrics, watcher, *steps)
+        program = train(
+            config, loaded, environments, held_out, service, trainer, sampled, run, metrics, watcher, *steps
         )
+        service.run_beside(program, loop.run)
 
 
 async def train(

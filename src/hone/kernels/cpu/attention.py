@@ -30,11 +30,12 @@ from hone.kernels.cpu.lanes import (
     store,
     tile_of,
     total,
+    transpose,
 )
 
 ROWS = isa().rows  # of a tile, ROWS x 16
 BLOCK = 64 // ROWS * ROWS  # query rows whose scores are held at once
-tile = tile_of(ROWS, 16 // LANES)
+tile, tile_down = tile_of(ROWS, 16 // LANES), tile_of(ROWS, 16 // LANES, 1)
 _f = np.float32
 _MASKED = _f(-1e30)
 
@@ -52,8 +53,13 @@ def copy_rows(x, at, row, count, padded, scale, E, out, out_at):
 @inlined
 def copy_columns(x, at, row, count, padded, E, out, out_at, N):
     """out[E x N], `padded` columns of it from `out_at` on: x[count x E] transposed, then zeros."""
+    whole = E // LANES * LANES if count >= LANES else 0
+    for start in range(0, count if whole else 0, LANES):
+        i = min(start, count - LANES)  # the last vectors may hold some of those before them once more
+        for e in range(0, whole, LANES):
+            transpose(x, at + i * row + e, row, out, out_at + e * N + i, N)
     for i in range(count):
-        for e in range(E):
+        for e in range(whole, E):
             put(out, out_at + e * N + i, get(x, at + i * row + e))
     for e in range(E):
         for i in range(count, padded):
@@ -210,8 +216,8 @@ def backward(H, K, E, grad, out, q, q_row, k, k_row, v, v_row, sequences, groups
                         if skip < rows:
                             for e in range(0, E, 16):
                                 a, b = skip * N + c, skip * E + e
-                                tile(slopes, a, 1, N, queries, b, E, of_keys, c * E + e, E, rows - skip, True)
-                                tile(scores, a, 1, N, grads, b, E, of_values, c * E + e, E, rows - skip, True)
+                                tile_down(slopes, a, 1, N, queries, b, E, of_keys, c * E + e, E, rows - skip, True)
+                                tile_down(scores, a, 1, N, grads, b, E, of_values, c * E + e, E, rows - skip, True)
                     for i in range(count):
                         for e in range(0, E, LANES):
                             store(grad_q, ((start + first + i) * H + h) * E + e, load(of_queries, i * E + e))

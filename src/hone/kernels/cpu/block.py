@@ -15,7 +15,8 @@ import numpy as np
 from numba import prange
 
 from hone.kernels.cpu import attention, compiled, inlined, sequence
-from hone.kernels.cpu.products import WIDTH, multiply_rows, multiply_transposed, pack
+from hone.kernels.cpu.lanes import prefetch
+from hone.kernels.cpu.products import LINE, WIDTH, multiply_rows, multiply_transposed, pack
 from hone.kernels.cpu.rows import (
     BLOCK,
     add_norm_rows,
@@ -34,6 +35,13 @@ FLOAT = 4  # bytes
 def times(top, end, N, K, a, packed, out, out_first):
     """Rows top … end of A, K wide, times a packed B, N wide; out begins with row `out_first`."""
     multiply_rows(top, end, 0, (N + WIDTH - 1) // WIDTH, N, K, a, K, 1, packed, out, out_first)
+
+
+@inlined
+def ask_for_rows(top, end, N, x):
+    """Has the cache fetch rows of N in their order; a product would come by six of them at a time."""
+    for i in range(top * N, end * N, LINE):
+        prefetch(x, i)
 
 
 @inlined
@@ -114,6 +122,7 @@ def feed_rows(T, D, A, F, eps, x, mixed, out, norm, gate_up, down, total, normed
     eps = np.float32(eps)
     for part in prange((T + BLOCK - 1) // BLOCK):
         top, end = part * BLOCK, min(T, (part + 1) * BLOCK)
+        ask_for_rows(top, end, A, mixed)
         times(top, end, D, A, mixed, out, total, 0)
         add_row(total, top * D, x, top * D, (end - top) * D, total, top * D)
         add_norm_rows(top, end, D, total, 0, eps, norm, total, normed, rstd)
@@ -140,6 +149,7 @@ def feed_rows_backward(
     for part in prange((T + BLOCK - 1) // BLOCK):
         top, end = part * BLOCK, min(T, (part + 1) * BLOCK)
         of_active, of_normed = np.empty((end - top) * F, np.float32), np.empty((end - top) * D, np.float32)
+        ask_for_rows(top, end, D, grad)
         times(top, end, F, D, grad, down, of_active, top)
         for t in range(top, end):
             swiglu_row_backward(F, of_active, (t - top) * F, hidden, 2 * t * F, of_hidden)

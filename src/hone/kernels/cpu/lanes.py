@@ -275,8 +275,11 @@ def exp(typing: Any, x: Any) -> Any:
 # ---------------------------------------------------------------------------------------------- products
 
 
-def tile_of(rows: int, vectors: int) -> Any:
+def tile_of(rows: int, vectors: int, together: int = 8) -> Any:
     """The core of a product, rows x (vectors * LANES) numbers of C, which stay in registers until they are done.
+
+    So many k are taken `together`, before it looks whether there are more: of few turns a processor foresees the last,
+    of many it does not, and starts anew. It takes registers where a_column is not known when this is compiled.
 
     tile(a, a_at, a_row, a_column, b, b_at, b_row, c, c_at, c_row, K, adds): C = A B, added to what is there if `adds`.
     A[m, k] stands at a_at + m * a_row + k * a_column, row k of B at b_at + k * b_row, row m of C at c_at + m * c_row.
@@ -307,27 +310,37 @@ def tile_of(rows: int, vectors: int) -> Any:
             with builder.if_then(adds):
                 there = [builder.load(place, align=4) for place in places]
                 loaded = builder.block
-            start = builder.block
             zero = number(_VECTOR, [0.0] * LANES)
             sums = [_phi(builder, _VECTOR, (zero, before), (x, loaded)) for x in there]
-            head, body, end = (builder.append_basic_block(name) for name in ("head", "body", "end"))
-            builder.branch(head)
-            builder.position_at_end(head)
-            k = _phi(builder, K.type, (number(K.type, 0), start))
-            sums = [_phi(builder, _VECTOR, (x, start)) for x in sums]
-            builder.cbranch(builder.icmp_signed("<", k, K), body, end)
-            builder.position_at_end(body)
-            row_of_B = builder.gep(first[4], [builder.mul(k, b_row)])
-            right = [builder.load(vector_at(row_of_B, v), align=4) for v in width]
-            column = builder.mul(k, a_column)
-            for m, start_of_A in enumerate(starts_of_A):
-                left = _fill(builder, builder.load(builder.gep(start_of_A, [column])))
-                for v in width:
-                    i = m * vectors + v
-                    sums[i].add_incoming(_call(builder, "llvm.fma", left, right[v], sums[i]), body)
-            k.add_incoming(builder.add(k, number(K.type, 1)), body)
-            builder.branch(head)
-            builder.position_at_end(end)
+            k = number(K.type, 0)
+            for steps in dict.fromkeys((together, 1)):
+                start, (head, body, end) = (
+                    builder.block,
+                    (builder.append_basic_block(x) for x in ("head", "body", "end")),
+                )
+                builder.branch(head)
+                builder.position_at_end(head)
+                k = _phi(builder, K.type, (k, start))
+                sums = [_phi(builder, _VECTOR, (x, start)) for x in sums]
+                following = builder.add(k, number(K.type, steps))
+                builder.cbranch(builder.icmp_signed("<=", following, K), body, end)
+                builder.position_at_end(body)
+                added = list(sums)
+                row, column = builder.mul(k, b_row), builder.mul(k, a_column)
+                for i in range(steps):
+                    if i:  # no load of the next k before those of this one, for which there is no register
+                        builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
+                        row, column = builder.add(row, b_row), builder.add(column, a_column)
+                    right = [builder.load(vector_at(builder.gep(first[4], [row]), v), align=4) for v in width]
+                    for m, start_of_A in enumerate(starts_of_A):
+                        left = _fill(builder, builder.load(builder.gep(start_of_A, [column])))
+                        for v in width:
+                            n = m * vectors + v
+                            added[n] = _call(builder, "llvm.fma", left, right[v], added[n])
+                for x, y in zip((k, *sums), (following, *added), strict=True):
+                    x.add_incoming(y, body)
+                builder.branch(head)
+                builder.position_at_end(end)
             for place, x in zip(places, sums, strict=True):
                 builder.store(x, place, align=4)
             return context.get_dummy_value()
@@ -336,6 +349,36 @@ def tile_of(rows: int, vectors: int) -> Any:
         return types.void(a, at, at, at, b, at, at, c, at, at, at, types.boolean), generate
 
     return tile
+
+
+@intrinsic
+def transpose(typing: Any, x: Any, x_at: Any, x_row: Any, out: Any, at: Any, row: Any) -> Any:
+    """out[j, i] = x[i, j] for LANES rows and columns; rows stand x_row and `row` apart."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, _, x_row, _, _, row = arguments
+        kinds, number = signature.args, ir.Constant
+        first, there = (_address(context, builder, kinds[i], arguments[i], arguments[i + 1]) for i in (0, 3))
+
+        def place(start: Any, step: Any, i: int) -> Any:
+            return builder.bitcast(builder.gep(start, [builder.mul(step, number(step.type, i))]), _VECTOR.as_pointer())
+
+        rows = [builder.load(place(first, x_row, i), align=4) for i in range(LANES)]
+        half = LANES // 2
+        while half:  # blocks of `half` x `half` beside the diagonal change places
+            for i in (i for i in range(LANES) if not i & half):
+                a, b = rows[i], rows[i + half]
+                low = [LANES + j - half if j & half else j for j in range(LANES)]
+                high = [LANES + j if j & half else j + half for j in range(LANES)]
+                masks = [number(ir.VectorType(_INT, LANES), which) for which in (low, high)]
+                rows[i], rows[i + half] = (builder.shuffle_vector(a, b, mask) for mask in masks)
+            half //= 2
+        for i, x in enumerate(rows):
+            builder.store(x, place(there, row, i), align=4)
+        return context.get_dummy_value()
+
+    at = types.intp
+    return types.void(x, at, at, out, at, at), generate
 
 
 @intrinsic

@@ -15,7 +15,7 @@ import numpy as np
 from numba import prange
 
 from hone.kernels.cpu import compiled, inlined, isa
-from hone.kernels.cpu.lanes import LANES, get, load, prefetch, put, store, tile_of
+from hone.kernels.cpu.lanes import LANES, get, load, prefetch, put, store, tile_of, transpose
 
 ROWS, WIDTH = isa().rows, isa().vectors * LANES  # of a tile
 BLOCK_M, BLOCK_K = 64 // ROWS * ROWS, 256  # rows of a task; depth after which a tile goes back to memory
@@ -55,7 +55,11 @@ def pack_panel(K, N, first, b, b_row, b_column, b_at, packed, at):
             for j in range(0, WIDTH, LANES):
                 store(packed, at + k * WIDTH + j, load(b, b_at + k * b_row + first + j))
     else:
-        for k in range(K):
+        whole = K // LANES * LANES if b_row == 1 and columns == WIDTH else 0
+        for j in range(0, WIDTH, LANES):
+            for k in range(0, whole, LANES):
+                transpose(b, b_at + k + (first + j) * b_column, b_column, packed, at + k * WIDTH + j, WIDTH)
+        for k in range(whole, K):
             for j in range(columns):
                 put(packed, at + k * WIDTH + j, get(b, b_at + k * b_row + (first + j) * b_column))
             for j in range(columns, WIDTH):
@@ -109,8 +113,11 @@ def multiply(M, N, K, a, a_row, a_column, b, b_row, b_column, out):
     blocks = (M + BLOCK_M - 1) // BLOCK_M
     for task in prange(blocks * spans):
         top, first = task // spans * BLOCK_M, task % spans * PANELS
-        last = min(panels, first + PANELS)
-        multiply_rows(top, min(M, top + BLOCK_M), first, last, N, K, a, a_row, a_column, packed, out, 0)
+        end, last = min(M, top + BLOCK_M), min(panels, first + PANELS)
+        if a_column == 1:  # known where it is compiled
+            multiply_rows(top, end, first, last, N, K, a, a_row, 1, packed, out, 0)
+        else:
+            multiply_rows(top, end, first, last, N, K, a, a_row, a_column, packed, out, 0)
 
 
 @inlined
@@ -118,7 +125,7 @@ def pack_rows(a, at, a_column, rows, held, K, packed):
     """`rows` rows of A, side by side in memory, by tiles: K x ROWS each, ROOM apart. `held`: how many there are."""
     for first in range(0, rows, ROWS):
         here, there = at + first, first // ROWS * ROOM
-        for k in range(K):
+        for _ in range(K):
             if first + SPAN <= held:  # whole vectors: what they hold beside the tile is written over next
                 for i in range(0, ROWS, LANES):
                     store(packed, there + i, load(a, here + i))
