@@ -96,20 +96,22 @@ class Slots:
     def generated(
         self, slots: list[int], count: int, snapshot: "Snapshot"
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """The first `count` tokens and logprobs of these slots, of what there was at the snapshot.
+        """The first `count` tokens and logprobs of these slots, of what there was at the snapshot; logprobs with as
+        many digits as a float32 has, or texts of them would be twice as long.
 
         On a GPU they are read beside what it computes: nothing writes to them any more.
         """
         width = max(count, 1)
         if self.reader is None:
             own = np.array(slots)
-            return self.tokens.numpy()[own, :width].tolist(), self.logprobs.numpy()[own, :width].tolist()
+            return self.tokens.numpy()[own, :width].tolist(), nine_digits(self.logprobs.numpy()[own, :width]).tolist()
         with torch.cuda.stream(self.reader):
             assert snapshot.arrival is not None
             self.reader.wait_event(snapshot.arrival)
             index = to_device(slots, self.device)
             tokens, logprobs = self.tokens[index, :width].cpu(), self.logprobs[index, :width].cpu()
-        return tokens.numpy().tolist(), logprobs.numpy().tolist()  # numpy's is three times as fast as torch's
+        # numpy's lists take a third of the time that torch's take
+        return tokens.numpy().tolist(), nine_digits(logprobs.numpy()).tolist()
 
 
 class Snapshot(NamedTuple):
@@ -124,6 +126,16 @@ class Snapshot(NamedTuple):
             self.arrival.synchronize()
         state: NDArray[np.int64] = self.state.numpy()
         return state
+
+
+def nine_digits(x: NDArray[np.float32]) -> NDArray[np.float64]:
+    """The doubles of nine decimal digits nearest to these numbers: as float32 they are the same."""
+    exact = x.astype(np.float64)
+    size = np.abs(exact)
+    is_usual = (size > 1e-12) & (size < 1e8)
+    scale = 10.0 ** (8 - np.floor(np.log10(np.where(is_usual, size, 1.0))))
+    found: NDArray[np.float64] = np.where(is_usual, np.rint(exact * scale) / scale, exact)
+    return found
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:

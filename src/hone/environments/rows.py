@@ -19,10 +19,7 @@ def row_of(rollout: Rollout, env: str, token_ids: bool = True) -> dict[str, Any]
 
 def _turn(turn: Turn, token_ids: bool) -> dict[str, Any]:
     done = turn.completion
-    tokens = {
-        "prompt_ids": turn.prompt_ids, "ids": done.ids,
-        "logprobs": [float(f"{x:.9g}") for x in done.logprobs],  # to the bit, of fp32
-    }  # fmt: skip
+    tokens = {"prompt_ids": turn.prompt_ids, "ids": done.ids, "logprobs": done.logprobs}
     return {
         **(tokens if token_ids else {"prompt_tokens": len(turn.prompt_ids), "tokens": len(done.ids)}),
         "version": done.versions[0] if done.versions else None,

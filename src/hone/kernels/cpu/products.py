@@ -32,15 +32,19 @@ tile = tile_of(ROWS, isa().vectors)
 @inlined
 def edge_tile(a, a_at, a_row, a_column, b, b_at, c, c_at, c_row, K, adds, rows, columns):
     """The same where only rows x columns of the tile exist."""
-    part, whole = np.zeros(ROWS * BLOCK_K, np.float32), np.zeros(ROWS * WIDTH, np.float32)
-    for i in range(rows):
-        for k in range(K):
-            put(part, i * BLOCK_K + k, get(a, a_at + i * a_row + k * a_column))
+    whole = np.zeros(ROWS * WIDTH, np.float32)
     if adds:
         for i in range(rows):
             for j in range(columns):
                 put(whole, i * WIDTH + j, get(c, c_at + i * c_row + j))
-    tile(part, 0, BLOCK_K, 1, b, b_at, WIDTH, whole, 0, WIDTH, K, adds)
+    if rows == ROWS:
+        tile(a, a_at, a_row, a_column, b, b_at, WIDTH, whole, 0, WIDTH, K, adds)
+    else:
+        part = np.zeros(ROWS * BLOCK_K, np.float32)
+        for i in range(rows):
+            for k in range(K):
+                put(part, i * BLOCK_K + k, get(a, a_at + i * a_row + k * a_column))
+        tile(part, 0, BLOCK_K, 1, b, b_at, WIDTH, whole, 0, WIDTH, K, adds)
     for i in range(rows):
         for j in range(columns):
             put(c, c_at + i * c_row + j, get(whole, i * WIDTH + j))
