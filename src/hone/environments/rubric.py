@@ -98,8 +98,12 @@ class Rubric:
         available = {"parser": self.parser, **available, **self.class_objects}
         if self._has_parser:  # else the environment's
             available["parser"] = self.parser
-        mine = [i for i, func in enumerate(self.funcs) if not _is_of_group(func)]
-        return self._sum({i: await self._one(self.funcs[i], available, timeout) for i in mine})
+        found: dict[int, float | None] = {}
+        for i, func in enumerate(self.funcs):
+            if not _is_of_group(func):
+                values = await self._called(func, available, timeout, _one_number)
+                found[i] = values[0] if values else None
+        return self._sum(found)
 
     async def score_group(
         self, available: Sequence[dict[str, Any]], timeout: float | None = None
@@ -110,10 +114,6 @@ class Rubric:
         mine = [i for i, func in enumerate(self.funcs) if _is_of_group(func)]
         found = {i: await self._all(self.funcs[i], every, len(available), timeout) for i in mine}
         return [self._sum({i: values[k] for i, values in found.items()}) for k in range(len(available))]
-
-    async def _one(self, func: RewardFunction, available: dict[str, Any], timeout: float | None) -> float | None:
-        values = await self._called(func, available, timeout, lambda value: [_number(value)])
-        return values[0] if values else None
 
     async def _all(
         self, func: RewardFunction, available: dict[str, Any], count: int, timeout: float | None
@@ -159,7 +159,7 @@ class Rubric:
 
     def names(self) -> list[str]:
         """Of the functions; the second of a name is NAME_2."""
-        return list(numbered(tuple(map(name_of, self.funcs))))
+        return list(_names(tuple(self.funcs)))
 
     get_reward_func_names = names
 
@@ -225,6 +225,11 @@ def numbered(given: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(names)
 
 
+@functools.lru_cache(maxsize=256)
+def _names(funcs: tuple[RewardFunction, ...]) -> tuple[str, ...]:
+    return numbered(tuple(map(name_of, funcs)))
+
+
 def name_of(func: RewardFunction) -> str:
     while isinstance(func, functools.partial):
         func = func.func
@@ -238,6 +243,10 @@ def _is_of_group(func: RewardFunction) -> bool:
 
 class _NoNumber(TypeError):
     pass
+
+
+def _one_number(value: Any) -> list[float]:
+    return [_number(value)]
 
 
 def _number(value: Any) -> float:

@@ -96,11 +96,12 @@ class MultiTurnEnv(Environment):
         turns: list[Turn] = []
         asked = 0.0  # seconds of the model
         try:
-            state = await self._call("setup_state", state) or state
+            if not self._is_ours("setup_state"):
+                state = await self._call("setup_state", state) or state
             while not await self._is_over(state):
                 messages = [*state["prompt"], *state["completion"]]
                 if turns:
-                    answers = _messages(await self._call("env_response", state, lambda: messages), state)  # noqa: B023
+                    answers = _messages(await self._call("env_response", state, messages), state)
                     if state.get("final_env_response") is not None:
                         state["completion"] += _messages(state["final_env_response"], state)
                         continue
@@ -147,18 +148,22 @@ class MultiTurnEnv(Environment):
             await ask(end, {})
 
     async def _is_over(self, state: State) -> bool:
-        over = bool(await self._call("is_completed", state, lambda: [*state["prompt"], *state["completion"]]))
+        if self._is_ours("is_completed"):
+            return await self.is_completed(state)
+        over = bool(await self._call("is_completed", state, [*state["prompt"], *state["completion"]]))
         if over and not state["stop_condition"]:
             state["stop_condition"] = "is_completed"
         return over
 
-    async def _call(self, name: str, state: State, messages: Callable[[], list[Message]] | None = None) -> Any:
+    def _is_ours(self, name: str) -> bool:
+        """Whether a method is not overridden: then it does little, and is not worth looking at for every rollout."""
+        return getattr(getattr(self, name), "__func__", None) is getattr(MultiTurnEnv, name)
+
+    async def _call(self, name: str, state: State, messages: list[Message] | None = None) -> Any:
         """A method that may be the user's: with (messages, state) or (state), as it was written."""
         method = getattr(self, name)
-        if name in OURS and getattr(method, "__func__", None) is OURS[name]:
-            return await method(state)
         takes_messages = messages is not None and positional_names(method)[:1] not in (("state",), ())
-        positional = (messages(), state) if takes_messages and messages else (state,)
+        positional = (messages, state) if takes_messages else (state,)
         timeout = self.call_timeout if name == "env_response" and not self.times_its_calls else None
         return await ask(method, {}, timeout, positional)
 
@@ -172,7 +177,6 @@ class MultiTurnEnv(Environment):
             yield name, getattr(self, name)
 
 
-OURS = {"setup_state": MultiTurnEnv.setup_state, "is_completed": MultiTurnEnv.is_completed}  # unless overridden
 BUILT_IN: dict[str, Callable[[MultiTurnEnv, State], bool]] = {
     "prompt_too_long": lambda _, state: bool(state.get("prompt_too_long")),
     "max_turns_reached": lambda environment, state: state["turn"] >= environment.max_turns > 0,
