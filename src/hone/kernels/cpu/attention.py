@@ -111,7 +111,8 @@ def forward(H, K, E, q, q_row, k, k_row, v, v_row, sequences, groups, out, logsu
         W, most = longest(sequences, groups[group], groups[group + 1])
         keys, values = np.empty(E * W, np.float32), np.empty(W * E, np.float32)
         queries, mixed = np.empty(most * E, np.float32), np.empty(most * E, np.float32)
-        scores, held = np.empty(most * W, np.float32), (0, 0)  # the prefix that is laid out
+        scores, shares = np.empty(most * W, np.float32), np.empty(most, np.float32)  # 1 / the sum of a row
+        held = (0, 0)  # the prefix that is laid out
         for s in range(groups[group], groups[group + 1]):
             start, length, prefix, P = sequences[s]
             N = (P + length + 15) // 16 * 16
@@ -138,15 +139,18 @@ def forward(H, K, E, q, q_row, k, k_row, v, v_row, sequences, groups, out, logsu
                             store(scores, j, weights)
                             sums = add(sums, weights)
                         whole = total(sums)
-                        for j in range(i * N, i * N + columns, LANES):
-                            store(scores, j, multiply(splat(_f(1) / whole), load(scores, j)))
+                        shares[i] = _f(1) / whole
                         if i < count:
                             put(logsum, (start + first + i) * H + h, top + np.log(whole))
                     for e in range(0, E, 16):
                         tile(scores, r * N, N, 1, values, e, E, mixed, r * E + e, E, columns, False)
                 for i in range(count):
                     for e in range(0, E, LANES):
-                        store(out, ((start + first + i) * H + h) * E + e, load(mixed, i * E + e))
+                        store(
+                            out,
+                            ((start + first + i) * H + h) * E + e,
+                            multiply(splat(shares[i]), load(mixed, i * E + e)),
+                        )
 
 
 @compiled

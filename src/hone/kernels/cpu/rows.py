@@ -4,7 +4,9 @@ Gradients of weights are summed in parts, one for BLOCK rows, so that they do no
 """
 
 import numpy as np
+import torch
 from numba import prange
+from torch import Tensor
 
 from hone.kernels.cpu import compiled, inlined
 from hone.kernels.cpu.lanes import LANES, add, divide, exp, get, load, multiply, multiply_add, put, splat, store, total
@@ -16,6 +18,11 @@ _f = np.float32
 def parts(T: int) -> int:
     """In how many parts the gradient of a weight of T rows comes."""
     return -(-T // BLOCK)
+
+
+def whole(parts: Tensor) -> Tensor:
+    """Their sum, in their order; by numpy, which takes a tenth of torch's time for so few."""
+    return torch.from_numpy(parts.numpy().sum(axis=0))
 
 
 @inlined
