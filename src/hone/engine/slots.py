@@ -67,14 +67,9 @@ class Slots:
             table[i, : len(s.pages)] = s.pages
             own = () if each.ignore_eos else sorted(s.request.stop_ids)
             stops[i, : len(own)] = own
-        tables = (
-            (self.state, state),
-            (self.parameters, parameters),
-            (self.table[:, :most], table),
-            (self.stops, stops),
-        )
-        for target, own in tables:
-            target.index_copy_(0, index, to_device(own, self.device))
+        targets = (self.state, self.parameters, self.table[:, :most], self.stops)
+        for target, values in zip(targets, (state, parameters, table, stops), strict=True):
+            target.index_copy_(0, index, to_device(values, self.device))
 
     def snapshot(self) -> "Snapshot":
         """Starts copying the state to the host, as it is after all work launched so far; a CPU needs no copy."""

@@ -78,7 +78,7 @@ class _Mix(torch.autograd.Function):
             *_addresses(of_q, of_k, of_v, of_qkv, of_x, of_norm, of_scales, of_weight),
         )  # fmt: skip
         of_delta = of_x if ctx.has_delta else None
-        return of_x, of_delta, rows.whole(of_norm), of_weight, *rows.whole(of_scales), *[None] * 5
+        return of_x, of_delta, rows.added_up(of_norm), of_weight, *rows.added_up(of_scales), *[None] * 5
 
 
 class _Feed(torch.autograd.Function):
@@ -110,4 +110,4 @@ class _Feed(torch.autograd.Function):
         grads = (None if grad_total is None else grad_total.contiguous(), grad.contiguous())
         results = (of_hidden, of_x, of_mixed, of_out, of_norm, of_gate_up, of_down)
         block.feed_backward(*ctx.sizes, torch.get_num_threads(), *_addresses(*grads, *saved, *results))
-        return of_x, of_mixed, of_out, rows.whole(of_norm), of_gate_up, of_down, None
+        return of_x, of_mixed, of_out, rows.added_up(of_norm), of_gate_up, of_down, None

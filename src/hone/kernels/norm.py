@@ -74,7 +74,7 @@ class _AddNorm(torch.autograd.Function):
             *total.shape, grad.data_ptr(), 0 if grad_total is None else grad_total.data_ptr(), total.data_ptr(),
             weight.data_ptr(), rstd.data_ptr(), grad_x.data_ptr(), parts.data_ptr(),
         )  # fmt: skip
-        return grad_x, grad_x if ctx.has_delta else None, rows.whole(parts), None
+        return grad_x, grad_x if ctx.has_delta else None, rows.added_up(parts), None
 
 
 class _OnGpu(torch.autograd.Function):

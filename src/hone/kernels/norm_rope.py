@@ -114,5 +114,5 @@ class _Compiled(torch.autograd.Function):
         T, N, E = qkv.shape
         tensors = (*(grad.contiguous() for grad in grads), qkv, q_scale, k_scale, cos, sin, rstd, out, parts)
         rows.norm_rope_backward(T, ctx.H, (N - ctx.H) // 2, E, *(t.data_ptr() for t in tensors))
-        grad_q_scale, grad_k_scale = rows.whole(parts)
+        grad_q_scale, grad_k_scale = rows.added_up(parts)
         return out, grad_q_scale, grad_k_scale, None, None, None, None

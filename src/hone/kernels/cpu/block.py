@@ -3,7 +3,7 @@
     x ─ add, norm ─ qkv ─ heads ─ attention ─► mixed                       mix
     x, mixed ─ out ─ add, norm ─ gate_up ─ swiglu ─ down ─► delta          feed
 
-A task takes BLOCK rows through all steps that lie between two that need all of them, in the cache of a core: what a
+A task takes a block of rows through all steps that lie between two that need all rows, in the cache of a core: what a
 step writes is there when the next one reads it. Every number has the same bits as by the kernels that take one step
 each. Attention, and gradients of weights, need all rows.
 
@@ -18,10 +18,11 @@ from hone.kernels.cpu import attention, compiled, inlined, sequence
 from hone.kernels.cpu.lanes import prefetch
 from hone.kernels.cpu.products import LINE, WIDTH, multiply_rows, multiply_transposed, pack
 from hone.kernels.cpu.rows import (
-    BLOCK,
     add_norm_rows,
     add_norm_rows_backward,
     add_row,
+    blocks_of,
+    bounds,
     norm_rope_rows,
     norm_rope_rows_backward,
     swiglu_row,
@@ -57,8 +58,8 @@ def heads_of_rows(
     T, D, H, K, E, eps, x, delta, norm, weight, q_scale, k_scale, cos, sin, sums, normed, rstd, qkv, heads, heads_rstd
 ):
     eps = np.float32(eps)
-    for part in prange((T + BLOCK - 1) // BLOCK):
-        top, end = part * BLOCK, min(T, (part + 1) * BLOCK)
+    for part in prange(blocks_of(T)):
+        top, end = bounds(part, T)
         add_norm_rows(top, end, D, x, delta, eps, norm, sums, normed, rstd)
         times(top, end, (H + 2 * K) * E, D, normed, weight, qkv, 0)
         norm_rope_rows(top, end, H, K, E, qkv, q_scale, k_scale, cos, sin, eps, heads, heads_rstd)
@@ -87,8 +88,8 @@ def heads_of_rows_backward(
     of_qkv, of_x, of_norm, of_scales,
 ):  # fmt: skip
     N = (H + 2 * K) * E
-    for part in prange((T + BLOCK - 1) // BLOCK):
-        top, end = part * BLOCK, min(T, (part + 1) * BLOCK)
+    for part in prange(blocks_of(T)):
+        top, end = bounds(part, T)
         of_normed = np.empty((end - top) * D, np.float32)
         norm_rope_rows_backward(
             top, end, H, K, E, of_q, of_k, of_v, qkv, q_scale, k_scale, cos, sin, heads_rstd, of_qkv, of_scales,
@@ -120,8 +121,8 @@ def mix_backward(
 @compiled
 def feed_rows(T, D, A, F, eps, x, mixed, out, norm, gate_up, down, total, normed, rstd, hidden, active, delta):
     eps = np.float32(eps)
-    for part in prange((T + BLOCK - 1) // BLOCK):
-        top, end = part * BLOCK, min(T, (part + 1) * BLOCK)
+    for part in prange(blocks_of(T)):
+        top, end = bounds(part, T)
         ask_for_rows(top, end, A, mixed)
         times(top, end, D, A, mixed, out, total, 0)
         add_row(total, top * D, x, top * D, (end - top) * D, total, top * D)
@@ -146,8 +147,8 @@ def feed_forward(T, D, A, F, eps, x, mixed, out, norm, gate_up, down, total, nor
 def feed_rows_backward(
     T, D, A, F, grad_total, grad, out, norm, total, rstd, gate_up, hidden, down, of_hidden, of_x, of_mixed, of_norm
 ):
-    for part in prange((T + BLOCK - 1) // BLOCK):
-        top, end = part * BLOCK, min(T, (part + 1) * BLOCK)
+    for part in prange(blocks_of(T)):
+        top, end = bounds(part, T)
         of_active, of_normed = np.empty((end - top) * F, np.float32), np.empty((end - top) * D, np.float32)
         ask_for_rows(top, end, D, grad)
         times(top, end, F, D, grad, down, of_active, top)

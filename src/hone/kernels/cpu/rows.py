@@ -1,6 +1,6 @@
 """Norms, rotary positions and SwiGLU: a row's work in one pass over it.
 
-Gradients of weights are summed in parts, one for BLOCK rows, so that they do not depend on the number of threads.
+Gradients of weights are summed in parts, one for a block of rows, so that they do not depend on the number of threads.
 """
 
 import numpy as np
@@ -10,17 +10,34 @@ from torch import Tensor
 
 from hone.kernels.cpu import compiled, inlined
 from hone.kernels.cpu.lanes import LANES, add, divide, exp, get, load, multiply, multiply_add, put, splat, store, total
-from hone.kernels.cpu.products import BLOCK_M as BLOCK
+from hone.kernels.cpu.products import BLOCK_M, ROWS
 
 _f = np.float32
 
 
+@inlined
+def block_of(T):
+    """Rows of a block, of T: as many as a task of a product takes, fewer where there would be few blocks."""
+    return max(ROWS, min(BLOCK_M, T // 16 // ROWS * ROWS))
+
+
+@inlined
+def blocks_of(T):
+    return (T + block_of(T) - 1) // block_of(T)
+
+
+@inlined
+def bounds(part, T):
+    """The first row of a block, and the end."""
+    return part * block_of(T), min(T, (part + 1) * block_of(T))
+
+
 def parts(T: int) -> int:
     """In how many parts the gradient of a weight of T rows comes."""
-    return -(-T // BLOCK)
+    return -(-T // int(block_of.py_func(T)))
 
 
-def whole(parts: Tensor) -> Tensor:
+def added_up(parts: Tensor) -> Tensor:
     """Their sum, in their order; by numpy, which takes a tenth of torch's time for so few."""
     return torch.from_numpy(parts.numpy().sum(axis=0))
 
@@ -220,15 +237,16 @@ def swiglu_row_backward(F, grad, grad_at, gate_up, at, out):
 def add_norm_forward(T, D, x, delta, eps, weight, sums, out, rstd):
     """T x D, weight D, rstd T."""
     eps = _f(eps)
-    for part in prange((T + BLOCK - 1) // BLOCK):
-        add_norm_rows(part * BLOCK, min(T, (part + 1) * BLOCK), D, x, delta, eps, weight, sums, out, rstd)
+    for part in prange(blocks_of(T)):
+        top, end = bounds(part, T)
+        add_norm_rows(top, end, D, x, delta, eps, weight, sums, out, rstd)
 
 
 @compiled
 def add_norm_backward(T, D, grad, grad_sums, sums, weight, rstd, grad_x, grad_weight):
     """Gradient of x (and of delta) T x D, of weight parts(T) x D."""
-    for part in prange((T + BLOCK - 1) // BLOCK):
-        top, end = part * BLOCK, min(T, (part + 1) * BLOCK)
+    for part in prange(blocks_of(T)):
+        top, end = bounds(part, T)
         add_norm_rows_backward(
             top, end, D, grad, top * D, grad_sums, sums, weight, rstd, grad_x, grad_weight, part * D
         )  # fmt: skip
@@ -237,9 +255,9 @@ def add_norm_backward(T, D, grad, grad_sums, sums, weight, rstd, grad_x, grad_we
 @compiled
 def norm_rope_forward(T, H, K, E, qkv, q_scale, k_scale, cos, sin, eps, out, rstd):
     eps = _f(eps)
-    for part in prange((T + BLOCK - 1) // BLOCK):
-        end = min(T, (part + 1) * BLOCK)
-        norm_rope_rows(part * BLOCK, end, H, K, E, qkv, q_scale, k_scale, cos, sin, eps, out, rstd)
+    for part in prange(blocks_of(T)):
+        top, end = bounds(part, T)
+        norm_rope_rows(top, end, H, K, E, qkv, q_scale, k_scale, cos, sin, eps, out, rstd)
 
 
 @compiled
@@ -247,9 +265,10 @@ def norm_rope_backward(
     T, H, K, E, grad_q, grad_k, grad_v, qkv, q_scale, k_scale, cos, sin, rstd, grad_qkv, grad_scales
 ):
     """Gradient of qkv T x (H + 2K) x E and of both scales: parts(T) x 2 x E."""
-    for part in prange((T + BLOCK - 1) // BLOCK):
+    for part in prange(blocks_of(T)):
+        top, end = bounds(part, T)
         norm_rope_rows_backward(
-            part * BLOCK, min(T, (part + 1) * BLOCK), H, K, E, grad_q, grad_k, grad_v, qkv, q_scale, k_scale, cos, sin,
+            top, end, H, K, E, grad_q, grad_k, grad_v, qkv, q_scale, k_scale, cos, sin,
             rstd, grad_qkv, grad_scales, part * 2 * E,
         )  # fmt: skip
 
