@@ -101,7 +101,7 @@ def _numba() -> tuple[Any, bool]:
 
     numba.config.reload_config()
     # Code for two processors in one directory, as of machines that share a home, ended in a segmentation fault.
-    processor = numba.config.CPU_NAME or get_host_cpu_name()
+    processor = os.environ.get("NUMBA_CPU_NAME") or get_host_cpu_name()
     directory = cache / f"{hashlib.sha256(sources).hexdigest()[:12]}-{machine.isa()}-{processor}"
     log, keeps = logging.getLogger("hone"), True
     try:
