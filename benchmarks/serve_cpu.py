@@ -90,6 +90,7 @@ def running(words: list[str], port: str, model: str, env: dict[str, str]) -> Ite
         sock.bind(("127.0.0.1", 0))
         number = sock.getsockname()[1]
     url, start = f"http://127.0.0.1:{number}/v1", time.perf_counter()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server, in a session of its own, ends with this, too
     process = subprocess.Popen(
         [*words, port, str(number)], env={**os.environ, **env}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         start_new_session=True,
