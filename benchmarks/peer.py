@@ -10,10 +10,9 @@ import sys
 import venv
 from pathlib import Path
 
-from hone.machine import TO_AVX2
+from hone.machine import keep_to_isa
 
-if os.environ.get("HONE_CPU_ISA") == "avx2":  # peers keep to it as ours do
-    os.environ.update(TO_AVX2)
+keep_to_isa()  # peers do, as ours
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / "benchmarks" / ".peers"
 PEER = ROOT / "benchmarks" / "trl_peer.py"

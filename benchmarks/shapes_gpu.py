@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -80,6 +81,17 @@ def timed(engine, draw: random.Random, batch: int, prompt: int, tokens: int) -> 
     return time.perf_counter() - start
 
 
+def peer_timed(worker, batch: int, prompt: int, tokens: int) -> float:
+    return worker.ask(workload=f"each_{batch}_{prompt}_{tokens}", logprobs=False)["seconds"]
+
+
+def first_and_whole(seconds: Callable[[int], float], output: int, rounds: int) -> tuple[float, float]:
+    """Medians of the seconds until the first of `output` tokens, and until the last; the first time warms up."""
+    seconds(output)
+    first, whole = (median([seconds(tokens) for _ in range(rounds)]) for tokens in (1, output))
+    return first, whole
+
+
 def measure(name: str, prompt: int, output: int, batches: list[int], rounds: int, rate: float) -> None:
     """Prints a row for each batch."""
     import torch
@@ -99,17 +111,15 @@ def measure(name: str, prompt: int, output: int, batches: list[int], rounds: int
     engine = Engine(model, max_batch_size=max(fitting), max_model_len=prompt + output, kv_cache_gib=room / 2**30)
     for batch in fitting:
         seconds = partial(timed, engine, random.Random(batch), batch, prompt)
-        seconds(output)  # captures graphs, compiles
-        first = median([seconds(1) for _ in range(rounds)])
-        whole = [seconds(output) for _ in range(rounds)]
-        step = (median(whole) - first) / (output - 1)
+        first, whole = first_and_whole(seconds, output, rounds)
+        step = (whole - first) / (output - 1)
         context = prompt + output / 2
         by_bytes = (read + batch * context * of_token) / rate
         by_flops = batch * spec.flops_per_token(context) / flops
         limit = max(by_bytes, by_flops)
         row = {
             "model": name, "batch": batch, "lengths": f"{prompt}+{output}",
-            "tokens_per_s": batch * output / median(whole), "step_ms": step * 1e3, "limit_ms": limit * 1e3,
+            "tokens_per_s": batch * output / whole, "step_ms": step * 1e3, "limit_ms": limit * 1e3,
             "of_limit": limit / step, "bound": "bytes" if by_bytes > by_flops else "flops", "first_token_s": first,
         }  # fmt: skip
         print(json.dumps(row), flush=True)
@@ -124,9 +134,8 @@ def of_peer(python: str, name: str, cells: list[Cell], rounds: int) -> dict[Cell
         worker = Worker(python, "vllm", Path(home) / "model", max(prompt + output for _, prompt, output in cells))
         steps = {}
         for batch, prompt, output in cells:
-            ask = lambda tokens: worker.ask(workload=f"each_{batch}_{prompt}_{tokens}", logprobs=False)["seconds"]  # noqa: B023, E731
-            ask(output)  # warms up
-            first, whole = (median([ask(tokens) for _ in range(rounds)]) for tokens in (1, output))
+            seconds = partial(peer_timed, worker, batch, prompt)
+            first, whole = first_and_whole(seconds, output, rounds)
             steps[batch, prompt, output] = (whole - first) / (output - 1)
         worker.end()
     return steps

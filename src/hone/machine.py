@@ -46,12 +46,17 @@ def prepare() -> None:
             os.environ.setdefault("GOMP_SPINCOUNT", _LOOKS)
         os.environ.setdefault("KMP_BLOCKTIME", "0")  # the same of LLVM's OpenMP, in ms (macOS)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores()))
-    if os.environ.get("HONE_CPU_ISA") == "avx2":
-        os.environ.update(TO_AVX2)
+    keep_to_isa()
     if wanted := os.environ.pop(GPUS_VARIABLE, ""):
         there = gpus()
         own = [there[int(i) % len(there)] for i in wanted.split(",")] if there else []
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+
+
+def keep_to_isa() -> None:
+    """Has torch and numba keep to AVX2 where HONE_CPU_ISA asks for that."""
+    if os.environ.get("HONE_CPU_ISA") == "avx2":
+        os.environ.update(TO_AVX2)
 
 
 def cores() -> int:

@@ -60,7 +60,8 @@ class Slots:
         state[:, column.ADAPTER] = [s.adapter for s in sequences]
         state[:, column.SEED] = [(each.seed + 2**63) % 2**64 - 2**63 for each in samplings]
         parameters = np.array([PARAMETERS(each) for each in samplings], dtype=np.float32)
-        parameters[[each.raw_logprobs or each.temperature < 1e-5 for each in samplings], 1] = 1.0
+        is_raw = [each.raw_logprobs or each.temperature < 1e-5 for each in samplings]
+        parameters[is_raw, column.LOGPROB_TEMPERATURE] = 1.0
         table = np.zeros((len(sequences), most), dtype=np.int64)
         stops = np.full((len(sequences), self.stops.shape[1]), -1, dtype=np.int64)
         for i, (s, each) in enumerate(zip(sequences, samplings, strict=True)):

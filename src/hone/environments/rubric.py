@@ -159,7 +159,7 @@ class Rubric:
 
     def names(self) -> list[str]:
         """Of the functions; the second of a name is NAME_2."""
-        return list(_names(tuple(self.funcs)))
+        return list(numbered(tuple(map(name_of, self.funcs))))
 
     get_reward_func_names = names
 
@@ -223,11 +223,6 @@ def numbered(given: tuple[str, ...]) -> tuple[str, ...]:
         same = sum(one == name or one.startswith(f"{name}_") for one in names)
         names.append(f"{name}_{same + 1}" if name in names else name)
     return tuple(names)
-
-
-@functools.lru_cache(maxsize=256)
-def _names(funcs: tuple[RewardFunction, ...]) -> tuple[str, ...]:
-    return numbered(tuple(map(name_of, funcs)))
 
 
 def name_of(func: RewardFunction) -> str:

@@ -82,14 +82,13 @@ def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     from hone.kernels.cpu import products
 
     M, N, K = len(a_MK), b_KN.shape[1], len(b_KN)
-    out = a_MK.new_empty(M, N)
-    a_row, a_column = a_MK.stride()
-    b_row, b_column = b_KN.stride()
-    a, b = a_MK.data_ptr(), b_KN.data_ptr()
+    out, b, threads = a_MK.new_empty(M, N), b_KN.data_ptr(), torch.get_num_threads()
+    (a_row, a_column), (b_row, b_column) = a_MK.stride(), b_KN.stride()
     if a_row == 1 and a_column > 1 and b_column == 1:
-        products.multiply_transposed(M, N, K, a, a_column, b, b_row, torch.get_num_threads(), out.data_ptr())
+        products.multiply_transposed(M, N, K, a_MK.data_ptr(), a_column, b, b_row, threads, out.data_ptr())
     else:
-        products.multiply(M, N, K, a, a_row, a_column, b, b_row, b_column, out.data_ptr())
+        a_MK = a_MK if a_column == 1 else a_MK.contiguous()  # the kernel knows that step when it is compiled
+        products.multiply(M, N, K, a_MK.data_ptr(), a_MK.stride(0), b, b_row, b_column, out.data_ptr())
     return out
 
 

@@ -31,7 +31,7 @@ from hone.orchestrator.replay import Replay
 from hone.orchestrator.rollouts_file import read_group
 from hone.orchestrator.schedule import Schedule, Task
 from hone.orchestrator.teacher import Teacher
-from hone.records import Batch, Example, Prompt, Rollout, Sampling
+from hone.records import Batch, Example, Prompt, Rollout
 
 log = logging.getLogger("hone.orchestrator")
 REFILLS = 4  # batches of groups without signal that a step replaces, before it goes on with fewer
@@ -84,7 +84,6 @@ class Orchestrator:
                 "(batch_size / rollouts_per_example)"
             )
         self.settings = {env.known_as: config.of(env.known_as) for env in config.env}
-        self.sampling = {name: one.sampling.model_dump() for name, one in self.settings.items()}  # but the seed
         for name, one in self.settings.items():
             if one.sampling.draws(0).is_filtered:
                 log.warning(
@@ -255,7 +254,7 @@ class Orchestrator:
     async def _rollout(self, task: Task, seed: int, failures: Counter[str]) -> Rollout:
         """One rollout, retried when it fails. After the last retry its `error` has the cause, and the step omits it."""
         settings, example = self.settings[task.env], self.examples[task.env][task.example]
-        sampling = Sampling(**self.sampling[task.env], seed=seed)
+        sampling = settings.sampling.draws(seed)
         client: TokenClient = self.client
         if settings.sampler == "teacher" and self.teacher is not None:
             client = self.teacher.writing(self.version)

@@ -93,8 +93,7 @@ def _numba() -> tuple[Any, bool]:
     here = Path(__file__).parent
     sources = b"".join(path.read_bytes() for path in [*sorted(here.glob("*.py")), here.parent / "row_state.py"])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hone" / "kernels"
-    if os.environ.get("HONE_CPU_ISA") == "avx2":  # also where a program imports this and has prepared nothing
-        os.environ.update({k: v for k, v in machine.TO_AVX2.items() if k.startswith("NUMBA")})
+    machine.keep_to_isa()  # also where a program imports this and has prepared nothing
     os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp workqueue tbb")
     import numba
     from llvmlite.binding import get_host_cpu_name

@@ -16,7 +16,7 @@ from numba import prange
 
 from hone.kernels.cpu import attention, compiled, inlined, sequence
 from hone.kernels.cpu.lanes import prefetch
-from hone.kernels.cpu.products import LINE, WIDTH, multiply_rows, multiply_transposed, pack
+from hone.kernels.cpu.products import LINE, WIDTH, multiply_rows, multiply_transposed, packed_panels
 from hone.kernels.cpu.rows import (
     add_norm_rows,
     add_norm_rows_backward,
@@ -35,7 +35,7 @@ FLOAT = 4  # bytes
 @inlined
 def times(top, end, N, K, a, packed, out, out_first):
     """Rows top … end of A, K wide, times a packed B, N wide; out begins with row `out_first`."""
-    multiply_rows(top, end, 0, (N + WIDTH - 1) // WIDTH, N, K, a, K, 1, packed, out, out_first)
+    multiply_rows(top, end, 0, (N + WIDTH - 1) // WIDTH, N, K, a, K, packed, out, out_first)
 
 
 @inlined
@@ -43,14 +43,6 @@ def ask_for_rows(top, end, N, x):
     """Has the cache fetch rows of N in their order; a product would come by six of them at a time."""
     for i in range(top * N, end * N, LINE):
         prefetch(x, i)
-
-
-@inlined
-def packed(N, K, b, b_row, b_column):
-    """B[K x N] as panels."""
-    panels = np.empty((N + WIDTH - 1) // WIDTH * K * WIDTH, np.float32)
-    pack(N, K, b, b_row, b_column, panels)
-    return panels
 
 
 @compiled
@@ -73,7 +65,7 @@ def mix_forward(
     """total T x D (x + delta; unused where delta is 0), normed T x D, rstd T, qkv T x (H + 2K) x E, heads T x (H + K) x
     E and heads_rstd of queries and keys, mixed T x H x E, logsum T x H."""
     N, Q, one = (H + 2 * K) * E, (H + K) * E, np.int64(1)
-    panels = packed(N, D, weight, one, D)
+    panels = packed_panels(N, D, weight, one, D)
     heads_of_rows(
         T, D, H, K, E, eps, x, delta, norm, panels, q_scale, k_scale, cos, sin, total, normed, rstd, qkv, heads,
         heads_rstd,
@@ -110,7 +102,7 @@ def mix_backward(
     attention.backward(
         H, K, E, grad_mixed, mixed, heads, Q, keys, Q, values, N, sequences, groups, logsum, of_q, of_k, of_v
     )
-    panels = packed(D, N, weight, D, one)
+    panels = packed_panels(D, N, weight, D, one)
     heads_of_rows_backward(
         T, D, H, K, E, of_q, of_k, of_v, grad_total, total, norm, rstd, panels, qkv, q_scale, k_scale, cos, sin,
         heads_rstd, of_qkv, of_x, of_norm, of_scales,
@@ -137,7 +129,11 @@ def feed_rows(T, D, A, F, eps, x, mixed, out, norm, gate_up, down, total, normed
 def feed_forward(T, D, A, F, eps, x, mixed, out, norm, gate_up, down, total, normed, rstd, hidden, active, delta):
     """A = H E. total, normed and delta T x D, rstd T, hidden T x 2F, active T x F."""
     one = np.int64(1)
-    weights = packed(D, A, out, one, A), packed(2 * F, D, gate_up, one, D), packed(D, F, down, one, F)
+    weights = (
+        packed_panels(D, A, out, one, A),
+        packed_panels(2 * F, D, gate_up, one, D),
+        packed_panels(D, F, down, one, F),
+    )
     feed_rows(
         T, D, A, F, eps, x, mixed, weights[0], norm, weights[1], weights[2], total, normed, rstd, hidden, active, delta
     )  # fmt: skip
@@ -166,7 +162,11 @@ def feed_backward(
 ):  # fmt: skip
     """of_x T x D, of_mixed T x A, gradients of weights as these; of_norm in parts."""
     one = np.int64(1)
-    weights = packed(A, D, out, A, one), packed(D, 2 * F, gate_up, D, one), packed(F, D, down, F, one)
+    weights = (
+        packed_panels(A, D, out, A, one),
+        packed_panels(D, 2 * F, gate_up, D, one),
+        packed_panels(F, D, down, F, one),
+    )
     feed_rows_backward(
         T, D, A, F, grad_total, grad, weights[0], norm, total, rstd, weights[1], hidden, weights[2], of_hidden, of_x,
         of_mixed, of_norm,

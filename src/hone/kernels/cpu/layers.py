@@ -86,7 +86,7 @@ def _block(
         for m in range(rows):
             norm_row(x, m * D, D, eps, get_integer(addresses, a + ATTENTION_NORM), normed, m * D)
         row = _padded(N)
-        multiply_packed(whole, N, D, normed, D, get_integer(addresses, a + QKV), wide, row)
+        multiply_packed(whole, D, normed, D, get_integer(addresses, a + QKV), wide, row)
         _add_bias(wide, row, rows, N, get_integer(addresses, a + QKV_BIAS))
         for m in range(rows):
             position = get_integer(tokens, (top + m) * COLUMNS + POSITION)
@@ -116,24 +116,24 @@ def _block(
                 kept += 1
         rows, whole = kept, (kept + ROWS - 1) // ROWS * ROWS
         row = _padded(D)
-        multiply_packed(whole, D, H * E, inner, H * E, get_integer(addresses, a + OUT), delta, row)
+        multiply_packed(whole, H * E, inner, H * E, get_integer(addresses, a + OUT), delta, row)
         _add_bias(delta, row, rows, D, get_integer(addresses, a + OUT_BIAS))
         _add(x, D, delta, row, rows)
         for m in range(rows):
             norm_row(x, m * D, D, eps, get_integer(addresses, a + MLP_NORM), normed, m * D)
         row = _padded(2 * F)
-        multiply_packed(whole, 2 * F, D, normed, D, get_integer(addresses, a + GATE_UP), wide, row)
+        multiply_packed(whole, D, normed, D, get_integer(addresses, a + GATE_UP), wide, row)
         _add_bias(wide, row, rows, 2 * F, get_integer(addresses, a + GATE_UP_BIAS))
         for m in range(rows):
             swiglu_row(wide, m * row, F, inner, m * F)
         row = _padded(D)
-        multiply_packed(whole, D, F, inner, F, get_integer(addresses, a + DOWN), delta, row)
+        multiply_packed(whole, F, inner, F, get_integer(addresses, a + DOWN), delta, row)
         _add_bias(delta, row, rows, D, get_integer(addresses, a + DOWN_BIAS))
         _add(x, D, delta, row, rows)
     for m in range(rows):
         norm_row(x, m * D, D, eps, norm, normed, m * D)
     row = _padded(V)
-    multiply_packed(whole, V, D, normed, D, head, wide, row)
+    multiply_packed(whole, D, normed, D, head, wide, row)
     return rows
 
 

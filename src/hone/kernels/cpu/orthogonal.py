@@ -39,15 +39,15 @@ def orthogonal_one(x, M, N, x_row, x_column, steps, a, b, c):
     for _ in range(steps):
         for panel in range(narrow // WIDTH):
             pack_panel(N, M, panel * WIDTH, y, 1, wide, 0, packed, panel * N * WIDTH)
-        multiply_packed(rows, M, N, y, wide, packed, gram, narrow)
+        multiply_packed(rows, N, y, wide, packed, gram, narrow)
         for panel in range(narrow // WIDTH):
             pack_panel(M, M, panel * WIDTH, gram, narrow, 1, 0, packed, panel * M * WIDTH)
-        multiply_packed(rows, M, M, gram, narrow, packed, square, narrow)
+        multiply_packed(rows, M, gram, narrow, packed, square, narrow)
         for i in range(rows * narrow):
             square[i] = b * gram[i] + c * square[i]
         for panel in range(wide // WIDTH):
             pack_panel(M, N, panel * WIDTH, y, wide, 1, 0, packed, panel * M * WIDTH)
-        multiply_packed(rows, N, M, square, narrow, packed, next_y, wide)
+        multiply_packed(rows, M, square, narrow, packed, next_y, wide)
         for i in range(rows * wide):
             y[i] = a * y[i] + next_y[i]
     for m in range(M):

@@ -1,4 +1,4 @@
-"""Matrix products: C[M x N] = A[M x K] B[K x N], either operand in any layout.
+"""Matrix products: C[M x N] = A[M x K] B[K x N]; B in any layout, A by rows or transposed.
 
     B ─ pack ─► panels of K x WIDTH, which stay in a core's cache while tiles of ROWS rows of A go by
     tile: ROWS x WIDTH accumulators in registers, one row of the panel and ROWS numbers of A for each k
@@ -30,21 +30,17 @@ tile = tile_of(ROWS, isa().vectors)
 
 
 @inlined
-def edge_tile(a, a_at, a_row, a_column, b, b_at, c, c_at, c_row, K, adds, rows, columns):
+def edge_tile(a, a_at, a_row, b, b_at, c, c_at, c_row, K, adds, rows, columns):
     """The same where only rows x columns of the tile exist."""
-    whole = np.zeros(ROWS * WIDTH, np.float32)
+    part, whole = np.zeros(ROWS * BLOCK_K, np.float32), np.zeros(ROWS * WIDTH, np.float32)
+    for i in range(rows):
+        for k in range(K):
+            put(part, i * BLOCK_K + k, get(a, a_at + i * a_row + k))
     if adds:
         for i in range(rows):
             for j in range(columns):
                 put(whole, i * WIDTH + j, get(c, c_at + i * c_row + j))
-    if rows == ROWS:
-        tile(a, a_at, a_row, a_column, b, b_at, WIDTH, whole, 0, WIDTH, K, adds)
-    else:
-        part = np.zeros(ROWS * BLOCK_K, np.float32)
-        for i in range(rows):
-            for k in range(K):
-                put(part, i * BLOCK_K + k, get(a, a_at + i * a_row + k * a_column))
-        tile(part, 0, BLOCK_K, 1, b, b_at, WIDTH, whole, 0, WIDTH, K, adds)
+    tile(part, 0, BLOCK_K, 1, b, b_at, WIDTH, whole, 0, WIDTH, K, adds)
     for i in range(rows):
         for j in range(columns):
             put(c, c_at + i * c_row + j, get(whole, i * WIDTH + j))
@@ -78,19 +74,15 @@ def pack(N, K, b, b_row, b_column, packed):
 
 
 @inlined
-def multiply_packed(rows, N, K, a, a_row, packed, out, out_row):
-    """out[rows x N] = A[rows x K] times a packed B. rows in whole tiles; out has room for N in whole panels."""
-    for depth in range(0, K, BLOCK_K):
-        part = min(BLOCK_K, K - depth)
-        for panel in range((N + WIDTH - 1) // WIDTH):
-            b_at = (panel * K + depth) * WIDTH
-            for m in range(0, rows, ROWS):
-                c_at = m * out_row + panel * WIDTH
-                tile(a, m * a_row + depth, a_row, 1, packed, b_at, WIDTH, out, c_at, out_row, part, depth > 0)
+def packed_panels(N, K, b, b_row, b_column):
+    """B[K x N] as panels, in memory of their own."""
+    panels = np.empty((N + WIDTH - 1) // WIDTH * K * WIDTH, np.float32)
+    pack(N, K, b, b_row, b_column, panels)
+    return panels
 
 
 @inlined
-def multiply_rows(top, end, first, last, N, K, a, a_row, a_column, packed, out, out_first):
+def multiply_rows(top, end, first, last, N, K, a, a_row, packed, out, out_first):
     """Panels first … last of out = A times a packed B, of rows top … end; out, N wide, begins with row `out_first`."""
     for depth in range(0, K, BLOCK_K):
         part = min(BLOCK_K, K - depth)
@@ -98,30 +90,30 @@ def multiply_rows(top, end, first, last, N, K, a, a_row, a_column, packed, out, 
             b_at = (panel * K + depth) * WIDTH
             columns = min(WIDTH, N - panel * WIDTH)
             for m in range(top, end, ROWS):
-                a_at, c_at = m * a_row + depth * a_column, (m - out_first) * N + panel * WIDTH
+                a_at, c_at = m * a_row + depth, (m - out_first) * N + panel * WIDTH
                 if columns == WIDTH and m + ROWS <= end:
-                    tile(a, a_at, a_row, a_column, packed, b_at, WIDTH, out, c_at, N, part, depth > 0)
+                    tile(a, a_at, a_row, 1, packed, b_at, WIDTH, out, c_at, N, part, depth > 0)
                 else:
                     rows = min(ROWS, end - m)
-                    edge_tile(a, a_at, a_row, a_column, packed, b_at, out, c_at, N, part, depth > 0, rows, columns)
+                    edge_tile(a, a_at, a_row, packed, b_at, out, c_at, N, part, depth > 0, rows, columns)
+
+
+@inlined
+def multiply_packed(rows, K, a, a_row, packed, out, out_row):
+    """out = A[rows x K] times a packed B. rows in whole tiles; out_row are the columns of B in whole panels."""
+    multiply_rows(0, rows, 0, out_row // WIDTH, out_row, K, a, a_row, packed, out, 0)
 
 
 @compiled
-def multiply(M, N, K, a, a_row, a_column, b, b_row, b_column, out):
-    """out M x N, dense. Addresses and strides: A[m, k] is a[m * a_row + k * a_column], and B[k, n] alike."""
-    panels = (N + WIDTH - 1) // WIDTH
-    packed = np.empty(panels * K * WIDTH, np.float32)
-    for panel in prange(panels):
-        pack_panel(K, N, panel * WIDTH, b, b_row, b_column, 0, packed, panel * K * WIDTH)
+def multiply(M, N, K, a, a_row, b, b_row, b_column, out):
+    """out M x N, dense. Addresses and strides: A[m, k] is a[m * a_row + k], B[k, n] is b[k * b_row + n * b_column]."""
+    panels, packed = (N + WIDTH - 1) // WIDTH, packed_panels(N, K, b, b_row, b_column)
     spans = (panels + PANELS - 1) // PANELS
     blocks = (M + BLOCK_M - 1) // BLOCK_M
     for task in prange(blocks * spans):
         top, first = task // spans * BLOCK_M, task % spans * PANELS
         end, last = min(M, top + BLOCK_M), min(panels, first + PANELS)
-        if a_column == 1:  # known where it is compiled
-            multiply_rows(top, end, first, last, N, K, a, a_row, 1, packed, out, 0)
-        else:
-            multiply_rows(top, end, first, last, N, K, a, a_row, a_column, packed, out, 0)
+        multiply_rows(top, end, first, last, N, K, a, a_row, packed, out, 0)
 
 
 @inlined
