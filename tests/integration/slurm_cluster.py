@@ -131,6 +131,15 @@ class Cluster:
     def control(self, *words: object) -> str:
         return self._run("scontrol", *words)
 
+    def bring_back(self, node: str) -> None:
+        """A node that was set down takes jobs again. One that has registered since then does so without a word, and
+        Slurm refuses to resume what is not down."""
+        self._run("scontrol", "update", f"nodename={node}", "state=resume", ok=False)
+        deadline = time.monotonic() + 60
+        while any(word in (said := self.control("show", "node", node)) for word in ("State=DOWN", "+DRAIN")):
+            assert time.monotonic() < deadline, said
+            time.sleep(0.5)
+
     def _run(self, *words: object, ok: bool = True) -> str:
         path = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin"
         done = subprocess.run(

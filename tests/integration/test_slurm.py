@@ -296,7 +296,7 @@ def test_trainer_and_server_on_two_nodes_lose_one_and_end_at_the_same_weights(tw
     until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 8, seconds=120)
     two.control("update", "nodename=node1", "state=down", "reason=lost")
     until(lambda: two.state(job) != "RUNNING")
-    two.control("update", "nodename=node1", "state=resume")
+    two.bring_back("node1")
     until(lambda: two.state(job) != "RUNNING" or "attempt 1" in log_of(place, "runs/two", job), seconds=120)
     two.control("update", f"jobid={job}", "StartTime=now")
     ended(two, job, seconds=240)
