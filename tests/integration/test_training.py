@@ -70,7 +70,9 @@ def test_sft_repeats_to_the_bit_with_any_threads_and_does_not_depend_on_micro_ba
 
 def test_rl_repeats_to_the_bit(rl, tmp_path):
     rl(out=tmp_path / "a")
-    rl(out=tmp_path / "b")
+    kernels = rl(out=tmp_path / "b", env={"NUMBA_DEBUG_CACHE": "1"}).stdout
+    # A run that compiled kernels itself, where others load them, could differ in last bits.
+    assert "data saved" not in kernels and ("data loaded" in kernels) == cpu.IS_AVAILABLE
     rl("--seed", 1, out=tmp_path / "c")
     assert rewards(tmp_path / "a") == rewards(tmp_path / "b") != rewards(tmp_path / "c")
     assert_same_weights(weights(tmp_path / "a", 4), weights(tmp_path / "b", 4))

@@ -64,10 +64,10 @@ def test_the_compiled_kernels_are_tested():
 
 @compiled
 def test_compiled_kernels_are_kept_by_their_sources_wherever_these_lie():
-    from hone.kernels.cpu import layers
+    from hone.kernels.cpu import compiling, layers
 
-    assert layers.run.stats.cache_path == str(cpu.Kept.directory)
-    assert f"-{machine.isa()}-" in cpu.Kept.directory.name
+    assert layers.run.stats.cache_path == str(compiling.Kept.directory)
+    assert f"-{machine.isa()}-" in compiling.Kept.directory.name
 
 
 @both

@@ -1,6 +1,5 @@
-"""Compiles all CPU kernels by running each once: `python -m hone.launch.kernels`, part of `make setup`."""
+"""Compiles all CPU kernels, in several processes at once: `python -m hone.launch.kernels`, part of `make setup`."""
 
-import logging
 import time
 
 from hone import machine
@@ -8,11 +7,31 @@ from hone import machine
 
 def main() -> None:
     machine.prepare()  # what torch and numba read when they are imported
+    from hone.kernels import cpu
+
+    if not cpu.IS_AVAILABLE:
+        print("numba is not installed (hone-rl[cpu]): the CPU runs on plain torch")
+        return
+    from hone.kernels.cpu import compiling
+
+    start = time.perf_counter()
+    with compiling.alone() as has_work:
+        if has_work:
+            print(compiling.words(), flush=True)
+            with compiling.noted() as calls:
+                call_each()
+            compiling.compile_all(calls)
+    print(f"CPU kernels ready ({time.perf_counter() - start:.0f} s)")
+
+
+def call_each() -> None:
+    """Calls every kernel with arguments of the types that it is given in use."""
     import torch
 
     from hone.engine.cache import KVCache
     from hone.engine.packed import PackedModel
-    from hone.kernels import cpu, row_state
+    from hone.kernels import row_state
+    from hone.kernels.cpu import decode
     from hone.kernels.decode import Rows, attend_by_pages
     from hone.kernels.logprobs import target_logprobs
     from hone.kernels.orthogonal import orthogonal
@@ -20,13 +39,6 @@ def main() -> None:
     from hone.models.spec import ModelSpec
     from hone.models.transformer import Transformer
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if not cpu.IS_AVAILABLE:
-        print("numba is not installed (hone-rl[cpu]): the CPU runs on plain torch")
-        return
-    from hone.kernels.cpu import decode
-
-    start = time.perf_counter()
     T, E = 4, 16
     spec = ModelSpec(2 * E, E, 2 * E, 1, 1, 1, E, 1e-6, 1e4, True, 64, 0.1, False)
     model, attention = Transformer(spec), PackedAttention([T])
@@ -50,7 +62,6 @@ def main() -> None:
         inputs = [t.data_ptr() for t in (parameters, rows.state, ones, stops)]
         outputs = (tokens.data_ptr(), chosen.data_ptr(), E)
         decode.draw(T, E, logits.data_ptr(), logits.data_ptr(), 0, *inputs, 1, *outputs, 1)
-    print(f"CPU kernels ready ({time.perf_counter() - start:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ sum, so memory grows with tokens, not with their square.
 import numpy as np
 from numba import prange
 
-from hone.kernels.cpu import compiled, inlined, isa
+from hone.kernels.cpu import isa
+from hone.kernels.cpu.compiling import compiled, inlined
 from hone.kernels.cpu.lanes import (
     LANES,
     add,

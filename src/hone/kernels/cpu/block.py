@@ -14,7 +14,8 @@ compiled for it once more. T tokens, D hidden, H query and K key heads of E, F f
 import numpy as np
 from numba import prange
 
-from hone.kernels.cpu import attention, compiled, inlined, sequence
+from hone.kernels.cpu import attention
+from hone.kernels.cpu.compiling import compiled, inlined, sequence
 from hone.kernels.cpu.lanes import prefetch
 from hone.kernels.cpu.products import LINE, WIDTH, multiply_rows, multiply_transposed, packed_panels
 from hone.kernels.cpu.rows import (

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import prange
 
-from hone.kernels.cpu import compiled, inlined
+from hone.kernels.cpu.compiling import compiled, inlined
 from hone.kernels.cpu.lanes import (
     LANES,
     add,

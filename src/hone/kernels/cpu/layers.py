@@ -13,7 +13,7 @@ of the kernels that go layer by layer.
 import numpy as np
 from numba import prange
 
-from hone.kernels.cpu import compiled, inlined
+from hone.kernels.cpu.compiling import compiled, inlined
 from hone.kernels.cpu.decode import cell_of, draw_row, mix_row
 from hone.kernels.cpu.lanes import get, get_integer, put, put_integer
 from hone.kernels.cpu.products import ROWS, WIDTH, multiply_packed

@@ -9,7 +9,7 @@ import math
 import numpy as np
 from numba import prange
 
-from hone.kernels.cpu import compiled, inlined
+from hone.kernels.cpu.compiling import compiled, inlined
 from hone.kernels.cpu.lanes import LANES, get, get_integer, load, multiply_add, put, splat, total
 from hone.kernels.cpu.products import ROWS, WIDTH, multiply_packed, pack_panel
 

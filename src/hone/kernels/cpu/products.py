@@ -14,7 +14,8 @@ oneDNN, which compiles code for every new number of tokens. Here a shape costs n
 import numpy as np
 from numba import prange
 
-from hone.kernels.cpu import compiled, inlined, isa
+from hone.kernels.cpu import isa
+from hone.kernels.cpu.compiling import compiled, inlined
 from hone.kernels.cpu.lanes import LANES, get, load, prefetch, put, store, tile_of, transpose
 
 ROWS, WIDTH = isa().rows, isa().vectors * LANES  # of a tile

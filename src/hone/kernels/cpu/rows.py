@@ -8,7 +8,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from hone.kernels.cpu import compiled, inlined
+from hone.kernels.cpu.compiling import compiled, inlined
 from hone.kernels.cpu.lanes import LANES, add, divide, exp, get, load, multiply, multiply_add, put, splat, store, total
 from hone.kernels.cpu.products import BLOCK_M, ROWS
 
