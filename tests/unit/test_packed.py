@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hone.engine.engine import Engine
-from hone.engine.packed import PackedModel
+from hone.engine.packed import PackedModel, Quickest
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import GenerateRequest, Sampling
@@ -64,3 +64,14 @@ def test_weights_that_change_in_place_are_packed_again():
         parameter.data.mul_(0.9)  # torch does not count this
     engine.set_version(0)
     assert engine.generate(requests()) == Engine(model).generate(requests())
+
+
+def test_the_quickest_way_is_found_though_work_grows():
+    way = Quickest(3)
+    tried, cost = [], 1.0
+    for _ in range(12 + Quickest.KEPT):
+        tried.append(way.way())
+        way.took((3.0, 1.5, 2.0)[tried[-1]] * cost)
+        cost *= 1.02 if len(tried) < 12 else 1.0
+    assert sorted(tried[:12]) == [0] * 4 + [1] * 4 + [2] * 4 and set(tried[12:]) == {1}
+    assert way.way() == 0  # and they are tried again

@@ -3,6 +3,7 @@
 Its twin is `Transformer` with DecodeAttention and PrefillAttention, which computes wherever this does not.
 """
 
+import time
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,40 @@ from hone.kernels.linear import LARGE_WEIGHT
 from hone.models.lora import loras
 from hone.models.transformer import Block, Linear, Transformer
 
-NO_DRAWS = (0,) * 9  # in place of what `layers.run` needs to draw
+NO_DRAWS = (0,) * 10  # in place of what `layers.run` needs to draw
+
+
+class Quickest:
+    """Of some ways to the same numbers the one that takes the least time here, found while they are used.
+
+    All are tried twice, there and back, so that work which grows from call to call favours none; then the best is kept
+    for a while, and they are tried again.
+    """
+
+    KEPT = 100  # calls
+
+    def __init__(self, ways: int) -> None:
+        there = list(range(ways))
+        self._trial = 2 * (there + there[::-1])
+        self._times: list[list[float]] = [[] for _ in there]
+        self._calls, self._best = 0, 0
+
+    def way(self) -> int:
+        """The way to go now; `took` is to be told of it."""
+        return self._trial[self._calls] if self._calls < len(self._trial) else self._best
+
+    def took(self, seconds: float) -> None:
+        """Of each piece of the work."""
+        if self._calls < len(self._trial):
+            self._times[self.way()].append(seconds)
+        self._calls += 1
+        if self._calls == len(self._trial):
+            medians = [sorted(times)[len(times) // 2] for times in self._times]
+            self._best = medians.index(min(medians))
+        elif self._calls == len(self._trial) + self.KEPT:
+            self._calls = 0
+            for times in self._times:
+                times.clear()
 
 
 class PackedModel:
@@ -29,6 +63,10 @@ class PackedModel:
         self.model, self.cache = model, cache
         self.parameters = list(model.parameters())
         self.is_stale = True
+        # Sequences that a thread decodes at once: few, whose keys and values stay in its cache for the steps of a call,
+        # or many, which read the weights less often. Where caches end differs from machine to machine.
+        self._windows = (layers().ROWS, 3 * layers().ROWS, layers().BLOCK)
+        self._quickest = Quickest(len(self._windows))
         self._changes = 0
         self._packed: dict[int, Tensor] = {}
 
@@ -50,13 +88,18 @@ class PackedModel:
 
     def steps(self, rows: Rows, number: int, slots: Slots) -> None:
         """So many tokens for each active row, drawn without penalties or filters; fewer for one that is done."""
-        B = len(rows.active_B)
+        B, threads = len(rows.active_B), torch.get_num_threads()
         room = np.empty((B, layers().COLUMNS), dtype=np.int64)
+        counts = rows.state.numpy()[:, row_state.COUNT]
+        before, start = int(counts.sum()), time.perf_counter()
         self._run(
-            room, _shares(B), rows.table, 0, number, rows.active_B.data_ptr(), rows.state.data_ptr(),
-            rows.table.shape[1], slots.parameters.data_ptr(), slots.stops.data_ptr(), slots.stops.shape[1],
-            slots.tokens.data_ptr(), slots.logprobs.data_ptr(), slots.tokens.shape[1],
+            room, np.arange(threads + 1) * B // threads, rows.table, 0, number, self._windows[self._quickest.way()],
+            rows.active_B.data_ptr(), rows.state.data_ptr(), rows.table.shape[1], slots.parameters.data_ptr(),
+            slots.stops.data_ptr(), slots.stops.shape[1], slots.tokens.data_ptr(), slots.logprobs.data_ptr(),
+            slots.tokens.shape[1],
         )  # fmt: skip
+        if threads * layers().ROWS < B:  # else all windows are one
+            self._quickest.took((time.perf_counter() - start) / max(1, int(counts.sum()) - before))
 
     def prefill(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
         """Logits of the tokens `kept`, of all stretches end to end; keys and values of all go into the cache.

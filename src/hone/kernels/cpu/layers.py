@@ -6,8 +6,9 @@ thread waits for another, and there is one call instead of some 60.
 
 A task has the newest tokens of some sequences, or all that is to be computed of some prompts, in order: a token sees
 what the blocks before it, and its own, have put into the cache. Sequences that decode may take several steps in one
-call: a task draws its tokens and goes on with them, whatever the others do. Norms, products, heads and draws are those
-of the kernels that go layer by layer.
+call: a task draws the tokens of some of its sequences and goes on with them; where one is done, the next takes its
+place. What some sequences need may stay in a core's cache from step to step where that of all would not. Norms,
+products, heads and draws are those of the kernels that go layer by layer.
 """
 
 import numpy as np
@@ -52,19 +53,31 @@ def _add(x, D, delta, row, rows):
 
 
 @inlined
-def _newest(first, end, active, state, table_row, tokens):
-    """Puts the newest token of the sequences first … end that are not done into the table of tokens, from `first` on;
-    returns the end of those."""
-    there = first
-    for b in range(first, end):
-        row = get_integer(active, b)
+def _go_on(count, own, left, most, following, end, steps, active, state, table_row, tokens, first):
+    """Puts the newest tokens of the sequences that go on into the table of tokens, from `first` on; returns their
+    number and the sequence that follows.
+
+    own, left: slots of the `count` sequences at work and the steps that each has left. One that is done, or has none
+    left, makes room for the next of `active`, up to `end`."""
+    kept = 0
+    for i in range(count):
+        if left[i] > 0 and get_integer(state, own[i] * FIELDS + DONE) == 0:
+            own[kept], left[kept] = own[i], left[i]
+            kept += 1
+    while kept < most and following < end:
+        row = get_integer(active, following)
         if get_integer(state, row * FIELDS + DONE) == 0:
-            put_integer(tokens, there * COLUMNS + TOKEN, get_integer(state, row * FIELDS + LAST))
-            put_integer(tokens, there * COLUMNS + POSITION, get_integer(state, row * FIELDS + LENGTH))
-            put_integer(tokens, there * COLUMNS + PAGES, row * table_row)
-            put_integer(tokens, there * COLUMNS + RESULT, row)
-            there += 1
-    return there
+            own[kept], left[kept] = row, steps
+            kept += 1
+        following += 1
+    for i in range(kept):
+        at, row = (first + i) * COLUMNS, own[i]
+        put_integer(tokens, at + TOKEN, get_integer(state, row * FIELDS + LAST))
+        put_integer(tokens, at + POSITION, get_integer(state, row * FIELDS + LENGTH))
+        put_integer(tokens, at + PAGES, row * table_row)
+        put_integer(tokens, at + RESULT, row)
+        left[i] -= 1
+    return kept, following
 
 
 @inlined
@@ -140,10 +153,11 @@ def _block(
 @compiled
 def run(
     tasks, firsts, tokens, D, H, K, E, F, V, layers, addresses, embed, cos, sin, eps, norm, head, PAGE, table, out,
-    steps, active, state, table_row, parameters, stops, num_stops, drawn, logprobs, capacity,
+    steps, window, active, state, table_row, parameters, stops, num_stops, drawn, logprobs, capacity,
 ):  # fmt: skip
     """Keys and values of all tokens go into the cache; logits x V of those that have a row of `out` go there, if steps
-    is 0. Else each sequence of `active` takes so many steps, until it is done, and `tokens` is room for what they need.
+    is 0. Else each sequence of `active` takes so many steps, until it is done, `window` of a task's at a time; `tokens`
+    is room for what they need.
 
     Task i has the tokens, or sequences, firsts[i] … firsts[i + 1]; tokens x COLUMNS. addresses: layers x ADDRESSES,
     weights packed (`products.pack`), as is the head. cos, sin: whole tables, positions x E. From `state` on it takes
@@ -152,24 +166,33 @@ def run(
     eps, N, padded = _f(eps), (H + 2 * K) * E, _padded(V)
     for task in prange(tasks):
         first, end = get_integer(firsts, task), get_integer(firsts, task + 1)
-        most = (min(BLOCK, end - first) + ROWS - 1) // ROWS * ROWS
+        at_once = min(BLOCK if steps == 0 else window, end - first)
+        most = (at_once + ROWS - 1) // ROWS * ROWS
         x, normed = np.zeros(most * D, np.float32), np.zeros(most * D, np.float32)
         wide = np.empty(most * _padded(max(N, 2 * F, V)), np.float32)
         inner, delta = np.zeros(most * max(H * E, F), np.float32), np.empty(most * _padded(D), np.float32)
         query, results, weights = np.empty(H * E, np.float32), np.empty(most, np.int64), np.empty(V, np.float32)
-        for _ in range(max(1, steps)):
-            last = end if steps == 0 else _newest(first, end, active, state, table_row, tokens)
-            for top in range(first, last, BLOCK):
-                rows = _block(
-                    min(BLOCK, last - top), top, tokens, D, H, K, E, F, V, layers, addresses, embed, cos, sin, eps,
-                    norm, head, PAGE, table, results, x, normed, wide, inner, delta, query,
-                )  # fmt: skip
-                for m in range(rows):
-                    if steps == 0:
-                        for v in range(V):
-                            put(out, results[m] * V + v, get(wide, m * padded + v))
-                    else:
-                        draw_row(
-                            results[m], V, wide, m * padded, wide, m * padded, 0, parameters, state, stops, num_stops,
-                            drawn, logprobs, capacity, 1, weights,
-                        )  # fmt: skip
+        own, left, rows, top, following = np.empty(most, np.int64), np.empty(most, np.int64), 0, first, first
+        while True:
+            if steps == 0:
+                top += rows
+                rows = min(at_once, end - top)
+            else:
+                rows, following = _go_on(
+                    rows, own, left, at_once, following, end, steps, active, state, table_row, tokens, first
+                )
+            if rows == 0:
+                break
+            wanted = _block(
+                rows, top, tokens, D, H, K, E, F, V, layers, addresses, embed, cos, sin, eps, norm, head, PAGE, table,
+                results, x, normed, wide, inner, delta, query,
+            )  # fmt: skip
+            for m in range(wanted):
+                if steps == 0:
+                    for v in range(V):
+                        put(out, results[m] * V + v, get(wide, m * padded + v))
+                else:
+                    draw_row(
+                        results[m], V, wide, m * padded, wide, m * padded, 0, parameters, state, stops, num_stops,
+                        drawn, logprobs, capacity, 1, weights,
+                    )  # fmt: skip
