@@ -233,6 +233,36 @@ def test_the_optimizer_in_one_pass_moves_weights_as_torchs_does(dtype):
         assert (moved - wanted).norm() < (1e-3 if dtype == "float32" else 0.02) * wanted.norm()
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_optimizer_in_the_machines_memory_moves_weights_as_one_on_the_device(kind, dtype, tmp_path):
+    """To the bit; and the device holds nothing of its state, which a checkpoint gives back."""
+    spec = ModelSpec(4096, 1024, 2048, 2, 8, 4, 128, 1e-6, 1e4, True, 64, 0.1, False)
+    numbers, results, taken = spec.parameters(), [], []
+    for offload in (False, True):
+        model = Transformer(spec).cuda().bfloat16()
+        model.init_weights(torch.Generator("cuda").manual_seed(0))
+        before = torch.cuda.memory_allocated()
+        optimizer = Optimizer(model, OptimConfig(type=kind, lr=1e-2, state_dtype=dtype, offload=offload))
+        taken.append(torch.cuda.memory_allocated() - before)
+        optimizer.own.rehearse()
+        for step in range(3):
+            for i, p in enumerate(model.parameters()):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i)).cuda().bfloat16()
+            optimizer.step(1e-2)
+        state = {name: tensor.cpu().clone() for name, tensor in optimizer.state().items()}
+        results.append([*(p.detach().clone().cpu() for p in model.parameters()), *state.values()])
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+    assert taken[0] > 6 * numbers > 2**20 > taken[1]
+    again = Optimizer(model, OptimConfig(type=kind, state_dtype=dtype, offload=True))
+    for name, tensor in again.state().items():
+        tensor.copy_(state[name])
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    again.follow_masters()
+    assert all(torch.equal(p.cpu(), last) for p, last in zip(model.parameters(), results[1], strict=False))
+
+
 def test_a_checkpoint_is_written_while_graphs_are_captured(tmp_path):
     model = Transformer(ModelSpec(50_000, 256, 512, 3, 8, 2, 64, 1e-6, 10000.0, True, 512, 0.06, False)).cuda()
     model.init_weights(torch.Generator("cuda").manual_seed(0))

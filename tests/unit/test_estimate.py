@@ -52,6 +52,15 @@ def test_what_is_always_there_is_counted(family, dtype, kind):
     assert found.gradients == pytest.approx(nbytes(own.parameters) + by_muon, rel=0.1)
 
 
+def test_what_is_offloaded_is_the_machines():
+    spec = parse_model_config(QWEN3_4B)
+    here, away = (
+        estimate_rl(spec, TrainerConfig(optim=OptimConfig(offload=offload)), 8704, 2, 8704) for offload in (False, True)
+    )
+    assert away.host == 12 * spec.parameters() == here.peak - away.peak and here.host == 0
+    assert away.words().endswith(f", and {away.host / 2**30:.2f} GiB of the machine's memory")
+
+
 def test_the_cache_is_what_it_says():
     spec = parse_model_config(CONFIGS["dense"])
     store = KVCache(spec, torch.float32, torch.device("cpu"), 16 * 99).store

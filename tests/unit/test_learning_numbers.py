@@ -1,6 +1,7 @@
 """Loss, advantage, packing, schedule, optimiser: values that can be checked by hand."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hone.config.loss import LossConfig
 from hone.config.sections import OptimConfig, SchedulerConfig
 from hone.kernels.adamw import AdamW, Change
+from hone.kernels.host import reachable_zeros
 from hone.kernels.logprobs import target_logprobs
 from hone.models.hf import split_rows
 from hone.models.spec import ModelSpec
@@ -333,3 +335,28 @@ def test_an_optimizer_with_moments_in_bfloat16_stays_near_the_exact_one():
     assert all(t.dtype == torch.bfloat16 for name, t in optimizers[1].state().items() if name.startswith("exp_avg"))
     for one, two in zip(*(model.parameters() for model in models), strict=True):
         assert float((one - two).detach().abs().max()) < 3e-3  # of 0.06 that they have moved
+
+
+def test_memory_that_a_gpu_reaches_is_known_to_cuda_as_long_as_it_is_used(monkeypatch):
+    known = {}
+    cuda = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: known.update({address: size}) or 0, cudaHostUnregister=known.pop
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    tensor = reachable_zeros(torch.Size((3, 5)), torch.bfloat16)
+    assert tensor.shape == (3, 5) and not tensor.any() and known == {tensor.data_ptr(): 30}
+    view = tensor[1:].detach()
+    del tensor
+    assert len(known) == 1 and not view.any()
+    del view
+    assert not known
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_offload_changes_nothing_on_a_cpu(kind):
+    models = [small_model(), small_model()]
+    for model, offload in zip(models, (False, True), strict=True):
+        optimizer = Optimizer(model, OptimConfig(type=kind, lr=1e-2, offload=offload))
+        cross_entropy_sum(pack([[1, 2, 3, 4]], [[True] * 4]), model).backward()
+        optimizer.step(1e-2)
+    assert all(torch.equal(one, two) for one, two in zip(*(model.parameters() for model in models), strict=True))

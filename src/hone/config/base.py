@@ -35,8 +35,8 @@ class Config(BaseModel):
     """Base of every configuration section: unknown keys are errors, the docstring under a key documents it."""
 
     MEMORY_KEYS: ClassVar[str] = (
-        "trainer.micro_batch_tokens (data.micro_batch_size of sft), activation_checkpointing, lora.rank, seq_len, "
-        "max_batch_size, kv_cache_gib or gpu_memory_utilization of inference"
+        "trainer.micro_batch_tokens (data.micro_batch_size of sft), activation_checkpointing, optim.state_dtype, "
+        "optim.offload, lora.rank, seq_len, max_batch_size, kv_cache_gib or gpu_memory_utilization of inference"
     )  # that help where memory is short
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)

@@ -101,6 +101,10 @@ class OptimConfig(Config):
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which AdamW keeps its two moments of every weight. bfloat16 takes half of the memory and rounds them up
     or down at random, so that small changes count on average."""
+    offload: Free[bool] = False
+    """Keep the optimiser's fp32 weights and moments in the machine's memory, where the GPU reads and writes them in
+    each step. The GPU's memory is then left to weights, gradients and activations. It changes nothing on a CPU, and is
+    for one trainer process."""
     max_norm: Annotated[float, Field(gt=0)] = 1.0
     """Clip gradients to this global L2 norm; a smaller value limits each step more."""
     skip_norm: Annotated[float, Field(gt=0)] | None = None

@@ -32,13 +32,15 @@ class Change:
 
 
 def takes(tensor: Tensor) -> bool:
-    """Whether there is a kernel for it: one pass over memory instead of five."""
-    return gpu.IS_AVAILABLE and tensor.is_cuda and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+    """Whether there is a kernel for it, on a GPU or where one reaches (`host.py`): one pass over memory, not five."""
+    there = gpu.IS_AVAILABLE and (tensor.is_cuda or (torch.cuda.is_available() and tensor.is_pinned()))
+    return there and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 
 
 class AdamW:
     """`tensors`: weights, their fp32 masters (the same memory where weights are in fp32), first and second moments.
-    `step` moves them in place, so they have to stay where they are. `decays`: the weight decay of each weight."""
+    `step` moves them in place, so they have to stay where they are. All but weights may be on another device.
+    `decays`: the weight decay of each weight."""
 
     def __init__(self, tensors: list[list[Tensor]], decays: list[float]) -> None:
         self.tensors, self.decays, self.table = tensors, decays, None
@@ -59,7 +61,8 @@ class AdamW:
     def rehearse(self) -> None:
         """A step of one number, for the kernel to be compiled: for gradients as they come, and for sums in fp32."""
         if self.table is not None:
-            ones = [column[0].flatten()[:1].clone() for column in self.tensors]
+            device = self.tensors[0][0].device
+            ones = [column[0].flatten()[:1].to(device, copy=True) for column in self.tensors]
             ones[0] = ones[0] if self.table.has_weight else ones[1]
             for dtype in {ones[0].dtype, torch.float32}:
                 AdamW([[x] for x in ones], [0.0]).step([ones[0].to(dtype)], Change(1.0, 0.0, (0.9, 0.999), 1))
@@ -68,6 +71,8 @@ class AdamW:
 def adamw_reference(
     weight: Tensor, master: Tensor, first: Tensor, second: Tensor, grad: Tensor, decay: float, change: Change, seed: int
 ) -> None:
+    homes = (master, first, second)
+    master, first, second = (home.to(weight.device) for home in homes)
     (beta1, beta2), (of_first, of_second) = change.betas, change.corrections
     grad = grad.float() * change.scale
     m = first.float().lerp_(grad, 1 - beta1)
@@ -79,6 +84,9 @@ def adamw_reference(
         moment.copy_(exact if moment.dtype == torch.float32 else _at_random(exact, generator))
     if weight.data_ptr() != master.data_ptr():
         weight.copy_(master)
+    for home, moved in zip(homes, (master, first, second), strict=True):
+        if home is not moved:
+            home.copy_(moved)
 
 
 def _at_random(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -30,6 +30,7 @@ class Estimate:
     gradients: int
     activations: int
     logits: int
+    host: int = 0  # of the machine's memory, beside the device's
 
     @property
     def step(self) -> int:
@@ -41,8 +42,9 @@ class Estimate:
         return self.weights + self.masters + self.moments + self.step
 
     def words(self) -> str:
-        parts = [f"{field.name} {getattr(self, field.name) / 2**30:.2f}" for field in fields(self)]
-        return f"{', '.join(parts)} GiB; at most {self.peak / 2**30:.2f} at once"
+        parts = [f"{field.name} {getattr(self, field.name) / 2**30:.2f}" for field in fields(self)[:-1]]
+        away = f", and {self.host / 2**30:.2f} GiB of the machine's memory" if self.host else ""
+        return f"{', '.join(parts)} GiB; at most {self.peak / 2**30:.2f} at once{away}"
 
 
 def estimate(
@@ -58,10 +60,12 @@ def estimate(
     in_fp32 = 4 * trained if itemsize < 4 else 0
     of_head = spec.vocab_size * spec.hidden_size * 4 if lora is None else 0  # the head's gradient adds up over parts
     by_muon = trained - spec.vocab_size * spec.hidden_size if optim.type == "muon" else 0  # one moment, not two
+    moments = 2 * optim.moment_bytes * (trained - by_muon) + 4 * by_muon
     return Estimate(
         weights=copies * itemsize,
-        masters=in_fp32,
-        moments=2 * optim.moment_bytes * (trained - by_muon) + 4 * by_muon,
+        masters=0 if optim.offload else in_fp32,
+        moments=0 if optim.offload else moments,
+        host=in_fp32 + moments if optim.offload else 0,
         gradients=trained * itemsize + (in_fp32 if is_split else 4 * by_muon * (itemsize < 4)),
         activations=token_bytes(spec, itemsize, recomputes) * tokens,
         logits=min(CHUNK, 4 * tokens * spec.vocab_size) * 3 // 2 + of_head + (in_fp32 if is_split else 0),

@@ -6,8 +6,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hone import machine
 from hone.config.sections import OptimConfig, SchedulerConfig
 from hone.kernels import adamw
+from hone.kernels.host import reachable_zeros
 from hone.models.hf import split_rows
 from hone.models.transformer import Transformer
 from hone.trainer import muon
@@ -52,24 +54,25 @@ class Optimizer:
         self.is_sharded = is_sharded(model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names, self.parameters = list(trained), list(trained.values())
-        half = self.parameters[0].dtype in HALF
-        self.masters = [p.detach().float() for p in self.parameters] if half else self.parameters
+        half, self.device = self.parameters[0].dtype in HALF, self.parameters[0].device
+        self.is_away = config.offload and self.device.type == "cuda"
+        if self.is_away:
+            self._check_offload(half)
+        self.masters = [self._kept(p, torch.float32, p) for p in self.parameters] if half else self.parameters
         self.by_muon = [
             i for i, (name, p) in enumerate(zip(self.names, self.masters, strict=True))
             if config.type == "muon" and p.dim() == 2 and name.startswith("blocks.")
         ]  # fmt: skip
         is_short = config.state_dtype == "bfloat16"
         kept = [torch.bfloat16 if is_short and i not in self.by_muon else m.dtype for i, m in enumerate(self.masters)]
-        self.exp_avg, self.exp_avg_sq = (
-            [torch.zeros_like(m, dtype=d, requires_grad=False) for m, d in zip(self.masters, kept, strict=True)]
-            for _ in range(2)
-        )
-        for i in self.by_muon:  # Muon has none
-            self.exp_avg_sq[i] = self.masters[i].new_zeros(0)
+        self.exp_avg = [self._kept(m, d) for m, d in zip(self.masters, kept, strict=True)]
+        self.exp_avg_sq = [  # Muon has none
+            m.new_zeros(0) if i in self.by_muon else self._kept(m, d)
+            for i, (m, d) in enumerate(zip(self.masters, kept, strict=True))
+        ]
         # torch's kernel keeps moments in fp32 and leaves half-precision weights to be rounded in a pass of their own.
-        self.is_own = is_short or (half and adamw.takes(local(self.masters[0])))
-        device = self.masters[0].device
-        self.steps = [torch.zeros((), device=device) for _ in self.masters]
+        self.is_own = is_short or self.is_away or (half and adamw.takes(local(self.masters[0])))
+        self.steps = [torch.zeros((), device=self.masters[0].device) for _ in self.masters]
         matrices = [i for i, p in enumerate(self.masters) if p.dim() > 1 and i not in self.by_muon]
         others = [i for i, p in enumerate(self.masters) if p.dim() <= 1]
         groups = [(matrices, config.weight_decay), (others, 0.0)]
@@ -80,6 +83,26 @@ class Optimizer:
             tensors = [[local(kind[i]).detach() for i in self.by_adamw] for kind in kinds]
             self.own = adamw.AdamW(tensors, [decay for members, decay in self.groups for _ in members])
         self._sums: list[Tensor] | None = None
+
+    def _check_offload(self, half: bool) -> None:
+        if self.is_sharded:
+            raise ValueError(
+                f"optim.offload is for one trainer process; of {self.ranks.count} each holds a part of the state"
+            )
+        numbers = sum(p.numel() for p in self.parameters)
+        wanted, there = numbers * (4 * half + 2 * self.config.moment_bytes), machine.memory()
+        if wanted > there:
+            raise ValueError(
+                f"optim.offload: the optimiser's state takes {wanted / 2**30:.1f} GiB, this machine has "
+                f"{there / 2**30:.1f} GiB of memory; optim.state_dtype = bfloat16 halves the moments"
+            )
+
+    def _kept(self, like: Tensor, dtype: torch.dtype, value: Tensor | None = None) -> Tensor:
+        """A part of the state in the shape of `like`, zeros or a value, where the state is kept."""
+        if self.is_away:
+            zeros = reachable_zeros(like.shape, dtype)
+            return zeros if value is None else zeros.copy_(value.detach())
+        return torch.zeros_like(like, dtype=dtype, requires_grad=False) if value is None else value.detach().to(dtype)
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -112,11 +135,8 @@ class Optimizer:
             self._own_step(grads, lr, scale)
         else:
             self._torchs_step(grads, lr, scale)
-        masters, moved, momenta = ([values[i] for i in self.by_muon] for values in (self.masters, grads, self.exp_avg))
-        splits = [partial(split_rows, self.spec, self.names[i]) for i in self.by_muon]
-        if self.is_own and self.by_muon:
-            moved = [x.float() * scale for x in moved]
-        muon.step(masters, moved, momenta, lr, self.config.weight_decay, splits)
+        for start in range(0, len(self.by_muon), muon.AT_ONCE):
+            self._muon_step(self.by_muon[start : start + muon.AT_ONCE], grads, lr, scale if self.is_own else 1.0)
         self.clear()
         self.follow_masters(self.by_muon if self.is_own else None)
         torch.autograd.graph.increment_version(self.parameters)  # the fused kernels leave them uncounted
@@ -126,6 +146,18 @@ class Optimizer:
         torch._foreach_add_([self.steps[i] for i in self.by_adamw], 1)
         change = adamw.Change(scale, lr, self.config.betas, step=int(self.steps[self.by_adamw[0]]))
         self.own.step([grads[i] for i in self.by_adamw], change)
+
+    def _muon_step(self, which: list[int], grads: list[Tensor], lr: float, scale: float) -> None:
+        masters, moved, momenta = ([values[i] for i in which] for values in (self.masters, grads, self.exp_avg))
+        homes = [*masters, *momenta]
+        if self.is_away:
+            masters, momenta = ([x.to(self.device) for x in values] for values in (masters, momenta))
+        splits = [partial(split_rows, self.spec, self.names[i]) for i in which]
+        if self.is_own:
+            moved = [x.float() * scale for x in moved]
+        muon.step(masters, moved, momenta, lr, self.config.weight_decay, splits)
+        if self.is_away:
+            torch._foreach_copy_(homes, [*masters, *momenta])
 
     def _torchs_step(self, grads: list[Tensor], lr: float, scale: float) -> None:
         if scale < 1.0:
@@ -160,6 +192,8 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """Everything that a resume needs, by name."""
+        if self.is_away:
+            torch.cuda.synchronize(self.device)  # the CPU will read what the GPU writes
         kinds = {"master": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "step": self.steps}
         named = {f"{kind}.{n}": t.detach() for kind, ts in kinds.items() for n, t in zip(self.names, ts, strict=True)}
         return {name: tensor for name, tensor in named.items() if tensor.numel()}

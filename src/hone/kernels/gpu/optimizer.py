@@ -53,11 +53,11 @@ def adamw_kernel(
 
 class Table:
     """Where the tensors stand, for one launch that moves all of them: launches of their own take the host longer than
-    the device."""
+    the device. Masters and moments may stand in the machine's memory (`kernels/host.py`)."""
 
     def __init__(self, columns: list[list[Tensor]], decays: list[float]) -> None:
         weights, masters, first, _ = columns
-        device, self.has_weight = masters[0].device, weights[0].data_ptr() != masters[0].data_ptr()
+        device, self.has_weight = weights[0].device, weights[0].data_ptr() != masters[0].data_ptr()
         self.dtypes = {"MOMENT": TYPES[first[0].dtype], "WEIGHT": TYPES[weights[0].dtype]}
         self.rows = np.zeros((len(masters), 6), dtype=np.int64)
         for i, column in enumerate(columns):

@@ -1,0 +1,34 @@
+"""Memory of the machine that a GPU's kernels read and write by themselves, as fast as the bus between them allows."""
+
+import contextlib
+import mmap
+
+import torch
+from torch import Tensor
+
+
+class _Pages(mmap.mmap):
+    """Known to CUDA for as long as a tensor refers to them."""
+
+    address = 0
+
+    def __del__(self) -> None:
+        if self.address:
+            with contextlib.suppress(Exception):  # the process may be ending, and CUDA be gone
+                torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def reachable_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor on the CPU, of at least one number, whose address means the same to the GPU.
+
+    torch's own pinned memory would round each tensor up to a power of two.
+    """
+    size = shape.numel() * dtype.itemsize
+    pages = _Pages(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(pages, dtype=torch.uint8)
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), size, 0)))
+    pages.address = whole.data_ptr()
+    return whole.view(dtype).view(shape)
