@@ -245,8 +245,8 @@ FREE_KEYS = (
     "log_interval ranks_timeout max_steps max_seconds bench "
     "weights val eval weight_broadcast deployment inference inference_replicas inference_gpu_ids trainer_gpu_ids "
     "trainer_nodes inference_nodes "
-    "on_bad_step sharding batch_timeout offload activation_checkpointing micro_batch_tokens micro_batch_size client base_url "
-    "api_key_var ready_timeout workers venv rollout_timeout rollout_retries weights_timeout canary_tolerance "
+    "offload on_bad_step sharding batch_timeout activation_checkpointing micro_batch_tokens micro_batch_size client "
+    "base_url api_key_var ready_timeout workers venv rollout_timeout rollout_retries weights_timeout canary_tolerance "
     "log_samples"
 ).split()  # of what a run may have otherwise when it goes on
 ENVS = [{"id": "a", "args": {"n": [1, {"x": 2}]}}, {"id": "b", "algorithm": "gspo"}]

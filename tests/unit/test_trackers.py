@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,13 @@ def test_wandb_has_rows_tables_and_histograms_and_a_resumed_run_is_the_same(tmp_
     asked = config(wandb={"project": "p", "group": "g", "offline": True, "samples": 3, "interval": 5})
     run(tmp_path / "metrics.jsonl", asked, range(1, 7))
     run(tmp_path / "metrics.jsonl", asked, range(7, 13))
-    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-    records = [record for file in files for record in records_of(file)]
+    deadline = time.monotonic() + 20
+    while True:  # W&B's service is a process of its own, which may write when the run has ended here
+        files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+        records = [record for file in files for record in records_of(file)]
+        if sum(record.HasField("exit") for record in records) == 2 or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
     runs = [record.run for record in records if record.HasField("run")]
     assert len({one.run_id for one in runs}) == 1 and {one.run_group for one in runs} == {"g"}
     logged = [{item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
@@ -93,7 +99,7 @@ def records_of(file):
 
     data, at, parts = file.read_bytes(), 7, []
     assert data[:4] == b":W&B"
-    while at < len(data):
+    while at + 7 <= len(data):
         if at % 32768 > 32768 - 7:  # what is left of a block has no room for a header
             at += 32768 - at % 32768
             continue
