@@ -3,6 +3,9 @@
 float64 takes the plain-torch path; float32 the compiled one, where numba is installed.
 """
 
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -252,3 +255,18 @@ def test_a_block_with_an_adapter_a_bias_or_frozen_weights_is_computed_by_its_ope
     assert not any(model.blocks[0].is_compiled(x) for model in (frozen, adapted, biased, unscaled))
     with torch.no_grad():
         assert not Transformer(spec).blocks[0].is_compiled(x)
+
+
+@compiled
+def test_who_compiles_kernels_ends_with_whoever_asked_for_them():
+    """As those do that a killed `rl` had started."""
+    worker = "import time; from hone.kernels.cpu import compiling; compiling.end_with_parent(); "
+    worker += "print('works', flush=True); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}])"
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "works\n"
+    process.kill()
+    process.wait()
+    start = time.monotonic()
+    process.communicate()  # until nobody can write there any more
+    assert time.monotonic() - start < 30

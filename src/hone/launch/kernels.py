@@ -14,6 +14,7 @@ def main() -> None:
         return
     from hone.kernels.cpu import compiling
 
+    compiling.end_with_parent()
     start = time.perf_counter()
     with compiling.alone() as has_work:
         if has_work:
