@@ -21,7 +21,7 @@ class _Pages(mmap.mmap):
 def reachable_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A tensor on the CPU, of at least one number, whose address means the same to the GPU.
 
-    torch's own pinned memory would round each tensor up to a power of two.
+    torch's own pinned memory would round each tensor up to a power of two. Raises ValueError where memory is short.
     """
     size = shape.numel() * dtype.itemsize
     pages = _Pages(-1, size)
@@ -29,6 +29,8 @@ def reachable_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(pages, dtype=torch.uint8)
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), size, 0)))
+    error = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), size, 1))  # for all of the process's contexts
+    if error:
+        raise ValueError(f"CUDA could not lock {size / 2**30:.2f} GiB of the machine's memory (cudaError {error})")
     pages.address = whole.data_ptr()
     return whole.view(dtype).view(shape)
