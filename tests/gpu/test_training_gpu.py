@@ -7,6 +7,7 @@ import torch
 
 from hone.config.rl import TrainerConfig
 from hone.config.sections import CkptConfig, OptimConfig
+from hone.config.sft import SFTConfig
 from hone.engine.captured import Captured
 from hone.engine.engine import Engine
 from hone.kernels.gpu_training import (
@@ -20,7 +21,7 @@ from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.run_directory import RunDirectory
-from hone.trainer.checkpoint import Checkpoints
+from hone.trainer.checkpoint import Checkpoints, restore, resume_from
 from hone.trainer.optim import Optimizer
 from hone.trainer.packing import pack, pack_shared
 from hone.trainer.ranks import Ranks
@@ -236,31 +237,43 @@ def test_the_optimizer_in_one_pass_moves_weights_as_torchs_does(dtype):
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_optimizer_in_the_machines_memory_moves_weights_as_one_on_the_device(kind, dtype, tmp_path):
-    """To the bit; and the device holds nothing of its state, which a checkpoint gives back."""
-    spec = ModelSpec(4096, 1024, 2048, 2, 8, 4, 128, 1e-6, 1e4, True, 64, 0.1, False)
-    numbers, results, taken = spec.parameters(), [], []
-    for offload in (False, True):
+    """To the bit; the device holds nothing of its state, and a checkpoint gives it back."""
+    spec, results, taken = ModelSpec(4096, 1024, 2048, 2, 8, 4, 128, 1e-6, 1e4, True, 64, 0.1, False), [], []
+
+    def started(offload):
         model = Transformer(spec).cuda().bfloat16()
         model.init_weights(torch.Generator("cuda").manual_seed(0))
         before = torch.cuda.memory_allocated()
         optimizer = Optimizer(model, OptimConfig(type=kind, lr=1e-2, state_dtype=dtype, offload=offload))
         taken.append(torch.cuda.memory_allocated() - before)
+        assert optimizer.own.table is not None  # the kernel's
+        return model, optimizer
+
+    def step(model, optimizer, number):
+        for i, p in enumerate(model.parameters()):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * number + i)).cuda().bfloat16()
+        optimizer.step(1e-2)
+
+    run = RunDirectory(tmp_path / "run", "sft")
+    run.claim(clean=False)
+    for offload in (False, True):
+        model, optimizer = started(offload)
         optimizer.own.rehearse()
-        for step in range(3):
-            for i, p in enumerate(model.parameters()):
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i)).cuda().bfloat16()
-            optimizer.step(1e-2)
-        state = {name: tensor.cpu().clone() for name, tensor in optimizer.state().items()}
-        results.append([*(p.detach().clone().cpu() for p in model.parameters()), *state.values()])
+        for number in range(3):
+            step(model, optimizer, number)
+        if offload:
+            checkpoints = Checkpoints(run, optimizer, CkptConfig(), Ranks())
+            checkpoints.save(3, True, SFTConfig(model={"name": "m"}, data={"name": "d"}).public(), {})
+        step(model, optimizer, 3)
+        results.append([t.detach().cpu().clone() for t in (*model.parameters(), *optimizer.state().values())])
+        del model, optimizer
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
-    assert taken[0] > 6 * numbers > 2**20 > taken[1]
-    again = Optimizer(model, OptimConfig(type=kind, state_dtype=dtype, offload=True))
-    for name, tensor in again.state().items():
-        tensor.copy_(state[name])
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    again.follow_masters()
-    assert all(torch.equal(p.cpu(), last) for p, last in zip(model.parameters(), results[1], strict=False))
+    assert taken[0] > 6 * spec.parameters() > 2**20 > taken[1] >= 0
+    model, optimizer = started(True)
+    assert restore(resume_from(run, True), optimizer, SFTConfig(model={"name": "m"}, data={"name": "d"})) == 3
+    step(model, optimizer, 3)
+    after = [t.detach().cpu() for t in (*model.parameters(), *optimizer.state().values())]
+    assert all(torch.equal(one, two) for one, two in zip(results[1], after, strict=True))
 
 
 def test_a_checkpoint_is_written_while_graphs_are_captured(tmp_path):

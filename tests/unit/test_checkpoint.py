@@ -58,6 +58,26 @@ def restored(run, resume=True, config=None):
     return restore(resume_from(run, resume), Optimizer(model, OptimConfig()), config or config_of(0)), model
 
 
+def test_a_state_in_the_machines_memory_is_written_before_training_goes_on(tmp_path, monkeypatch):
+    """As that of optim.offload, here on a CPU: without a copy, so what moves after `save` is not in the checkpoint."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    run, model = RunDirectory(tmp_path, "sft"), made()
+    run.claim(clean=False)
+    optimizer = Optimizer(model, OptimConfig())
+    optimizer.is_away = True
+    checkpoints = Checkpoints(run, optimizer, CkptConfig(interval=1), Ranks())
+    with torch.no_grad():
+        for step in (1, 2):
+            for parameter in model.parameters():
+                parameter.fill_(step)
+            checkpoints.save(step, False, config_of(0).public(), {})
+            for parameter in model.parameters():
+                parameter.zero_()
+    checkpoints.wait()
+    step, model = restored(run)
+    assert step == 2 and all((p == 2).all() for p in model.parameters())
+
+
 def test_the_last_whole_one_is_gone_on_from(run, caplog):
     step, model = restored(run)
     assert step == 3 and all((p == 3).all() for p in model.parameters())

@@ -343,6 +343,7 @@ def test_memory_that_a_gpu_reaches_is_known_to_cuda_as_long_as_it_is_used(monkey
         cudaHostRegister=lambda address, size, flags: known.update({address: size}) or 0, cudaHostUnregister=known.pop
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     tensor = reachable_zeros(torch.Size((3, 5)), torch.bfloat16)
     assert tensor.shape == (3, 5) and not tensor.any() and known == {tensor.data_ptr(): 30}
     view = tensor[1:].detach()

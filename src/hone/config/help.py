@@ -4,12 +4,14 @@ import json
 import re
 import shutil
 import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from hone.config.base import Config, walk
+from hone.config.base import Config, section_types
 
 INDENT, WIDEST = " " * 6, 120
 
@@ -27,28 +29,62 @@ def help_text(command: str, summary: str, cls: type[Config]) -> str:
         "  --help       this text",
         "",
     ]
-    section, width = "", max(60, min(WIDEST, shutil.get_terminal_size().columns))
-    for key, field, _ in walk(cls):
-        head = key.rpartition(".")[0]
-        if head != section:
-            section = head
-            lines += ["", f"[{head}]"]
-        lines.append(f"  --{key.replace('_', '-')} {_type(field)}{_default(field)}")
-        if field.description:
-            lines += textwrap.wrap(_one_line(field.description), width, initial_indent=INDENT, subsequent_indent=INDENT)
+    width = max(60, min(WIDEST, shutil.get_terminal_size().columns))
+    for one in _entries(cls):
+        lines += (
+            ["", f"[{one.key}]"] if one.is_section
+            else [f"  --{one.key.replace('_', '-')} {_annotation(one.field.annotation)}{_default(one.value)}"]
+        )  # fmt: skip
+        indent = "" if one.is_section else INDENT
+        lines += textwrap.wrap(one.words, width, initial_indent=indent, subsequent_indent=indent)
     return "\n".join(lines)
 
 
 def reference_table(cls: type[Config]) -> str:
     """The same as a Markdown table."""
     rows = ["| key | type | default | |", "|---|---|---|---|"]
-    for key, field, _ in walk(cls):
-        default = _default(field).removeprefix(" (").removesuffix(")").removeprefix("default ")
-        kind = _type(field).replace("|", "\\|")
-        rows.append(
-            f"| `{key}` | {kind} | {default} | {_one_line(field.description or '').replace('|', chr(92) + '|')} |"
-        )
+    for one in _entries(cls):
+        words = one.words.replace("|", "\\|")
+        if one.is_section:
+            rows += [f"| **`{one.key}`** | section | | {words} |"] if words else []
+            continue
+        default = _default(one.value).removeprefix(" (").removesuffix(")").removeprefix("default ")
+        kind = _annotation(one.field.annotation).replace("|", "\\|")
+        rows.append(f"| `{one.key}` | {kind} | {default} | {words} |")
     return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A key or, before its keys, a section. `value`: what the command has where nothing is given."""
+
+    key: str
+    field: Any
+    value: Any
+    is_section: bool
+
+    @property
+    def words(self) -> str:
+        words = " ".join((self.field.description or "").split())
+        return words or ("Not used unless one of its keys is given." if self.is_section and self.value is None else "")
+
+
+def _entries(cls: type[Config], values: Config | None = None, prefix: str = "") -> Iterator[_Entry]:
+    """Own keys, then sections. `values`: a section as the command that has it sets it. A table by name has NAME."""
+    sections = []
+    for name, field in cls.model_fields.items():
+        value = field.get_default(call_default_factory=True) if values is None else getattr(values, name)
+        is_section = bool(section_types(field.annotation))
+        by_name = ".NAME" if is_section and get_origin(field.annotation) is dict else ""
+        entry = _Entry(f"{prefix}{name}{by_name}", field, value, is_section)
+        if is_section:
+            sections.append(entry)
+        else:
+            yield entry
+    for entry in sections:
+        yield entry
+        for kind in section_types(entry.field.annotation):
+            yield from _entries(kind, entry.value if type(entry.value) is kind else None, f"{entry.key}.")
 
 
 def to_toml(config: Config) -> str:
@@ -86,10 +122,6 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _type(field: Any) -> str:
-    return _annotation(field.annotation)
-
-
 def _annotation(kind: Any) -> str:
     """A type in words: `Annotated[int, …] | None` is int, a Literal is its values, a list names its members."""
     origin, arguments = get_origin(kind), get_args(kind)
@@ -106,16 +138,11 @@ def _annotation(kind: Any) -> str:
     return {"Path": "path"}.get(kind.__name__, str(kind.__name__))
 
 
-def _default(field: Any) -> str:
-    if field.is_required():
+def _default(value: Any) -> str:
+    if value is PydanticUndefined:
         return " (required)"
-    value = field.get_default(call_default_factory=True)
-    if value is PydanticUndefined or value is None:
-        return " (default none)" if value is None else ""
+    if value is None:
+        return " (default none)"
     if isinstance(value, str):
         return f" (default {value})" if value else ""
     return f" (default {json.dumps(value) if isinstance(value, (bool, list, dict)) else value})"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

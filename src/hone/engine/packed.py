@@ -26,7 +26,7 @@ NO_DRAWS = (0,) * 10  # in place of what `layers.run` needs to draw
 class Quickest:
     """Of some ways to the same numbers the one that takes the least time here, found while they are used.
 
-    All are tried twice, there and back, so that work which grows from call to call favours none; then the best is kept
+    All are tried there and back, twice, so that work which grows from call to call favours none; then the best is kept
     for a while, and they are tried again.
     """
 
@@ -91,6 +91,7 @@ class PackedModel:
         B, threads = len(rows.active_B), torch.get_num_threads()
         room = np.empty((B, layers().COLUMNS), dtype=np.int64)
         counts = rows.state.numpy()[:, row_state.COUNT]
+        self._follow_weights()  # before time is taken
         before, start = int(counts.sum()), time.perf_counter()
         self._run(
             room, np.arange(threads + 1) * B // threads, rows.table, 0, number, self._windows[self._quickest.way()],
@@ -130,10 +131,7 @@ class PackedModel:
         *drawing: int,
     ) -> Tensor:
         """`count` rows of logits; with steps what `layers.run` takes after them."""
-        changes = sum(parameter._version for parameter in self.parameters)
-        if self.is_stale or changes != self._changes:
-            self._pack()
-            self.is_stale, self._changes = False, changes
+        self._follow_weights()
         model, spec, weight = self.model, self.model.spec, self.model.embed.weight
         out = weight.new_empty(count, spec.vocab_size)
         layers().run(
@@ -145,6 +143,12 @@ class PackedModel:
             steps, *(drawing or NO_DRAWS),
         )  # fmt: skip
         return out
+
+    def _follow_weights(self) -> None:
+        changes = sum(parameter._version for parameter in self.parameters)
+        if self.is_stale or changes != self._changes:
+            self._pack()
+            self.is_stale, self._changes = False, changes
 
     def _pack(self) -> None:
         from hone.kernels.cpu import products

@@ -15,6 +15,7 @@ class _Pages(mmap.mmap):
     def __del__(self) -> None:
         if self.address:
             with contextlib.suppress(Exception):  # the process may be ending, and CUDA be gone
+                torch.cuda.synchronize()
                 torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
@@ -24,7 +25,7 @@ def reachable_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     torch's own pinned memory would round each tensor up to a power of two. Raises ValueError where memory is short.
     """
     size = shape.numel() * dtype.itemsize
-    pages = _Pages(-1, size)
+    pages = _Pages(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)

@@ -1,5 +1,6 @@
 """Compiles all CPU kernels, in several processes at once: `python -m hone.launch.kernels`, part of `make setup`."""
 
+import sys
 import time
 
 from hone import machine
@@ -14,15 +15,20 @@ def main() -> None:
         return
     from hone.kernels.cpu import compiling
 
-    compiling.end_with_parent()
+    if sys.argv[1:]:  # the process that waits for this one
+        compiling.end_with(int(sys.argv[1]))
     start = time.perf_counter()
     with compiling.alone() as has_work:
         if has_work:
             print(compiling.words(), flush=True)
-            with compiling.noted() as calls:
-                call_each()
+            calls = compiling.note()
+            call_each()
             compiling.compile_all(calls)
-    print(f"CPU kernels ready ({time.perf_counter() - start:.0f} s)")
+    print(
+        f"CPU kernels ready ({time.perf_counter() - start:.0f} s)"
+        if compiling.keeps()
+        else "no place to keep CPU kernels"
+    )
 
 
 def call_each() -> None:

@@ -4,7 +4,8 @@
     trainer/                         fp32 weights and moments, in torch's distributed format (DCP): a file a rank
     orchestrator/progress.json       (rl) which groups are begun and not trained on; all else follows from the seed
 
-The state is copied to the CPU and written while training goes on. A directory appears by rename once everything in it
+The state is copied to the CPU and written while training goes on; one that stands there already (`optim.offload`) is
+written from where it is, and training waits. A directory appears by rename once everything in it
 is on disk. One that is damaged all the same is named and passed over for the one before it. What several ranks wrote
 can be read by any number of them.
 """
@@ -70,7 +71,7 @@ class Checkpoints:
         if not self.is_due(step, is_last):
             return
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
-        from torch.distributed.checkpoint.state_dict_saver import async_save
+        from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
         self.wait()
         directory = self.run.checkpoints / f"step_{step}"
@@ -84,13 +85,18 @@ class Checkpoints:
         expect_to_be_alone()
         # What it writes is on the CPU by then: nothing to copy ahead, so that its thread leaves the device alone.
         writer = FileSystemWriter(partial / TENSORS, per_thread_copy_ahead=0)
-        written: Any = async_save(self.optimizer.state(), storage_writer=writer, process_group=self._group)
+        state, written = self.optimizer.state(), None
+        if self.optimizer.is_away:  # a copy would take as much of the machine's memory again: training waits
+            save(state, storage_writer=writer, process_group=self._group)
+        else:
+            written = async_save(state, storage_writer=writer, process_group=self._group)
         header = {"step": step, "config": config, "metrics": metrics}
         orchestrator = progress or {"step": step}
 
         def finish() -> None:
             try:
-                written.result()  # on the first rank: when all have written
+                if written is not None:
+                    written.result()  # type: ignore[union-attr]  # on the first rank: when all have written
                 if self.ranks.is_first:
                     self._publish(partial, directory, header, orchestrator)
             except BaseException as error:

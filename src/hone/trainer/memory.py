@@ -17,6 +17,7 @@ from hone.models.spec import ModelSpec
 SLACK = 1.03  # of activations; measured 1.01 to 1.03
 FEW_TOKENS, MANY_TOKENS = 2**14, 2**15  # of a micro-batch by default
 SHARE = 8  # the eighth part of a GPU's memory that more than FEW_TOKENS may take
+MUON_BLOCKS = 4  # of four matrices each, which muon.AT_ONCE are
 CHUNK = 2**30  # bytes of the logits that are there at a time, in fp32 (kernels/head.py)
 
 
@@ -42,7 +43,9 @@ class Estimate:
         return self.weights + self.masters + self.moments + self.step
 
     def words(self) -> str:
-        parts = [f"{field.name} {getattr(self, field.name) / 2**30:.2f}" for field in fields(self)[:-1]]
+        parts = [
+            f"{field.name} {getattr(self, field.name) / 2**30:.2f}" for field in fields(self) if field.name != "host"
+        ]
         away = f", and {self.host / 2**30:.2f} GiB of the machine's memory" if self.host else ""
         return f"{', '.join(parts)} GiB; at most {self.peak / 2**30:.2f} at once{away}"
 
@@ -60,13 +63,15 @@ def estimate(
     in_fp32 = 4 * trained if itemsize < 4 else 0
     of_head = spec.vocab_size * spec.hidden_size * 4 if lora is None else 0  # the head's gradient adds up over parts
     by_muon = trained - spec.vocab_size * spec.hidden_size if optim.type == "muon" else 0  # one moment, not two
+    at_once = int(by_muon * min(1.0, MUON_BLOCKS / spec.num_hidden_layers))  # matrices that Muon moves together
+    by_muon_away = 8 * at_once if optim.offload else 0  # whose masters and momenta come to the device meanwhile
     moments = 2 * optim.moment_bytes * (trained - by_muon) + 4 * by_muon
     return Estimate(
         weights=copies * itemsize,
         masters=0 if optim.offload else in_fp32,
         moments=0 if optim.offload else moments,
         host=in_fp32 + moments if optim.offload else 0,
-        gradients=trained * itemsize + (in_fp32 if is_split else 4 * by_muon * (itemsize < 4)),
+        gradients=trained * itemsize + (in_fp32 if is_split else 4 * at_once * (itemsize < 4)) + by_muon_away,
         activations=token_bytes(spec, itemsize, recomputes) * tokens,
         logits=min(CHUNK, 4 * tokens * spec.vocab_size) * 3 // 2 + of_head + (in_fp32 if is_split else 0),
     )

@@ -15,7 +15,7 @@ from hone.kernels.orthogonal import orthogonal
 from hone.trainer.sharding import as_part_of, local, part_of, whole
 
 MOMENTUM = 0.95
-AT_ONCE = 16  # parameters whose updates are in memory together
+AT_ONCE = 16  # parameters that are given to a step together, since their updates are in memory together
 
 
 def step(
@@ -26,15 +26,13 @@ def step(
 
     A weight and momentum that are split over ranks are taken with this rank's part of the gradient; collective then.
     """
-    for start in range(0, len(weights), AT_ONCE):
-        some = slice(start, start + AT_ONCE)
-        matrices = []
-        for weight, grad, momentum, split in zip(weights[some], grads[some], momenta[some], splits[some], strict=True):
-            local(momentum).lerp_(grad, 1 - MOMENTUM)
-            update = whole(as_part_of(grad.lerp(local(momentum), MOMENTUM), weight))
-            matrices.append(split(update))
-        moves = iter(orthogonal([matrix for parts in matrices for matrix in parts]))
-        for weight, parts in zip(weights[some], matrices, strict=True):
-            move = torch.cat([next(moves) * (0.2 * math.sqrt(max(part.shape))) for part in parts])
-            local(weight).mul_(1 - lr * weight_decay)
-            local(weight).add_(part_of(move, weight), alpha=-lr)
+    matrices = []
+    for weight, grad, momentum, split in zip(weights, grads, momenta, splits, strict=True):
+        local(momentum).lerp_(grad, 1 - MOMENTUM)
+        update = whole(as_part_of(grad.lerp(local(momentum), MOMENTUM), weight))
+        matrices.append(split(update))
+    moves = iter(orthogonal([matrix for parts in matrices for matrix in parts]))
+    for weight, parts in zip(weights, matrices, strict=True):
+        move = torch.cat([next(moves) * (0.2 * math.sqrt(max(part.shape))) for part in parts])
+        local(weight).mul_(1 - lr * weight_decay)
+        local(weight).add_(part_of(move, weight), alpha=-lr)

@@ -55,14 +55,14 @@ class Optimizer:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names, self.parameters = list(trained), list(trained.values())
         half, self.device = self.parameters[0].dtype in HALF, self.parameters[0].device
-        self.is_away = config.offload and self.device.type == "cuda"
-        if self.is_away:
-            self._check_offload(half)
-        self.masters = [self._kept(p, torch.float32, p) for p in self.parameters] if half else self.parameters
         self.by_muon = [
-            i for i, (name, p) in enumerate(zip(self.names, self.masters, strict=True))
+            i for i, (name, p) in enumerate(trained.items())
             if config.type == "muon" and p.dim() == 2 and name.startswith("blocks.")
         ]  # fmt: skip
+        self.is_away = config.offload and self.device.type == "cuda"
+        if self.is_away:
+            self._check_offload(half, self.by_muon)
+        self.masters = [self._kept(p, torch.float32, p) for p in self.parameters] if half else self.parameters
         is_short = config.state_dtype == "bfloat16"
         kept = [torch.bfloat16 if is_short and i not in self.by_muon else m.dtype for i, m in enumerate(self.masters)]
         self.exp_avg = [self._kept(m, d) for m, d in zip(self.masters, kept, strict=True)]
@@ -84,17 +84,17 @@ class Optimizer:
             self.own = adamw.AdamW(tensors, [decay for members, decay in self.groups for _ in members])
         self._sums: list[Tensor] | None = None
 
-    def _check_offload(self, half: bool) -> None:
-        if self.is_sharded:
-            raise ValueError(
-                f"optim.offload is for one trainer process; of {self.ranks.count} each holds a part of the state"
-            )
-        numbers = sum(p.numel() for p in self.parameters)
-        wanted, there = numbers * (4 * half + 2 * self.config.moment_bytes), machine.memory()
-        if wanted > there:
+    def _check_offload(self, half: bool, by_muon: list[int]) -> None:
+        if self.ranks.count > 1:
+            raise ValueError(f"optim.offload is for one trainer process; there are {self.ranks.count}")
+        of_masters, of_moments = 4 * half, 2 * self.config.moment_bytes
+        wanted = sum(
+            p.numel() * (of_masters + (4 if i in by_muon else of_moments)) for i, p in enumerate(self.parameters)
+        )
+        if wanted > machine.memory():
             raise ValueError(
                 f"optim.offload: the optimiser's state takes {wanted / 2**30:.1f} GiB, this machine has "
-                f"{there / 2**30:.1f} GiB of memory; optim.state_dtype = bfloat16 halves the moments"
+                f"{machine.memory() / 2**30:.1f} GiB of memory; optim.state_dtype = bfloat16 takes less"
             )
 
     def _kept(self, like: Tensor, dtype: torch.dtype, value: Tensor | None = None) -> Tensor:
@@ -138,7 +138,8 @@ class Optimizer:
         for start in range(0, len(self.by_muon), muon.AT_ONCE):
             self._muon_step(self.by_muon[start : start + muon.AT_ONCE], grads, lr, scale if self.is_own else 1.0)
         self.clear()
-        self.follow_masters(self.by_muon if self.is_own else None)
+        if not self.is_own:
+            self.follow_masters()
         torch.autograd.graph.increment_version(self.parameters)  # the fused kernels leave them uncounted
         return norm
 
@@ -156,6 +157,8 @@ class Optimizer:
         if self.is_own:
             moved = [x.float() * scale for x in moved]
         muon.step(masters, moved, momenta, lr, self.config.weight_decay, splits)
+        if self.is_own and self.masters is not self.parameters:
+            torch._foreach_copy_([self.parameters[i] for i in which], masters)
         if self.is_away:
             torch._foreach_copy_(homes, [*masters, *momenta])
 
@@ -199,11 +202,10 @@ class Optimizer:
         return {name: tensor for name, tensor in named.items() if tensor.numel()}
 
     @torch.no_grad()
-    def follow_masters(self, which: list[int] | None = None) -> None:
-        """After masters have moved, or a state was loaded in place: the parameters are what these masters say."""
-        which = list(range(len(self.masters))) if which is None else which
-        if self.masters is not self.parameters and which:
-            torch._foreach_copy_([self.parameters[i] for i in which], [self.masters[i] for i in which])
+    def follow_masters(self) -> None:
+        """After masters have moved, or a state was loaded in place: the parameters are what they say."""
+        if self.masters is not self.parameters:
+            torch._foreach_copy_([*self.parameters], [*self.masters])
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:

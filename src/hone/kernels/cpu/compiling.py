@@ -1,13 +1,15 @@
 """Kernels of the CPU compiled by numba, before they are needed and several at once, and kept.
 
     a kernel is asked for ─► kept already? ─ no ─► a process of its own (`python -m hone.launch.kernels`)
-                                   │ yes               calls each kernel, which notes its types (`noted`)
+                                   │ yes               calls each kernel, which notes its types (`note`)
                                    ▼                   compiles them, one a core (`compile_all`)
                               loaded, run  ◄───────────┘
 
-They lie in the user's cache directory, by a hash of these sources and by processor: all environments and clones that
-have the same ones use them. A process never runs what it compiled itself: numba optimises the body of a parallel loop
-once more where it goes into the code that is kept, which may change the order of a sum.
+They lie in the user's cache directory, by a hash of these sources, instruction set, processor, and versions of numba
+and Python: all environments and clones that have the same ones use them. A process does not run what it compiled
+itself, where there is a place to keep it: numba optimises the body of a parallel loop once more where it goes into the
+code that is kept, which may change the order of a sum. A kernel has one type of each argument, since numba's index of
+what it keeps is not safe for two processes that compile the same one.
 """
 
 import contextlib
@@ -77,7 +79,8 @@ def _numba() -> tuple[Any, bool]:
     numba.config.reload_config()
     # Code for two processors in one directory, as of machines that share a home, ended in a segmentation fault.
     processor = os.environ.get("NUMBA_CPU_NAME") or get_host_cpu_name()
-    Kept.directory = cache / f"{hashlib.sha256(sources).hexdigest()[:12]}-{machine.isa()}-{processor}"
+    built = f"numba{numba.__version__}-{sys.implementation.cache_tag}"
+    Kept.directory = cache / f"{hashlib.sha256(sources).hexdigest()[:12]}-{machine.isa()}-{processor}-{built}"
     try:
         Kept.directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=Kept.directory).close()  # numba asks for a place to write, also to read
@@ -87,21 +90,25 @@ def _numba() -> tuple[Any, bool]:
     return numba, True
 
 
+def keeps() -> bool:
+    """Whether compiled code can be kept."""
+    return _numba()[1]
+
+
 def words() -> str:
-    return f"Compiling the CPU kernels into {Kept.directory}: a minute or less, once"
+    return f"Compiling the CPU kernels into {Kept.directory}: a minute or two, once"
 
 
 @functools.cache
 def _is_ready() -> bool:
     """Sees to it that the kernels have been compiled; whether compiled code can be kept."""
-    keeps = _numba()[1]
-    if keeps and not _compiles_itself and not (Kept.directory / COMPLETE).exists():
+    if keeps() and not _compiles_itself and not (Kept.directory / COMPLETE).exists():
         log.info(words())
-        command = [sys.executable, "-m", "hone.launch.kernels"]
+        command = [sys.executable, "-m", "hone.launch.kernels", str(os.getpid())]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
             log.warning("Kernels are compiled when they are needed: %s", (done.stdout + done.stderr).strip()[-1000:])
-    return keeps
+    return keeps()
 
 
 @dataclass
@@ -109,21 +116,21 @@ class _Noted:
     """A kernel that notes how it is called, and does nothing."""
 
     function: Any
+    calls: dict[Call, None]
 
     def __call__(self, *arguments: Any) -> None:
         types = tuple(_numba()[0].typeof(argument) for argument in arguments)
-        assert _calls is not None, "a kernel that was imported while calls were noted runs in a process of its own"
-        _calls[self.function.__module__, self.function.__name__, types] = None
+        self.calls[self.function.__module__, self.function.__name__, types] = None
 
 
 def compiled(function: Any, has_loops: bool = True) -> Any:
     """Compiles a kernel whose `prange` loops are shared among torch's threads."""
     if _calls is not None:
-        return _Noted(function)
-    keeps, numba = _is_ready(), _numba()[0]
+        return _Noted(function, _calls)
+    can_keep, numba = _is_ready(), _numba()[0]
     others, numba.config.CACHE_LOCATOR_CLASSES = numba.config.CACHE_LOCATOR_CLASSES, f"{__name__}.Kept"
     try:
-        return numba.njit(parallel=has_loops, fastmath=True, cache=keeps, error_model="numpy")(function)
+        return numba.njit(parallel=has_loops, fastmath=True, cache=can_keep, error_model="numpy")(function)
     finally:
         numba.config.CACHE_LOCATOR_CLASSES = others
 
@@ -138,18 +145,17 @@ def inlined(function: Any) -> Any:
     return _numba()[0].njit(fastmath=True, error_model="numpy")(function)
 
 
-@contextlib.contextmanager
-def noted() -> Iterator[dict[Call, None]]:
-    """Kernels that are imported inside note how they are called there, and compute nothing, for good."""
+def note() -> dict[Call, None]:
+    """From now on kernels that are imported note how they are called, in here, and compute nothing."""
     global _calls
     _calls = {}
-    yield _calls
+    return _calls
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[bool]:
     """Only one process at a time goes on. Whether there is something to compile, and a place to keep it."""
-    if not _numba()[1]:
+    if not keeps():
         yield False
         return
     with open(Kept.directory / "lock", "w") as lock:
@@ -158,9 +164,8 @@ def alone() -> Iterator[bool]:
         yield not (Kept.directory / COMPLETE).exists()
 
 
-def end_with_parent() -> None:
-    """This process ends when the one that started it has, however that went."""
-    parent = os.getppid()
+def end_with(parent: int) -> None:
+    """This process ends when its parent has, however that went."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -170,10 +175,10 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def _works() -> None:
+def _works(parent: int) -> None:
     global _compiles_itself
     _compiles_itself = True
-    end_with_parent()
+    end_with(parent)
 
 
 def _compile(call: Call) -> None:
@@ -184,6 +189,7 @@ def _compile(call: Call) -> None:
 def compile_all(calls: dict[Call, None]) -> None:
     """Compiles these kernels for these types, one a core at a time."""
     spawn = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads without what runs them
-    with ProcessPoolExecutor(min(machine.cores(), len(calls)), spawn, _works) as pool:
+    workers = min(machine.cores(), len(calls))
+    with ProcessPoolExecutor(workers, spawn, initializer=_works, initargs=(os.getpid(),)) as pool:
         list(pool.map(_compile, calls))
     (Kept.directory / COMPLETE).touch()
