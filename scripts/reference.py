@@ -9,7 +9,8 @@ import hone.environments as vf
 HEAD = """# Python
 
 What `import hone` and `import hone.environments as vf` give, made from the code (`make docs`). Keys of `hone.RLConfig`
-are those of `[trainer.args]` in [configuration.md](configuration.md#vf-rl).
+are those of `[trainer.args]` in [configuration.md](configuration.md#vf-rl). `vf.RLTrainer` and `vf.RLConfig` are those
+of `hone`.
 """
 
 
@@ -32,6 +33,9 @@ def entry(name: str, what: Any, with_signature: bool = True) -> str:
         if is_own and not method.startswith("_") and function.__doc__:
             words = " ".join((inspect.getdoc(function) or "").split())
             said.append(f"**`{method}{signature(function)}`**: {words}\n")
+    for attribute, value in vars(what).items() if inspect.isclass(what) else []:
+        if isinstance(value, property) and not attribute.startswith("_") and value.__doc__:
+            said.append(f"**`{attribute}`**: {' '.join(value.__doc__.split())}\n")
     return "\n".join(said)
 
 

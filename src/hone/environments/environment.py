@@ -86,7 +86,7 @@ class Environment(ABC):
         """What a good answer to `messages` is: its text, or a message with tool calls. None where that is not known.
 
         From it come data for SFT (`hone env data`) and the check of rewards (`hone env check`). Unless overridden it is
-        the example's answer as the parser reads it.
+        the example's answer as the parser writes it.
         """
         return self.parser.write(example.answer) if example.answer else None
 

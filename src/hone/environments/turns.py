@@ -17,7 +17,7 @@ log = logging.getLogger("hone.environments")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _marked(kind: str) -> Callable[..., Any]:
+def _marked(kind: str, words: str) -> Callable[..., Any]:
     """A decorator of methods, with or without `(priority=…)`; those of higher priority come first."""
 
     def mark(method: F | None = None, *, priority: int = 0) -> Any:
@@ -27,15 +27,13 @@ def _marked(kind: str) -> Callable[..., Any]:
 
         return with_priority if method is None else with_priority(method)
 
+    mark.__doc__ = f"Marks a method {words} Those of higher priority come first."
     return mark
 
 
-stop = _marked("stop")
-"""Marks a method `condition(self, state) -> bool`: the conversation ends when it holds."""
-cleanup = _marked("cleanup")
-"""Marks a method `clean(self, state)` that is called when a rollout has ended, however it did."""
-teardown = _marked("teardown")
-"""Marks a method that is called when the environment is no longer needed."""
+stop = _marked("stop", "`condition(self, state) -> bool`: the conversation ends when it holds.")
+cleanup = _marked("cleanup", "`clean(self, state)` that is called when a rollout has ended, however it did.")
+teardown = _marked("teardown", "that is called when the environment is no longer needed.")
 
 
 class MultiTurnEnv(Environment):
