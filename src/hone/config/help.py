@@ -29,7 +29,12 @@ def help_text(command: str, summary: str, cls: type[Config]) -> str:
         "  --help       this text",
         "",
     ]
-    width = max(60, min(WIDEST, shutil.get_terminal_size().columns))
+    return "\n".join([*lines, keys_text(cls)])
+
+
+def keys_text(cls: type[Config]) -> str:
+    """Every key, a line and its words under it, by sections."""
+    lines, width = list[str](), max(60, min(WIDEST, shutil.get_terminal_size().columns))
     for one in _entries(cls):
         lines += (
             ["", f"[{one.key}]"] if one.is_section

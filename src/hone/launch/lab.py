@@ -41,7 +41,9 @@ def main(argv: list[str]) -> int:
     add("--prime-rl", action="store_true", help="with configs/prime-rl, for `rl @ FILE`")
     add("--no-install", action="store_true", help="write files, install nothing")
     words = "Run a job file of hosted training on this machine; keys of it may follow, as --max-steps 10."
-    one = commands.add_parser("run", help=words, description=words)
+    keys = _keys() if {"-h", "--help"} & set(argv) else None
+    form = argparse.RawDescriptionHelpFormatter
+    one = commands.add_parser("run", help=words, description=words, epilog=keys, formatter_class=form)
     one.add_argument("file", help="as in configs/lab/reverse-text-tiny.toml")
     args, rest = parser.parse_known_args(argv)
     if args.command == "run":
@@ -176,6 +178,13 @@ def requirement() -> list[str]:
     if parts.scheme == "file" and path.exists():
         return ["--editable", str(path)] if origin.get("dir_info", {}).get("editable") else [str(path)]
     return [f"hone-rl=={distribution.version}"]
+
+
+def _keys() -> str:
+    from hone.config.help import keys_text
+    from hone.config.lab import LabConfig
+
+    return f"keys of a job file:\n{keys_text(LabConfig)}"
 
 
 def run(file: str, overrides: list[str]) -> int:
