@@ -10,7 +10,7 @@ import pytest
 
 from hone.config.base import ConfigError, Typed, differences, load_config, merge
 from hone.config.commands import COMMANDS, import_object
-from hone.config.help import help_text, to_toml
+from hone.config.help import help_text, reference_table, to_toml
 from hone.config.inference import InferenceConfig
 from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
 from hone.config.sft import SFTConfig
@@ -124,6 +124,18 @@ def test_every_key_is_documented(cls):
     assert len(keys) > 10
     for i in keys:
         assert lines[i + 1].startswith("      "), f"no words for {lines[i]}"
+
+
+def test_defaults_are_those_of_the_command():
+    """A section's own may be set otherwise by the command that has it; a table by names shows where the name goes."""
+
+    def defaults(cls):
+        rows = (row.strip("| ").split(" | ") for row in reference_table(cls).splitlines()[2:])
+        return {key.strip("`*"): default for key, _, default, *_ in rows}
+
+    assert defaults(SFTConfig)["optim.lr"] == "1e-05" and defaults(RLConfig)["trainer.optim.lr"] == "1e-06"
+    assert defaults(TrainerRunConfig)["model.name"] == "Qwen/Qwen3-0.6B"
+    assert {"loss_of.NAME.type", "ckpt"} <= defaults(TrainerRunConfig).keys()
 
 
 @pytest.mark.parametrize("command", ["sft", "rl", "inference"])
