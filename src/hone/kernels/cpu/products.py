@@ -78,7 +78,7 @@ def pack(N, K, b, b_row, b_column, packed):
 def packed_panels(N, K, b, b_row, b_column):
     """B[K x N] as panels, in memory of their own."""
     panels = np.empty((N + WIDTH - 1) // WIDTH * K * WIDTH, np.float32)
-    pack(N, K, b, b_row, b_column, panels.ctypes.data)
+    pack(N, K, b, b_row, b_column, np.int64(panels.ctypes.data))
     return panels
 
 
