@@ -24,7 +24,7 @@ from pathlib import Path
 
 import httpx
 
-from hone.cli import end_with_parent
+from hone.leaving import end_with_parent
 from tests.integration.conftest import BIN, ROOT, TINY, Server
 
 AT_ONCE, PATIENCE = 64, 120.0  # requests in flight; seconds that an answer may take

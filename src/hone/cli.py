@@ -24,7 +24,6 @@ OTHERS = {  # subcommands with arguments of their own kind
     "slurm": "hone.launch.slurm:main",
 }
 LOOKERS = ("dashboard", "doctor", "plot")  # without arguments they say what is missing, or need none
-LAST_SECONDS = 10.0  # in which a process whose parent is gone may end what it has started
 
 
 def _entry(command: str) -> Callable[[], None]:
@@ -96,7 +95,7 @@ def _run(command: str, argv: list[str]) -> int:
 
     machine.prepare()
     leaving.listen()
-    end_with_parent()
+    leaving.end_with_parent()
 
     def work() -> None:
         from hone.config.base import load_config
@@ -131,37 +130,6 @@ def _out_of_memory(error: Exception, config) -> str:  # type: ignore[no-untyped-
     said = ". ".join(str(error).split(". ")[:2]).removesuffix(".")
     expected = "".join(f"\n  about: {line}" for line in memory_lines(config.resolved()))
     return f"out of memory: {said}{expected}\n  what makes it less: {config.MEMORY_KEYS}"
-
-
-def end_with_parent() -> None:
-    """A component ends when its launcher is gone, however that went. HONE_PARENT_PID may be an ancestor further up."""
-    parent = int(os.environ.pop("HONE_PARENT_PID", "0"))
-    if not parent:
-        return
-    is_direct = os.getppid() == parent
-    import threading
-
-    def watch() -> None:
-        while os.getppid() == parent if is_direct else is_alive(parent):
-            time.sleep(0.5)
-        if callable(signal.getsignal(signal.SIGTERM)):  # it has something to end, perhaps a process that stands still
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(LAST_SECONDS)
-        if os.getpgrp() == os.getpid():  # with all that was started from here
-            os.killpg(0, signal.SIGKILL)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _dry_run(command: str, config) -> None:  # type: ignore[no-untyped-def]

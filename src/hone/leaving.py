@@ -1,14 +1,20 @@
 """Leaving early: SIGUSR1 asks a run to end at its next step, with a checkpoint that `--resume` goes on from.
 
 A scheduler sends it before it takes the machine away. The exit code says that the run is to be gone on with.
+
+Leaving with a parent: what a command has started ends when the command has.
 """
 
 import contextlib
+import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 AGAIN = 85  # exit code of a run that has left
+LAST_SECONDS = 10.0  # in which a process whose parent is gone may end what it has started
 _asked = False
 
 
@@ -39,3 +45,33 @@ def is_asked() -> bool:
 def _ask(*_: Any) -> None:
     global _asked
     _asked = True
+
+
+def end_with_parent() -> None:
+    """A component ends when its launcher is gone, however that went. HONE_PARENT_PID may be an ancestor further up."""
+    parent = int(os.environ.pop("HONE_PARENT_PID", "0"))
+    if not parent:
+        return
+    is_direct = os.getppid() == parent
+
+    def watch() -> None:
+        while os.getppid() == parent if is_direct else is_alive(parent):
+            time.sleep(0.5)
+        if callable(signal.getsignal(signal.SIGTERM)):  # it has something to end, perhaps a process that stands still
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(LAST_SECONDS)
+        if os.getpgrp() == os.getpid():  # with all that was started from here
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -13,11 +13,11 @@ import torch
 import uvicorn
 from transformers import AutoModelForCausalLM, StoppingCriteriaList
 
-from hone.cli import end_with_parent
 from hone.inference.address import bind
 from hone.inference.sampler import Sampler
 from hone.inference.served import Served
 from hone.inference.server import build_app
+from hone.leaving import end_with_parent
 from hone.records import Completion, ContextFull
 from hone.text.tokenizer import Tokenizer
 from hone.transport.ways import make_receiver

@@ -263,9 +263,10 @@ def test_a_block_with_an_adapter_a_bias_or_frozen_weights_is_computed_by_its_ope
 @compiled
 def test_who_compiles_kernels_ends_with_whoever_asked_for_them():
     """As those do that a killed `rl` had started."""
-    worker = "import os, time; from hone.kernels.cpu import compiling; compiling.end_with(os.getppid()); "
+    worker = "import time; from hone.kernels.cpu import compiling; compiling._works(); "
     worker += "print('works', flush=True); time.sleep(60)"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}])"
+    parent = "import os, subprocess, sys; own = {'HONE_PARENT_PID': str(os.getpid())}; "
+    parent += f"subprocess.run([sys.executable, '-c', {worker!r}], env=os.environ | own)"
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "works\n"
     process.kill()

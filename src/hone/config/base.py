@@ -13,8 +13,9 @@ import itertools
 import json
 import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -309,7 +310,9 @@ def explain(error: ValidationError, cls: type[Config], origins: dict[str, str]) 
             known = sorted({key for one in parents for key in one.model_fields})
             having = [kind for one in parents if names[-1] in one.model_fields for kind in _kinds(one)]
             near = difflib.get_close_matches(names[-1], known, n=1, cutoff=0.5)
-            elsewhere = [] if near else [k for k, _, _ in walk(cls) if k.split(".")[-1] == names[-1]]
+            elsewhere = (
+                [] if near else [k.key for k in walk(cls) if not k.is_section and k.key.split(".")[-1] == names[-1]]
+            )
             hint = (
                 f"it is one of type {', '.join(having)}" if having
                 else f"did you mean {_kebab('.'.join([*names[:-1], near[0]]))}?" if near
@@ -399,14 +402,29 @@ def section_type(annotation: Any) -> type[Config] | None:
     return next(iter(section_types(annotation)), None)
 
 
-def walk(cls: type[Config], prefix: str = "") -> list[tuple[str, Any, type[Config]]]:
-    """Every leaf key of a configuration: dotted name, pydantic field, owning section; own keys before sections."""
-    found: list[tuple[str, Any, type[Config]]] = []
-    sections: list[tuple[str, Any, type[Config]]] = []
+@dataclass(frozen=True)
+class Entry:
+    """A key or, before its keys, a section. `value`: what the command has where nothing is given."""
+
+    key: str
+    field: Any
+    value: Any
+    is_section: bool
+
+
+def walk(cls: type[Config], values: Config | None = None, prefix: str = "") -> Iterator[Entry]:
+    """Own keys, then sections. `values`: a section as the command that has it sets it. A table by name has NAME."""
+    sections = []
     for name, field in cls.model_fields.items():
-        of_field = section_types(field.annotation)
-        for section in of_field:
-            sections += walk(section, f"{prefix}{name}.")
-        if not of_field:
-            found.append((f"{prefix}{name}", field, cls))
-    return found + sections
+        value = field.get_default(call_default_factory=True) if values is None else getattr(values, name)
+        is_section = bool(section_types(field.annotation))
+        by_name = ".NAME" if is_section and get_origin(field.annotation) is dict else ""
+        entry = Entry(f"{prefix}{name}{by_name}", field, value, is_section)
+        if is_section:
+            sections.append(entry)
+        else:
+            yield entry
+    for entry in sections:
+        yield entry
+        for kind in section_types(entry.field.annotation):
+            yield from walk(kind, entry.value if type(entry.value) is kind else None, f"{entry.key}.")

@@ -4,14 +4,12 @@ import json
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from hone.config.base import Config, section_types
+from hone.config.base import Config, Entry, walk
 
 INDENT, WIDEST = " " * 6, 120
 
@@ -35,21 +33,21 @@ def help_text(command: str, summary: str, cls: type[Config]) -> str:
 def keys_text(cls: type[Config]) -> str:
     """Every key, a line and its words under it, by sections."""
     lines, width = list[str](), max(60, min(WIDEST, shutil.get_terminal_size().columns))
-    for one in _entries(cls):
+    for one in walk(cls):
         lines += (
             ["", f"[{one.key}]"] if one.is_section
             else [f"  --{one.key.replace('_', '-')} {_annotation(one.field.annotation)}{_default(one.value)}"]
         )  # fmt: skip
         indent = "" if one.is_section else INDENT
-        lines += textwrap.wrap(one.words, width, initial_indent=indent, subsequent_indent=indent)
+        lines += textwrap.wrap(_words(one), width, initial_indent=indent, subsequent_indent=indent)
     return "\n".join(lines)
 
 
 def reference_table(cls: type[Config]) -> str:
     """The same as a Markdown table."""
     rows = ["| key | type | default | |", "|---|---|---|---|"]
-    for one in _entries(cls):
-        words = one.words.replace("|", "\\|")
+    for one in walk(cls):
+        words = _words(one).replace("|", "\\|")
         if one.is_section:
             rows += [f"| **`{one.key}`** | section | | {words} |"] if words else []
             continue
@@ -59,37 +57,9 @@ def reference_table(cls: type[Config]) -> str:
     return "\n".join(rows)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A key or, before its keys, a section. `value`: what the command has where nothing is given."""
-
-    key: str
-    field: Any
-    value: Any
-    is_section: bool
-
-    @property
-    def words(self) -> str:
-        words = " ".join((self.field.description or "").split())
-        return words or ("Not used unless one of its keys is given." if self.is_section and self.value is None else "")
-
-
-def _entries(cls: type[Config], values: Config | None = None, prefix: str = "") -> Iterator[_Entry]:
-    """Own keys, then sections. `values`: a section as the command that has it sets it. A table by name has NAME."""
-    sections = []
-    for name, field in cls.model_fields.items():
-        value = field.get_default(call_default_factory=True) if values is None else getattr(values, name)
-        is_section = bool(section_types(field.annotation))
-        by_name = ".NAME" if is_section and get_origin(field.annotation) is dict else ""
-        entry = _Entry(f"{prefix}{name}{by_name}", field, value, is_section)
-        if is_section:
-            sections.append(entry)
-        else:
-            yield entry
-    for entry in sections:
-        yield entry
-        for kind in section_types(entry.field.annotation):
-            yield from _entries(kind, entry.value if type(entry.value) is kind else None, f"{entry.key}.")
+def _words(one: Entry) -> str:
+    words = " ".join((one.field.description or "").split())
+    return words or ("Not used unless one of its keys is given." if one.is_section and one.value is None else "")
 
 
 def to_toml(config: Config) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hone.kernels import gpu
+from hone.kernels.host import brought
 
 
 @dataclass(frozen=True)
@@ -71,22 +72,18 @@ class AdamW:
 def adamw_reference(
     weight: Tensor, master: Tensor, first: Tensor, second: Tensor, grad: Tensor, decay: float, change: Change, seed: int
 ) -> None:
-    homes = (master, first, second)
-    master, first, second = (home.to(weight.device) for home in homes)
     (beta1, beta2), (of_first, of_second) = change.betas, change.corrections
     grad = grad.float() * change.scale
-    m = first.float().lerp_(grad, 1 - beta1)
-    v = second.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    master.mul_(1 - change.lr * decay)
-    master.addcdiv_(m, v.sqrt().div_(of_second).add_(change.eps), value=-change.lr / of_first)
-    generator = torch.Generator(master.device).manual_seed(seed)
-    for moment, exact in ((first, m), (second, v)):
-        moment.copy_(exact if moment.dtype == torch.float32 else _at_random(exact, generator))
-    if weight.data_ptr() != master.data_ptr():
-        weight.copy_(master)
-    for home, moved in zip(homes, (master, first, second), strict=True):
-        if home is not moved:
-            home.copy_(moved)
+    with brought([master, first, second], weight.device) as (master, first, second):
+        m = first.float().lerp_(grad, 1 - beta1)
+        v = second.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        master.mul_(1 - change.lr * decay)
+        master.addcdiv_(m, v.sqrt().div_(of_second).add_(change.eps), value=-change.lr / of_first)
+        generator = torch.Generator(master.device).manual_seed(seed)
+        for moment, exact in ((first, m), (second, v)):
+            moment.copy_(exact if moment.dtype == torch.float32 else _at_random(exact, generator))
+        if weight.data_ptr() != master.data_ptr():
+            weight.copy_(master)
 
 
 def _at_random(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -2,6 +2,7 @@
 
 import contextlib
 import mmap
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -35,3 +36,14 @@ def reachable_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
         raise ValueError(f"CUDA could not lock {size / 2**30:.2f} GiB of the machine's memory (cudaError {error})")
     pages.address = whole.data_ptr()
     return whole.view(dtype).view(shape)
+
+
+@contextlib.contextmanager
+def brought(tensors: list[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
+    """These on that device for as long as the block lasts; what becomes of them goes back to where they stand. Those
+    that are there are themselves."""
+    there = [tensor.to(device) for tensor in tensors]
+    yield there
+    for home, tensor in zip(tensors, there, strict=True):
+        if home is not tensor:
+            home.copy_(tensor)

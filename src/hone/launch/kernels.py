@@ -1,9 +1,8 @@
 """Compiles all CPU kernels, in several processes at once: `python -m hone.launch.kernels`, part of `make setup`."""
 
-import sys
 import time
 
-from hone import machine
+from hone import leaving, machine
 
 
 def main() -> None:
@@ -15,8 +14,7 @@ def main() -> None:
         return
     from hone.kernels.cpu import compiling
 
-    if sys.argv[1:]:  # the process that waits for this one
-        compiling.end_with(int(sys.argv[1]))
+    leaving.end_with_parent()
     start = time.perf_counter()
     with compiling.alone() as has_work:
         if has_work:

@@ -9,7 +9,7 @@ from torch import Tensor
 from hone import machine
 from hone.config.sections import OptimConfig, SchedulerConfig
 from hone.kernels import adamw
-from hone.kernels.host import reachable_zeros
+from hone.kernels.host import brought, reachable_zeros
 from hone.models.hf import split_rows
 from hone.models.transformer import Transformer
 from hone.trainer import muon
@@ -136,7 +136,7 @@ class Optimizer:
         else:
             self._torchs_step(grads, lr, scale)
         for start in range(0, len(self.by_muon), muon.AT_ONCE):
-            self._muon_step(self.by_muon[start : start + muon.AT_ONCE], grads, lr, scale if self.is_own else 1.0)
+            self._muon_step(self.by_muon[start : start + muon.AT_ONCE], grads, lr, scale)
         self.clear()
         if not self.is_own:
             self.follow_masters()
@@ -149,18 +149,13 @@ class Optimizer:
         self.own.step([grads[i] for i in self.by_adamw], change)
 
     def _muon_step(self, which: list[int], grads: list[Tensor], lr: float, scale: float) -> None:
-        masters, moved, momenta = ([values[i] for i in which] for values in (self.masters, grads, self.exp_avg))
-        homes = [*masters, *momenta]
-        if self.is_away:
-            masters, momenta = ([x.to(self.device) for x in values] for values in (masters, momenta))
+        moved = [grads[i].float() * scale if self.is_own else grads[i] for i in which]
         splits = [partial(split_rows, self.spec, self.names[i]) for i in which]
-        if self.is_own:
-            moved = [x.float() * scale for x in moved]
-        muon.step(masters, moved, momenta, lr, self.config.weight_decay, splits)
-        if self.is_own and self.masters is not self.parameters:
-            torch._foreach_copy_([self.parameters[i] for i in which], masters)
-        if self.is_away:
-            torch._foreach_copy_(homes, [*masters, *momenta])
+        with brought([*(self.masters[i] for i in which), *(self.exp_avg[i] for i in which)], self.device) as there:
+            masters, momenta = there[: len(which)], there[len(which) :]
+            muon.step(masters, moved, momenta, lr, self.config.weight_decay, splits)
+            if self.is_own and self.masters is not self.parameters:
+                torch._foreach_copy_([self.parameters[i] for i in which], masters)
 
     def _torchs_step(self, grads: list[Tensor], lr: float, scale: float) -> None:
         if scale < 1.0:

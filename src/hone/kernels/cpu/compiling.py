@@ -23,15 +23,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone import machine
+from hone import leaving, machine
 
 COMPLETE = "complete"  # a file in the directory of kernels, when all are there
 log = logging.getLogger("hone")
@@ -100,15 +98,14 @@ def words() -> str:
 
 
 @functools.cache
-def _is_ready() -> bool:
-    """Sees to it that the kernels have been compiled; whether compiled code can be kept."""
+def _prepare() -> None:
+    """Sees to it that the kernels have been compiled, where they can be kept."""
     if keeps() and not _compiles_itself and not (Kept.directory / COMPLETE).exists():
         log.info(words())
-        command = [sys.executable, "-m", "hone.launch.kernels", str(os.getpid())]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        command, own = [sys.executable, "-m", "hone.launch.kernels"], {"HONE_PARENT_PID": str(os.getpid())}
+        done = subprocess.run(command, env=os.environ | own, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
             log.warning("Kernels are compiled when they are needed: %s", (done.stdout + done.stderr).strip()[-1000:])
-    return keeps()
 
 
 @dataclass
@@ -127,7 +124,8 @@ def compiled(function: Any, has_loops: bool = True) -> Any:
     """Compiles a kernel whose `prange` loops are shared among torch's threads."""
     if _calls is not None:
         return _Noted(function, _calls)
-    can_keep, numba = _is_ready(), _numba()[0]
+    _prepare()
+    numba, can_keep = _numba()
     others, numba.config.CACHE_LOCATOR_CLASSES = numba.config.CACHE_LOCATOR_CLASSES, f"{__name__}.Kept"
     try:
         return numba.njit(parallel=has_loops, fastmath=True, cache=can_keep, error_model="numpy")(function)
@@ -164,21 +162,10 @@ def alone() -> Iterator[bool]:
         yield not (Kept.directory / COMPLETE).exists()
 
 
-def end_with(parent: int) -> None:
-    """This process ends when its parent has, however that went."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
-
-
-def _works(parent: int) -> None:
+def _works() -> None:
     global _compiles_itself
     _compiles_itself = True
-    end_with(parent)
+    leaving.end_with_parent()
 
 
 def _compile(call: Call) -> None:
@@ -189,7 +176,7 @@ def _compile(call: Call) -> None:
 def compile_all(calls: dict[Call, None]) -> None:
     """Compiles these kernels for these types, one a core at a time."""
     spawn = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads without what runs them
-    workers = min(machine.cores(), len(calls))
-    with ProcessPoolExecutor(workers, spawn, initializer=_works, initargs=(os.getpid(),)) as pool:
+    os.environ["HONE_PARENT_PID"] = str(os.getpid())
+    with ProcessPoolExecutor(min(machine.cores(), len(calls)), spawn, _works) as pool:
         list(pool.map(_compile, calls))
     (Kept.directory / COMPLETE).touch()
