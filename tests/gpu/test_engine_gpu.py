@@ -80,14 +80,14 @@ def test_a_group_reads_its_prompt_once(model):
     assert_logprobs(model, requests, done)
 
 
-def test_a_long_prompt_alone_is_divided_among_blocks(model):
-    requests = [request(p, seed=i, max_tokens=100) for i, p in enumerate(prompts([1500, 640, 70]))]
+def test_few_long_sequences_are_divided_among_blocks(model):
+    requests = [request(p, seed=i, max_tokens=400) for i, p in enumerate(prompts([1500, 70, 3]))]
     engine = Engine(model, max_batch_size=64, max_model_len=2048, kv_cache_gib=1)
-    done = engine.generate(requests)
-    assert any(isinstance(key, Key) and key.stretches and key.is_wide for key in engine.captured.graphs), (
-        "the kernel for stretches did not run"
-    )
-    assert_logprobs(model, requests, done)
+    for some in (requests, requests[1:], requests[2:]):  # from their prompts on, or when they have become long
+        engine.captured.clear()
+        done = engine.generate(some)
+        assert any(isinstance(key, Key) and key.parts for key in engine.captured.graphs), "none was divided"
+        assert_logprobs(model, some, done)
 
 
 def test_a_long_prompt_in_pieces_and_a_prefix_that_is_known(model):

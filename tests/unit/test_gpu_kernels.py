@@ -92,6 +92,15 @@ def test_parts_of_a_product(rows, splits, with_bias):
     close(parts(x, weight, bias, splits).sum(0), F.linear(x, weight, bias), 1e-3)
 
 
+@pytest.mark.parametrize("rows, F_, with_bias", [(1, 32, False), (20, 40, True)])
+def test_swiglu_of_a_product(rows, F_, with_bias):
+    from hone.kernels.gpu.products import swiglu
+
+    x, weight = torch.randn(rows, 192, device=DEVICE), torch.randn(2 * F_, 192, device=DEVICE) * 0.1
+    bias = torch.randn(2 * F_, device=DEVICE) if with_bias else None
+    close(swiglu(x, weight, bias), swiglu_reference(F.linear(x, weight, bias)), 1e-3)
+
+
 @pytest.mark.parametrize("rows", [1, 20, 300])
 def test_a_product_in_order(rows, monkeypatch):
     from hone.kernels.gpu import products
@@ -107,7 +116,7 @@ def rope(positions, E):
 
 
 @pytest.mark.parametrize("H, K, with_norm", [(4, 2, True), (6, 2, False), (3, 3, True)])
-@pytest.mark.parametrize("how", ["alone", "alone, wide", "shared", "shared, wide", "exact"])
+@pytest.mark.parametrize("how", ["alone", "alone, wide", "divided, wide", "shared", "exact"])
 def test_decoding_by_pages(H, K, with_norm, how, monkeypatch):
     from hone.kernels.gpu.decode import MEMBERS, Shared, decode
 
@@ -140,7 +149,7 @@ def test_decoding_by_pages(H, K, with_norm, how, monkeypatch):
             for place, row in enumerate((0, 1, 4)):
                 shared.members_IR[i, place] = row
                 shared.parts_BS[row, i] = i * MEMBERS + place
-    got = decode(qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, shared, "wide" in how)
+    got = decode(qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, shared, 2 * ("divided" in how), "wide" in how)
     close(got, expected)
     close(cache, expected_cache)
 

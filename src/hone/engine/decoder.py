@@ -7,6 +7,8 @@ The engine calls it step by step, or `graphs.py` captures it once and replays it
 in one call, draws included, where nobody looks at logits.
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from hone.engine.cache import DecodeAttention, KVCache
@@ -41,7 +43,7 @@ class Decoder:
         """One token for the first B active slots, or `steps` of them where `at_once` allows it; returns the logits, if
         the kind asks for them."""
         active_B, state = rows.active_B[:B], self.slots.state
-        rows = Rows(active_B, state, rows.table, rows.shared, rows.is_wide)
+        rows = replace(rows, active_B=active_B, state=state)
         if self.packed is not None and not has_adapters:
             if kind == Sampler.PLAIN:
                 self.packed.steps(rows, steps, self.slots)

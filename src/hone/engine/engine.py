@@ -309,7 +309,7 @@ class Engine:
         if left > 0:
             steps = min(turn.window, left)
             if self.graphs is not None:
-                if self._has_changed:
+                if self._has_changed or self.steps >= self.graphs.looks_again:
                     self.graphs.decode(self.decoding, turn.kind, turn.has_adapters, self.steps)
                 logits_BV = self.graphs.run(steps)
             else:

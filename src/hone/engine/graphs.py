@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one launch a step instead of some 280, and several steps before the host looks.
 
 A graph is captured, when it is first needed, for a number of rows (padded with the spare slot), a kind of sampling,
-with or without adapters, and a way to read the cache: alone or with the pages that groups share, in wide blocks or in
-narrow ones. All that changes between replays (who is active, pages, lengths) stands in tensors that stay where they
+with or without adapters, and a way to read the cache: alone or with the pages that groups share, each sequence in one
+piece or divided, in wide blocks or in narrow ones. All that changes between replays (who is active, pages, lengths) stands in tensors that stay where they
 are. So do the weights.
 """
 
@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 
 WORTH_SHARING = 4096  # tokens that a step must be spared, to pay for the kernel that reads pages for groups
 ENOUGH_BLOCKS = 100  # of the kernel that reads shared pages: shorter stretches cost more to put together
-FEW_BLOCKS = 1.0  # a multiprocessor has so many of those that read own pages, or fewer: then prompts are divided
-MOST_PARTS = 32  # stretches of one prompt
-LONG_PROMPT = 512  # tokens of a prompt that is worth dividing among several blocks
+FEW_BLOCKS = 2.5  # a multiprocessor has so many of those that read own pages, or fewer: then sequences are divided
+PARTS = (32, 8, 4, 2)  # of a sequence that is divided, beside its end: as many as make ENOUGH_PARTS blocks at most
+ENOUGH_PARTS = 4  # blocks a multiprocessor
+DIVIDED = 256  # mean tokens of a sequence that is worth dividing
+MOST_PARTS = 32  # stretches of one shared prompt
+SOON = 64  # steps after which sequences have become so much longer that another way may be better
 LONG = 384  # mean tokens of a sequence from which wide blocks are faster
 
 
@@ -37,7 +40,7 @@ class Key(NamedTuple):
     kind: int
     has_adapters: bool
     stretches: int  # room for so many stretches of shared pages; 0: every sequence reads its own
-    parts: int  # … and so many of one sequence
+    parts: int  # … and so many of one sequence, or so many that are divided from its own
     is_wide: bool
 
 
@@ -57,18 +60,22 @@ class DecodeGraphs:
         self.slots, self.heads = decoder.slots, decoder.model.spec.num_key_value_heads
         self.shared: dict[tuple[int, int], Shared] = {}
         self.key: Key | None = None
+        self.looks_again = 0  # at this step of the engine
 
     def decode(self, sequences: list[Sequence], kind: int, has_adapters: bool, step: int) -> None:
-        """From now on these sequences decode, which are the active slots; `step`: of the engine, so far."""
+        """From now on these sequences decode, which are the active slots; `step`: of the engine, so far.
+
+        To be told again from step `looks_again` on, since the best way to read them depends on their lengths.
+        """
+        self.looks_again = step + SOON
         mean = sum(len(s.prompt) + step - s.first_step for s in sequences) / len(sequences)
         B, plan = padded(len(sequences)), self._stretches(sequences)
         taken: dict[int, int] = defaultdict(int)
         for _, _, members in plan:
             for row in members:
                 taken[row] += 1
-        parts = gpu.power_of_2(max(taken.values())) if taken else 0
-        is_shared = any(len(members) > 1 for _, _, members in plan)
-        is_wide = not is_shared and (mean > LONG or B * self.heads <= 4 * gpu.processors())
+        parts = gpu.power_of_2(max(taken.values())) if taken else self._parts(B, mean)
+        is_wide = not plan and (mean > LONG or B * self.heads <= 4 * gpu.processors())
         stretches = gpu.power_of_2(len(plan)) if plan else 0
         self.key = Key(min(B, self.most_rows), kind, has_adapters, stretches, parts, is_wide)
         if stretches:
@@ -84,10 +91,7 @@ class DecodeGraphs:
 
     def _stretches(self, sequences: list[Sequence]) -> list[tuple[int, int, list[int]]]:
         """Page ranges (first, end) and the batch rows that share them: groups with the same full pages of the prompt.
-
-        Where sharing would save little and few sequences decode, each long prompt is split by itself instead: several
-        blocks then read it in parallel, on multiprocessors that would otherwise be idle.
-        """
+        None where sharing would save little."""
         from hone.kernels.gpu.decode import MEMBERS
 
         if numerics.keeps_order("attention"):  # each sequence by itself, from its first token to its last
@@ -99,13 +103,8 @@ class DecodeGraphs:
             if full:
                 groups[full, sequence.pages[full - 1]].append(row)
         shared = {key: rows for key, rows in groups.items() if len(rows) > 1}
-        spared = sum(full * size * (len(rows) - 1) for (full, _), rows in shared.items())
-        if spared < WORTH_SHARING:
-            if len(sequences) * heads > FEW_BLOCKS * gpu.processors():
-                return []
-            shared = {
-                (full, row): [row] for (full, _), rows in groups.items() for row in rows if full * size >= LONG_PROMPT
-            }
+        if sum(full * size * (len(rows) - 1) for (full, _), rows in shared.items()) < WORTH_SHARING:
+            return []
         crowds = [
             (full, rows[i : i + MEMBERS]) for (full, _), rows in shared.items() for i in range(0, len(rows), MEMBERS)
         ]
@@ -113,6 +112,14 @@ class DecodeGraphs:
         while length > 1 and sum(-(-full // length) for full, _ in crowds) * heads < ENOUGH_BLOCKS:
             length //= 2
         return [(at, min(at + length, full), rows) for full, rows in crowds for at in range(0, full, length)]
+
+    def _parts(self, rows: int, mean: float) -> int:
+        """Into how many parts beside its end each sequence is divided: blocks then read it in parallel, on
+        multiprocessors that would otherwise be idle."""
+        blocks, most = rows * self.heads, ENOUGH_PARTS * gpu.processors()
+        if mean < DIVIDED or blocks > FEW_BLOCKS * gpu.processors() or numerics.keeps_order("attention"):
+            return 0
+        return next((parts for parts in PARTS if parts * blocks <= most), PARTS[-1])
 
     def shared_by(self, key: Key) -> Shared | None:
         """Room for what sequences share, for graphs of this key."""
@@ -126,6 +133,11 @@ class DecodeGraphs:
                 key.stretches, rows, key.parts, spec.num_attention_heads, spec.head_dim, self.slots.device
             )
         return self.shared[key.stretches, key.parts]
+
+    def rows_by(self, key: Key) -> Rows:
+        """All slots, as graphs of this key read them."""
+        slots, parts = self.slots, 0 if key.stretches else key.parts
+        return Rows(slots.active, slots.state, slots.table, self.shared_by(key), parts, key.is_wide)
 
     def _write_plan(self, key: Key, plan: list[tuple[int, int, list[int]]], sequences: list[Sequence]) -> None:
         """Tells the kernels who shares what."""
@@ -151,7 +163,7 @@ class DecodeGraphs:
 
     def _capture(self, key: Key) -> None:
         slots = self.slots
-        rows = Rows(slots.active, slots.state, slots.table, self.shared_by(key), key.is_wide)
+        rows = self.rows_by(key)
         active = slots.active.clone()
         slots.active.fill_(slots.count)  # what is set up is so by a step of the spare slot alone
         self.captured.capture(key, lambda: self.decoder.step(key.rows, key.kind, key.has_adapters, rows))

@@ -3,10 +3,9 @@
 import torch
 
 from hone.engine.engine import Engine
-from hone.engine.graphs import Key, padded
+from hone.engine.graphs import PARTS, Key, padded
 from hone.engine.prefill import Stretch
 from hone.engine.sampler import Sampler
-from hone.kernels.decode import Rows
 
 PROMPT = 16  # tokens
 PROMPTS = (1, 2, 4, 8, 32)  # so many at once: products of more rows have other tiles
@@ -22,6 +21,7 @@ def rehearse(engine: Engine, sequences: int) -> None:
     top = min(padded(sequences), engine.max_batch_size)
     rows = sorted({min(B, top) for B in (*ROWS, top)})
     ways = [Key(B, Sampler.PLAIN, False, 0, 0, is_wide) for B in rows for is_wide in (False, True)]
+    ways += [Key(rows[0], Sampler.PLAIN, False, 0, parts, True) for parts in PARTS]
     ways.append(Key(top, Sampler.PLAIN, False, 8, 1, False))  # with prompts that groups share
     length = min(PROMPT, engine.max_model_len - 1)
     pages = list(range(engine.pool.needed(length)))
@@ -29,6 +29,5 @@ def rehearse(engine: Engine, sequences: int) -> None:
         hidden = engine.prefill.run([Stretch([0] * length, pages, 0, length)] * count, [length - 1])
         engine.decoder.draw(hidden, slots.active[-1:], Sampler.PLAIN, advance=False)
     for way in ways:
-        seen = Rows(slots.active, slots.state, slots.table, graphs.shared_by(way), way.is_wide)
-        engine.decoder.step(way.rows, way.kind, way.has_adapters, seen)
+        engine.decoder.step(way.rows, way.kind, way.has_adapters, graphs.rows_by(way))
     engine.prefill.seen.clear()

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 class Rows:
     """Which sequences decode and where theirs stands: rows of `state` (`row_state.py`) and of the table of pages.
 
-    A sequence's position p is cell p % PAGE of page table[row, p // PAGE]. `shared` and `is_wide` are for the GPU.
+    A sequence's position p is cell p % PAGE of page table[row, p // PAGE]. `shared`, `parts` and `is_wide` are for the
+    GPU (`gpu/decode.py`).
     """
 
     active_B: Tensor
     state: Tensor
     table: Tensor
     shared: "Shared | None" = None
+    parts: int = 0
     is_wide: bool = False
 
 

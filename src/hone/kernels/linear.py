@@ -20,6 +20,8 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     if is_ordered(x_TI):
         out_TO: Tensor = _Ordered.apply(x_TI, weight_OI)  # type: ignore[no-untyped-call]
         return out_TO if bias_O is None else out_TO + bias_O
+    if gpu.is_few(x_TI):
+        return _parts(x_TI, weight_OI, bias_O, 1)[0]
     if not is_multiplied_here(x_TI, weight_OI):
         return F.linear(x_TI, weight_OI, bias_O)
     if torch.is_grad_enabled() and (x_TI.requires_grad or weight_OI.requires_grad):
@@ -39,6 +41,10 @@ def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) 
     splits = gpu.splits(x_TI, weight_OI)
     if splits == 1 or is_ordered(x_TI):
         return linear(x_TI, weight_OI, bias_O)
+    return _parts(x_TI, weight_OI, bias_O, splits)
+
+
+def _parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int) -> Tensor:
     from hone.kernels.gpu import products
 
     return products.parts(x_TI, weight_OI, bias_O, splits)

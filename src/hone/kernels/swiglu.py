@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.kernels import cpu, gpu
+from hone.kernels.linear import is_ordered, linear
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -13,6 +14,15 @@ def swiglu(gate_up: Tensor) -> Tensor:
         out: Tensor = _SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
         return out
     return _forward(gate_up)
+
+
+def linear_swiglu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """`swiglu` of a projection: T x I to T x F."""
+    if gpu.is_few(x_TI) and not is_ordered(x_TI):
+        from hone.kernels.gpu import products
+
+        return products.swiglu(x_TI, weight_OI, bias_O)
+    return swiglu(linear(x_TI, weight_OI, bias_O))
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:

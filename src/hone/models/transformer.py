@@ -26,7 +26,7 @@ from hone.kernels.gpu_training import norm_linear, swiglu_linear, whole_linear
 from hone.kernels.linear import is_multiplied_here, is_ordered, linear, linear_parts
 from hone.kernels.norm import add_norm
 from hone.kernels.rows import take_rows
-from hone.kernels.swiglu import swiglu, swiglu_reference
+from hone.kernels.swiglu import linear_swiglu, swiglu, swiglu_reference
 from hone.models.attention import Heads, PackedAttention, Rotation
 from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.spec import Llama3Rope, ModelSpec
@@ -135,6 +135,9 @@ class MLP(nn.Module):
 
     def through(self, norm: RMSNorm, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
         """x + delta, and what comes of its norm."""
+        if self.gate_up.delta is None and gpu.is_few(x_TD):  # the activation too is made where the weights are read
+            x_TD, normed_TD = norm(x_TD, delta_TD)
+            return x_TD, self.down.parts(linear_swiglu(normed_TD, self.gate_up.weight, self.gate_up.bias))
         x_TD, gate_up_T2F = norm.through(self.gate_up, x_TD, delta_TD)
         return x_TD, self.project(gate_up_T2F)
 

@@ -3,7 +3,9 @@
 A decode step is some 280 small kernels in a CUDA graph, so what counts is the time between them: each is launched with
 programmatic dependent launch (PDL), so that its blocks start while the kernel before it runs. `wait` stops until that
 kernel is complete and visible, then lets the next one start: before `wait` a kernel may touch what was written two
-kernels earlier and never by the one before it, which is where weights are fetched into the L2 cache.
+kernels earlier and never by the one before it, which is where weights are fetched into the L2 cache. A kernel that lets
+the next one start before it waits itself (`wait_beside_next`) is followed by products alone, which touch nothing but
+weights before theirs.
 
 They take half precision. Those of `training.py` and `attention.py` make gradients, for `kernels/gpu_training.py` and
 `kernels/head.py`.
@@ -19,6 +21,7 @@ from torch import Tensor
 IS_AVAILABLE = importlib.util.find_spec("triton") is not None and os.environ.get("HONE_GPU_KERNELS", "1") != "0"
 HALF = (torch.bfloat16, torch.float16)
 FEW_TOKENS = 256  # up to here a product is bound by fetching weights
+FEWEST_TOKENS = 32  # up to here by nothing else: the arithmetic of a tile is a small part of its time
 
 
 def takes(x: Tensor) -> bool:
@@ -77,6 +80,11 @@ def trains_model(weight: Tensor, head_size: int) -> bool:
 def takes_head(hidden_TD: Tensor) -> bool:
     """Whether tokens can be drawn from these hidden states without their logits in memory."""
     return takes(hidden_TD) and hidden_TD.shape[1] % 64 == 0
+
+
+def is_few(x_TI: Tensor) -> bool:
+    """Whether a product of these tokens does nothing but read weights, so that ours is the quickest for any weight."""
+    return x_TI.dim() == 2 and len(x_TI) <= FEWEST_TOKENS and x_TI.shape[1] % 64 == 0 and takes(x_TI)
 
 
 def splits(x_TI: Tensor, weight_OI: Tensor) -> int:

@@ -1,11 +1,13 @@
 """Attention of one new token a sequence over the pages of the cache.
 
     qkv ─ newest_heads: norm, rope, k and v into the cache ─► q ─┬─► own pages of a sequence (decode_kernel) ──┬─► out
-                                                                 └─► pages that several share (shared_kernel) ─┘
+                                                                 ├─► pages that several share (shared_kernel) ─┤
+                                                                 └─► or most of its own pages (parts_kernel) ──┘
 
 A block of `decode_kernel` is one sequence and one k/v head; of `shared_kernel` one stretch of shared pages, one k/v
-head and up to MEMBERS sequences, for which it reads the pages once. Both run at once; a block of `decode_kernel` ends
-by adding what its sequence has of the shared ones. Softmax is online (Milakov & Gimelshein 2018), in base 2.
+head and up to MEMBERS sequences, for which it reads the pages once. Where few sequences decode, `parts_kernel` divides
+each among several blocks instead, by the length that it has by then. What runs beside `decode_kernel` leaves a partial
+result, which a block of that ends by adding. Softmax is online (Milakov & Gimelshein 2018), in base 2.
 """
 
 import math
@@ -59,21 +61,57 @@ def _mix(
 
 
 @triton.jit
+def part_start(L, s, PARTS: tl.constexpr, PAGE: tl.constexpr):
+    """Where stretch s of PARTS begins in a sequence of L tokens: whole pages, as long as what is left at the end."""
+    pages = L // PAGE
+    return tl.minimum(s * tl.cdiv(pages, PARTS + 1), pages) * PAGE
+
+
+@triton.jit
+def parts_kernel(
+    q, keys, values, active, state, table, table_row, part_acc, part_stats, scale_log2,
+    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Stretch s of PARTS of batch row b, whose last tokens are left to decode_kernel."""
+    G: tl.constexpr = H // K
+    head, s, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
+    slot = tl.load(active + b)
+    L = tl.load(state + slot * FIELDS + LENGTH).to(tl.int32) + 1
+    first, end = part_start(L, s, PARTS, PAGE), part_start(L, s + 1, PARTS, PAGE)
+    inside = c < G
+    wait(PDL)
+    if first == end:
+        return
+    columns = tl.load(q + (b * H + head * G + c)[None, :] * E + e, inside[None, :], other=0.0)
+    pages = table + slot * table_row
+    top, weight, acc = _mix(columns, scale_log2, keys, values, pages, first, end, head, K, E, C, PAGE, TILE, STAGES)
+    row = ((b * K + head) * PARTS + s) * G + c
+    tl.store(part_stats + row * 2, top, inside)
+    tl.store(part_stats + row * 2 + 1, weight, inside)
+    tl.store(part_acc + row[None, :] * E + e, acc, inside[None, :])
+
+
+@triton.jit
 def decode_kernel(
     q, keys, values, out, active, state, table, table_row, part_acc, part_stats, parts, scale_log2,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
-    R: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, PARTS: tl.constexpr, DIVIDED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Mixed values of batch row b, out B x (H * E): over its own pages and PARTS stretches that it shares."""
+    """Mixed values of batch row b, out B x (H * E): over its own pages and PARTS stretches that it shares, or that are
+    DIVIDED from its own by parts_kernel."""
     G: tl.constexpr = H // K
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)  # heads of a sequence lie side by side, and run so
     c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
     slot = tl.load(active + b)
     L = tl.load(state + slot * FIELDS + LENGTH).to(tl.int32) + 1
     first = 0
-    if PARTS:
+    if DIVIDED:
+        first = part_start(L, PARTS, PARTS, PAGE)
+    elif PARTS:
         first = tl.load(state + slot * FIELDS + OWN_PAGE).to(tl.int32) * PAGE
-    else:  # else the kernel before is shared_kernel, which waited for the one that this needs
+    else:  # else the kernel before waited for the one that this needs
         wait(PDL)
     at = (b * H + head * G + c)[None, :] * E + e
     inside = (c < G)[None, :]
@@ -83,9 +121,14 @@ def decode_kernel(
     )
     if PARTS:
         s = tl.arange(0, PARTS)
-        part = tl.load(parts + b * PARTS + s)
-        rows = ((part // R * K + head) * R + part % R)[:, None] * G + c[None, :]
-        taken = (part >= 0)[:, None] & inside
+        if DIVIDED:
+            rows = ((b * K + head) * PARTS + s)[:, None] * G + c[None, :]
+            is_there = part_start(L, s, PARTS, PAGE) < first
+        else:
+            part = tl.load(parts + b * PARTS + s)
+            rows = ((part // R * K + head) * R + part % R)[:, None] * G + c[None, :]
+            is_there = part >= 0
+        taken = is_there[:, None] & inside
         wait(PDL)
         other_top = tl.load(part_stats + rows * 2, taken, other=-1e30)
         other_weight = tl.load(part_stats + rows * 2 + 1, taken, other=0.0)
@@ -194,18 +237,19 @@ def block_shape(is_wide: bool, is_shared: bool, blocks: int) -> tuple[int, int, 
 
 def decode(
     qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, cos: Tensor, sin: Tensor, eps: float, H: int,
-    keys: Tensor, values: Tensor, active: Tensor, state: Tensor, table: Tensor, shared: Shared | None, is_wide: bool,
+    keys: Tensor, values: Tensor, active: Tensor, state: Tensor, table: Tensor, shared: Shared | None, parts: int,
+    is_wide: bool,
 ) -> Tensor:  # fmt: skip
     """Mixed values B x (H * E) of one new token a row, whose keys and values go into the cache: pages x PAGE x K x E.
 
-    is_wide: several warps a block, for few sequences or long ones.
+    is_wide: several warps a block, for few sequences or long ones. parts: that are divided from each sequence.
     """
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
     q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)
     out = qkv.new_empty(B, H * E)
     scale = math.log2(math.e) / math.sqrt(E)
-    sizes, width = {"H": H, "K": K, "E": E, "PAGE": PAGE, "R": MEMBERS}, power_of_2(H // K)
+    sizes, width = {"H": H, "K": K, "E": E, "PAGE": PAGE}, power_of_2(H // K)
     where = (active, state, table, table.shape[1])
     if numerics.keeps_order("attention"):
         ordered_kernel[(K, B)](
@@ -215,14 +259,20 @@ def decode(
         return out
     partial: tuple[Tensor, ...] = (q, q, q)
     if shared is not None:
-        partial = (shared.acc, shared.stats, shared.parts_BS)
+        partial, parts = (shared.acc, shared.stats, shared.parts_BS), shared.parts_BS.shape[1]
         shared_kernel[(K, len(shared.stretches_I2))](
             q, keys, values, active, table, table.shape[1], shared.stretches_I2, shared.members_IR, *partial[:2],
-            scale, **sizes, TILE=min(64, PAGE), GP=width, STAGES=2, **options(4),
+            scale, **sizes, R=MEMBERS, TILE=min(64, PAGE), GP=width, STAGES=2, **options(4),
+        )  # fmt: skip
+    elif parts:
+        partial = (*(torch.empty(B * H * parts, n, device=q.device) for n in (E, 2)), q)
+        parts_kernel[(K, parts, B)](
+            q, keys, values, *where, *partial[:2], scale, **sizes, PARTS=parts, TILE=min(64, PAGE), C=max(8, width),
+            STAGES=2, **options(4),
         )  # fmt: skip
     tile, warps, stages, registers = block_shape(is_wide, shared is not None, K * B)
     decode_kernel[(K, B)](
-        q, keys, values, out, *where, *partial, scale, **sizes, TILE=min(tile, PAGE), C=max(8, width), STAGES=stages,
-        PARTS=0 if shared is None else shared.parts_BS.shape[1], maxnreg=registers, **options(warps),
+        q, keys, values, out, *where, *partial, scale, **sizes, R=MEMBERS, TILE=min(tile, PAGE), C=max(8, width),
+        STAGES=stages, PARTS=parts, DIVIDED=shared is None and parts > 0, maxnreg=registers, **options(warps),
     )  # fmt: skip
     return out

@@ -13,6 +13,14 @@ def wait(PDL: tl.constexpr):
 
 
 @triton.jit
+def wait_beside_next(PDL: tl.constexpr):
+    """`wait`, for a small kernel that a product comes after: that one starts at once, and fetches weights meanwhile."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
 def prefetch(address):
     """Asks for the 128 bytes around each address to be brought into the L2 cache."""
     tl.inline_asm_elementwise(

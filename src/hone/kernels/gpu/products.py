@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels.gpu import has_dependent_launch, options, power_of_2, processors
+from hone.kernels.gpu import FEWEST_TOKENS, has_dependent_launch, options, power_of_2, processors
 from hone.kernels.gpu.launching import prefetch, wait
 
 
@@ -17,9 +17,12 @@ from hone.kernels.gpu.launching import prefetch, wait
 def product_kernel(
     x, w, bias, out, M, N, K, k_split,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tile (m, n) of x M x K times w N x K transposed, over the k of split s: out[s] M x N. Split 0 adds the bias."""
+    """Tile (m, n) of x M x K times w N x K transposed, over the k of split s: out[s] M x N. Split 0 adds the bias.
+
+    SWIGLU: w has twice as many rows, gates above ups, and what comes of both is silu(gate) * up.
+    """
     pid_n, pid_m, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m = pid_m * BM + tl.arange(0, BM)
     n = pid_n * BN + tl.arange(0, BN)
@@ -27,33 +30,70 @@ def product_kernel(
     k = first + tl.arange(0, BK)
     rows = x + (m % M)[:, None].to(tl.int64) * K + k[None, :]
     columns = w + (n % N)[None, :].to(tl.int64) * K + k[:, None]
+    to_up = N.to(tl.int64) * K
     if PDL:  # the weights do not depend on the kernel before
         line = tl.minimum(tl.arange(0, LINES) * 64, k_split - 1)
-        prefetch(w + (n % N)[:, None].to(tl.int64) * K + first + line[None, :])
+        lines = w + (n % N)[:, None].to(tl.int64) * K + first + line[None, :]
+        prefetch(lines)
+        if SWIGLU:
+            prefetch(lines + to_up)
     wait(PDL)
     acc = tl.zeros((BM, BN), tl.float32)
-    for i in tl.range(0, k_split // BK, num_stages=STAGES):
-        acc = tl.dot(tl.load(rows + i * BK), tl.load(columns + i * BK), acc)
+    if SWIGLU:
+        up = tl.zeros((BM, BN), tl.float32)
+        for i in tl.range(0, k_split // BK, num_stages=STAGES):
+            tile = tl.load(rows + i * BK)
+            acc = tl.dot(tile, tl.load(columns + i * BK), acc)
+            up = tl.dot(tile, tl.load(columns + to_up + i * BK), up)
+    else:
+        for i in tl.range(0, k_split // BK, num_stages=STAGES):
+            acc = tl.dot(tl.load(rows + i * BK), tl.load(columns + i * BK), acc)
     if HAS_BIAS:
         acc += tl.where(split == 0, tl.load(bias + n, n < N, other=0.0).to(tl.float32), 0.0)[None, :]
+    result = acc.to(out.dtype.element_ty)
+    if SWIGLU:  # rounded where the two kernels that this stands for round
+        if HAS_BIAS:
+            up += tl.load(bias + N + n, n < N, other=0.0).to(tl.float32)[None, :]
+        gate = result.to(tl.float32)
+        result = (gate / (1.0 + tl.exp(-gate))).to(result.dtype) * up.to(result.dtype)
     inside = (m < M)[:, None] & (n < N)[None, :]
-    address = out + (split * M + m[:, None]).to(tl.int64) * N + n[None, :]
-    tl.store(address, acc.to(out.dtype.element_ty), inside)
+    tl.store(out + (split * M + m[:, None]).to(tl.int64) * N + n[None, :], result, inside)
 
 
 def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int) -> Tensor:
     """Parts S x T x O of x W^T + b, each over a stretch of the inner dimension."""
+    return _product(x, weight, bias, splits, is_swiglu=False)
+
+
+def swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """silu(g) * u T x F of few tokens, where x W^T + b is g and u side by side."""
+    return _product(x, weight, bias, 1, is_swiglu=True)[0]
+
+
+PREFETCHED = 2**24  # bytes of weights that are asked for while the kernel before runs: the L2 cache keeps them
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int, is_swiglu: bool) -> Tensor:
     x = x.contiguous()
-    (M, K), N = x.shape, len(weight)
+    (M, K), N = x.shape, len(weight) // (1 + is_swiglu)
     out = x.new_empty(splits, M, N)
-    BM, BN = min(max(power_of_2(M), 16), 128), 64
-    stages = 6 if has_dependent_launch() else 3  # of 24 KB: Hopper has room for them
+    BM, BN, BK, stages, warps = tile_of(M, K // splits, is_swiglu)
+    lines = min(power_of_2(K // splits // 64), power_of_2(max(PREFETCHED // (128 * len(weight)), 1)))
     product_kernel[(-(-N // BN), -(-M // BM), splits)](
         x, weight, weight if bias is None else bias, out, M, N, K, K // splits,
-        BM=BM, BN=BN, BK=64, LINES=power_of_2(K // splits // 64), STAGES=stages, HAS_BIAS=bias is not None,
-        **options(4),
+        BM=BM, BN=BN, BK=BK, LINES=lines, STAGES=stages, HAS_BIAS=bias is not None, SWIGLU=is_swiglu,
+        **options(warps),
     )  # fmt: skip
     return out
+
+
+def tile_of(rows: int, inner: int, is_swiglu: bool) -> tuple[int, int, int, int, int]:
+    """Rows, columns and inner size of a tile, stages and warps (benchmarks/products_gpu.py)."""
+    BM, deep = min(max(power_of_2(rows), 16), 128), has_dependent_launch()
+    if BM > FEWEST_TOKENS:
+        return BM, 64, 64, 6 if deep else 3, 4  # stages of 24 KB: Hopper has room for them
+    BK = 128 if inner % 128 == 0 else 64
+    return BM, 32 if is_swiglu else 64, BK, 4 if deep else 2, 4
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hone.kernels import numerics, row_state
 from hone.kernels.gpu import options, power_of_2
-from hone.kernels.gpu.launching import wait
+from hone.kernels.gpu.launching import wait, wait_beside_next
 
 FIELDS, LENGTH = tl.constexpr(row_state.FIELDS), tl.constexpr(row_state.LENGTH)
 LAST = tl.constexpr(row_state.LAST)
@@ -41,7 +41,7 @@ def add_norm_kernel(
     d = tl.arange(0, BLOCK)
     inside = d < D
     scale = tl.load(weight + d, inside, other=0.0).to(tl.float32)
-    wait(PDL)
+    wait_beside_next(PDL)
     value = tl.load(x + t * D + d, inside, other=0.0)
     if HAS_DELTA:
         change = tl.load(delta + t * D + d, inside, other=0.0).to(tl.float32)
@@ -85,7 +85,7 @@ def swiglu_kernel(gate_up, out, F, BLOCK: tl.constexpr, PDL: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = f < F
-    wait(PDL)
+    wait_beside_next(PDL)
     gate = tl.load(gate_up + t * 2 * F + f, inside, other=0.0)
     up = tl.load(gate_up + t * 2 * F + F + f, inside, other=0.0)
     exact = gate.to(tl.float32)

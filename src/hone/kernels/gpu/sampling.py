@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hone.kernels import row_state
 from hone.kernels.gpu import options, power_of_2
-from hone.kernels.gpu.launching import wait
+from hone.kernels.gpu.launching import prefetch, wait
 
 FIELDS, PARAMETERS = tl.constexpr(row_state.FIELDS), tl.constexpr(row_state.PARAMETERS)
 LAST, LENGTH, COUNT = tl.constexpr(row_state.LAST), tl.constexpr(row_state.LENGTH), tl.constexpr(row_state.COUNT)
@@ -84,6 +84,8 @@ def head_kernel(
     k = tl.arange(0, BK)
     rows = x + (m % M)[:, None].to(tl.int64) * D + k[None, :]
     columns = weight + (v % V)[None, :].to(tl.int64) * D + k[:, None]
+    if PDL:
+        prefetch(weight + (v % V)[:, None].to(tl.int64) * D + tl.minimum(tl.arange(0, 4) * 64, D - 1)[None, :])
     wait(PDL)
     acc = tl.zeros((BM, BV), tl.float32)
     for i in tl.range(0, D // BK, num_stages=STAGES):
