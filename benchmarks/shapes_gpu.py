@@ -11,6 +11,7 @@ does the same work without logprobs, in a process for each model after ours have
 """
 
 import argparse
+import gc
 import json
 import random
 import subprocess
@@ -88,6 +89,7 @@ def peer_timed(worker, batch: int, prompt: int, tokens: int) -> float:
 def first_and_whole(seconds: Callable[[int], float], output: int, rounds: int) -> tuple[float, float]:
     """Medians of the seconds until the first of `output` tokens, and until the last; the first time warms up."""
     seconds(output)
+    gc.freeze()  # or now and then the collector spends 0.1 s on all that was imported
     first, whole = (median([seconds(tokens) for _ in range(rounds)]) for tokens in (1, output))
     return first, whole
 

@@ -5,7 +5,7 @@ programmatic dependent launch (PDL), so that its blocks start while the kernel b
 kernel is complete and visible, then lets the next one start: before `wait` a kernel may touch what was written two
 kernels earlier and never by the one before it, which is where weights are fetched into the L2 cache. A kernel that lets
 the next one start before it waits itself (`wait_beside_next`) is followed by products alone, which touch nothing but
-weights before theirs.
+weights before theirs, or by attention of new tokens, which looks up what no kernel of a step changes before its end.
 
 They take half precision. Those of `training.py` and `attention.py` make gradients, for `kernels/gpu_training.py` and
 `kernels/head.py`.

@@ -14,7 +14,8 @@ def wait(PDL: tl.constexpr):
 
 @triton.jit
 def wait_beside_next(PDL: tl.constexpr):
-    """`wait`, for a small kernel that a product comes after: that one starts at once, and fetches weights meanwhile."""
+    """`wait`, for a small kernel whose next one touches nothing before its own `wait` that a step writes: it starts at
+    once, and a product fetches weights meanwhile."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -28,26 +28,23 @@ def product_kernel(
     n = pid_n * BN + tl.arange(0, BN)
     first = split * k_split
     k = first + tl.arange(0, BK)
-    rows = x + (m % M)[:, None].to(tl.int64) * K + k[None, :]
+    rows = x + m[:, None].to(tl.int64) * K + k[None, :]
     columns = w + (n % N)[None, :].to(tl.int64) * K + k[:, None]
     to_up = N.to(tl.int64) * K
-    if PDL:  # the weights do not depend on the kernel before
+    if PDL and LINES > 0:  # the weights do not depend on the kernel before
         line = tl.minimum(tl.arange(0, LINES) * 64, k_split - 1)
         lines = w + (n % N)[:, None].to(tl.int64) * K + first + line[None, :]
         prefetch(lines)
         if SWIGLU:
             prefetch(lines + to_up)
     wait(PDL)
-    acc = tl.zeros((BM, BN), tl.float32)
-    if SWIGLU:
-        up = tl.zeros((BM, BN), tl.float32)
-        for i in tl.range(0, k_split // BK, num_stages=STAGES):
-            tile = tl.load(rows + i * BK)
-            acc = tl.dot(tile, tl.load(columns + i * BK), acc)
+    acc, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    there = (m < M)[:, None]  # rows that do not exist are not read: all programs would read the same ones
+    for i in tl.range(0, k_split // BK, num_stages=STAGES):
+        tile = tl.load(rows + i * BK, there, other=0.0)
+        acc = tl.dot(tile, tl.load(columns + i * BK), acc)
+        if SWIGLU:
             up = tl.dot(tile, tl.load(columns + to_up + i * BK), up)
-    else:
-        for i in tl.range(0, k_split // BK, num_stages=STAGES):
-            acc = tl.dot(tl.load(rows + i * BK), tl.load(columns + i * BK), acc)
     if HAS_BIAS:
         acc += tl.where(split == 0, tl.load(bias + n, n < N, other=0.0).to(tl.float32), 0.0)[None, :]
     result = acc.to(out.dtype.element_ty)
@@ -56,7 +53,7 @@ def product_kernel(
             up += tl.load(bias + N + n, n < N, other=0.0).to(tl.float32)[None, :]
         gate = result.to(tl.float32)
         result = (gate / (1.0 + tl.exp(-gate))).to(result.dtype) * up.to(result.dtype)
-    inside = (m < M)[:, None] & (n < N)[None, :]
+    inside = there & (n < N)[None, :]
     tl.store(out + (split * M + m[:, None]).to(tl.int64) * N + n[None, :], result, inside)
 
 
@@ -70,15 +67,11 @@ def swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _product(x, weight, bias, 1, is_swiglu=True)[0]
 
 
-PREFETCHED = 2**24  # bytes of weights that are asked for while the kernel before runs: the L2 cache keeps them
-
-
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int, is_swiglu: bool) -> Tensor:
     x = x.contiguous()
     (M, K), N = x.shape, len(weight) // (1 + is_swiglu)
     out = x.new_empty(splits, M, N)
-    BM, BN, BK, stages, warps = tile_of(M, K // splits, is_swiglu)
-    lines = min(power_of_2(K // splits // 64), power_of_2(max(PREFETCHED // (128 * len(weight)), 1)))
+    BM, BN, BK, lines, stages, warps = tile_of(M, N, K // splits, splits, is_swiglu)
     product_kernel[(-(-N // BN), -(-M // BM), splits)](
         x, weight, weight if bias is None else bias, out, M, N, K, K // splits,
         BM=BM, BN=BN, BK=BK, LINES=lines, STAGES=stages, HAS_BIAS=bias is not None, SWIGLU=is_swiglu,
@@ -87,13 +80,13 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int, is_swi
     return out
 
 
-def tile_of(rows: int, inner: int, is_swiglu: bool) -> tuple[int, int, int, int, int]:
-    """Rows, columns and inner size of a tile, stages and warps (benchmarks/products_gpu.py)."""
+def tile_of(rows: int, columns: int, inner: int, splits: int, is_swiglu: bool) -> tuple[int, int, int, int, int, int]:
+    """Rows, columns and inner size of a tile, lines of weights that are fetched ahead, stages and warps."""
     BM, deep = min(max(power_of_2(rows), 16), 128), has_dependent_launch()
     if BM > FEWEST_TOKENS:
-        return BM, 64, 64, 6 if deep else 3, 4  # stages of 24 KB: Hopper has room for them
+        return BM, 64, 64, power_of_2(inner // 64), 6 if deep else 3, 4  # stages of 24 KB: Hopper has room for them
     BK = 128 if inner % 128 == 0 else 64
-    return BM, 32 if is_swiglu else 64, BK, 4 if deep else 2, 4
+    return BM, 32 if is_swiglu else 64, BK, 2, 4 if deep else 2, 4
 
 
 @triton.jit(do_not_specialize=["M"])

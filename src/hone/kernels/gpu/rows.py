@@ -33,19 +33,19 @@ def newest_embeddings(embed: Tensor, active: Tensor, state: Tensor) -> Tensor:
 
 @triton.jit
 def add_norm_kernel(
-    x, delta, weight, total, out, eps, splits, split_stride, D,
-    HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, delta, weight, total, out, eps, split_stride, D,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """total = x + sum of the `splits` parts of delta, out = total / rms(total) * weight, of row t of T x D."""
+    """total = x + sum of the PARTS parts of delta, out = total / rms(total) * weight, of row t of T x D."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < D
     scale = tl.load(weight + d, inside, other=0.0).to(tl.float32)
     wait_beside_next(PDL)
     value = tl.load(x + t * D + d, inside, other=0.0)
-    if HAS_DELTA:
+    if PARTS:
         change = tl.load(delta + t * D + d, inside, other=0.0).to(tl.float32)
-        for part in range(1, splits):
+        for part in tl.static_range(1, PARTS):  # their loads do not wait for each other
             change += tl.load(delta + part * split_stride + t * D + d, inside, other=0.0).to(tl.float32)
         value = (value.to(tl.float32) + change).to(value.dtype)
         tl.store(total + t * D + d, value, inside)
@@ -60,22 +60,11 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     x = x.contiguous()
     out = torch.empty_like(x)
     total = x if delta is None else torch.empty_like(x)
-    parts = delta.shape[0] if delta is not None and delta.dim() == 3 else 1
-    delta = x if delta is None else delta.contiguous()
+    parts = 0 if delta is None else len(delta) if delta.dim() == 3 else 1
     add_norm_kernel[(T,)](
-        x,
-        delta,
-        weight,
-        total,
-        out,
-        eps,
-        parts,
-        T * D,
-        D,
-        HAS_DELTA=total is not x,
-        BLOCK=power_of_2(D),
-        **options(8 if T < 1024 or numerics.keeps_order("norms") else 2),
-    )
+        x, x if delta is None else delta.contiguous(), weight, total, out, eps, T * D, D,
+        PARTS=parts, BLOCK=power_of_2(D), **options(8 if T < 1024 or numerics.keeps_order("norms") else 2),
+    )  # fmt: skip
     return total, out
 
 
@@ -128,7 +117,10 @@ def heads_kernel(
     turn = position * E + e
     cos_x, cos_y = tl.load(cos + turn).to(tl.float32), tl.load(cos + turn + half).to(tl.float32)
     sin_x, sin_y = tl.load(sin + turn).to(tl.float32), tl.load(sin + turn + half).to(tl.float32)
-    wait(PDL)
+    if PAGE:
+        wait_beside_next(PDL)
+    else:
+        wait(PDL)
     first, second = tl.load(row, n < H + 2 * K, other=0.0), tl.load(row + half, n < H + 2 * K, other=0.0)
     x, y = first.to(tl.float32), second.to(tl.float32)
     if NORM:
