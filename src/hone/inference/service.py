@@ -6,7 +6,7 @@
     awaiting futures ◄─ call_soon_threadsafe, once a step ◄───── what finished ◄──┘   (lockstep: once all did)
 
 Requests made in the same turn of the event loop reach the engine together, so the rollouts of a group share
-their prompt. In lockstep mode results are held until the engine has run dry: what is computed together then does
+their prompt. In lockstep mode completions are held until the engine has run dry: what is computed together then does
 not depend on timing, so runs repeat to the bit, and rewards do not compete with decoding for the cores.
 
 Compute is the main thread, since the OpenMP runtime counts worker threads over all threads that ever computed: with
@@ -25,6 +25,7 @@ from hone.records import Completion, GenerateRequest, Prompt, Sampling, Turn
 from hone.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+_Done = tuple[asyncio.Future[Any], Any, BaseException | None]
 
 
 class EngineService:
@@ -35,7 +36,8 @@ class EngineService:
         self._wake = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._pending: list[Callable[[], None]] = []
-        self._done: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
+        self._done: list[_Done] = []  # completions, and what functions gave
+        self._ran: list[_Done] = []  # what functions gave, where completions are held
         self._in_flight: set[asyncio.Future[Completion]] = set()
         self._closing = False
         self._is_draining = self._is_paused = False
@@ -104,13 +106,18 @@ class EngineService:
         future: asyncio.Future[T] = self._loop.create_future()
 
         def call() -> None:
+            done = self._ran if self.lockstep else self._done
             try:
-                self._finish(future, function())
+                done.append((future, function(), None))
             except BaseException as error:
-                self._finish(future, None, error)
+                done.append((future, None, error))
 
         self._submit(call)
         return await future
+
+    def on_loop(self, call: Callable[[], object]) -> None:
+        """Calls something in the event loop's thread, soon; for the compute thread."""
+        self._loop.call_soon_threadsafe(call)
 
     async def pause(self, mode: str) -> None:
         """Stops computing until `resume`; requests are still taken. Returns once it has stopped.
@@ -167,6 +174,9 @@ class EngineService:
                 inbox, self._inbox = self._inbox, []
             for work in inbox:
                 work()
+            if self._ran:
+                ran, self._ran = self._ran, []
+                self._loop.call_soon_threadsafe(_deliver, ran)
             try:
                 if self._has_work():
                     self.engine.step(admit=not self._is_paused)
@@ -186,7 +196,7 @@ class EngineService:
         self._done.append((future, result, error))
 
 
-def _deliver(done: list[tuple[asyncio.Future[Any], Any, BaseException | None]]) -> None:
+def _deliver(done: list[_Done]) -> None:
     for future, result, error in done:
         if future.cancelled():
             continue

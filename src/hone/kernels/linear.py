@@ -20,7 +20,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     if is_ordered(x_TI):
         out_TO: Tensor = _Ordered.apply(x_TI, weight_OI)  # type: ignore[no-untyped-call]
         return out_TO if bias_O is None else out_TO + bias_O
-    if gpu.is_few(x_TI):
+    if gpu.is_short(x_TI, weight_OI):
         return _parts(x_TI, weight_OI, bias_O, 1)[0]
     if not is_multiplied_here(x_TI, weight_OI):
         return F.linear(x_TI, weight_OI, bias_O)

@@ -18,7 +18,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def linear_swiglu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """`swiglu` of a projection: T x I to T x F."""
-    if gpu.is_few(x_TI) and not is_ordered(x_TI):
+    if gpu.is_short(x_TI, weight_OI) and not is_ordered(x_TI):
         from hone.kernels.gpu import products
 
         return products.swiglu(x_TI, weight_OI, bias_O)

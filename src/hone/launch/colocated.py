@@ -4,12 +4,13 @@
                      event loop + compute thread   compute thread         the engine reads the same storage
 
 On-policy: step N is sampled by version N - 1. Rollouts are written to disk while a GPU computes what the trainer has
-launched; in a thread beside it they would keep it from launching.
+launched; in a thread beside it they would keep it from launching. Meanwhile the requests of the next step are made, if
+nothing else is to be done before it, so that the engine begins when the trainer ends.
 """
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -161,12 +162,17 @@ async def train(
         of_rollouts.evaluated(version, found)
         return found
 
+    def leads_on(step: int) -> bool:
+        """Whether the next step follows at once."""
+        is_evaluated = evaluation is not None and evaluation.is_due(step, config.max_steps)
+        return not (is_evaluated or step in weight_steps or checkpoints.is_due(step, step == config.max_steps))
+
     values: dict[str, float] = {}
     before = await evaluated(0) if first == 1 else {}
     if before:
         of_rollouts.row(0, before)
+    start = time.perf_counter()
     for step in range(first, config.max_steps + 1):
-        start = time.perf_counter()
         orchestrator.adopted(step - 1)
         collected = await unless_asked(orchestrator.collect(step, config.max_steps))
         if collected is None:
@@ -174,9 +180,12 @@ async def train(
             await service.run(partial(checkpoints.leave, step - 1, config.public(), values, progress))
             return
         live.doing("training")
-        trained = await service.run(partial(learn, trainer, sampled, collected, run.rollouts / f"step_{step}"))
-        service.engine.set_version(step)
-        seconds = time.perf_counter() - start
+        is_plain = leads_on(step)
+        begin = partial(orchestrator.adopted, step) if is_plain else None
+        place = run.rollouts / f"step_{step}"
+        trained = await service.run(partial(learn, trainer, sampled, service, collected, place, begin))
+        now = time.perf_counter()
+        seconds, start = now - start, now
         values = {**collected.metrics, **trained, "time/step": seconds}
         of_rollouts.sampled(step, values)
         of_rollouts.rollouts(step, partial(shown, step, collected.groups), config.orchestrator.log_samples)
@@ -197,6 +206,8 @@ async def train(
             watcher.saved(run.weights_of(step))
         if not goes_on:
             break
+        if not is_plain:
+            start = time.perf_counter()
     await orchestrator.close()
     for environment in held_out.values():
         await environment.close()
@@ -206,12 +217,23 @@ async def train(
     trainer_log.info("%s", whole_run_line(run))
 
 
-def learn(trainer: RLTrainer, sampled: Merged, collected: Collected, directory: Path) -> dict[str, float]:
-    """A step of the trainer, which the sampler follows; the rollouts go to disk."""
-    values = trainer.step(collected.batch, meanwhile=partial(write_rollouts, collected.groups, directory))
+def learn(
+    trainer: RLTrainer, sampled: Merged, service: EngineService, collected: Collected, directory: Path,
+    begin: Callable[[], None] | None,
+) -> dict[str, float]:  # fmt: skip
+    """A step of the trainer, which the sampler follows; the rollouts go to disk, and the event loop may `begin` what is
+    sampled next."""
+
+    def meanwhile() -> None:
+        write_rollouts(collected.groups, directory)
+        if begin is not None:
+            service.on_loop(begin)
+
+    values = trainer.step(collected.batch, meanwhile)
     sampled.follow()
     if trainer.trained is not None:
         trainer.trained.write(directory)
+    service.engine.set_version(collected.batch.step)
     return values
 
 

@@ -22,6 +22,7 @@ IS_AVAILABLE = importlib.util.find_spec("triton") is not None and os.environ.get
 HALF = (torch.bfloat16, torch.float16)
 FEW_TOKENS = 256  # up to here a product is bound by fetching weights
 FEWEST_TOKENS = 32  # up to here by nothing else: the arithmetic of a tile is a small part of its time
+MANY_TOKENS, SMALL_WEIGHT = 128, 7 * 2**20  # up to here starting early is worth more than what torch's product gains
 
 
 def takes(x: Tensor) -> bool:
@@ -82,9 +83,10 @@ def takes_head(hidden_TD: Tensor) -> bool:
     return takes(hidden_TD) and hidden_TD.shape[1] % 64 == 0
 
 
-def is_few(x_TI: Tensor) -> bool:
-    """Whether a product of these tokens does nothing but read weights, so that ours is the quickest for any weight."""
-    return x_TI.dim() == 2 and len(x_TI) <= FEWEST_TOKENS and x_TI.shape[1] % 64 == 0 and takes(x_TI)
+def is_short(x_TI: Tensor, weight_OI: Tensor) -> bool:
+    """Whether a product is over so soon that ours, which starts while the kernel before it runs, is the quicker one."""
+    is_between = x_TI.dim() == 2 and FEWEST_TOKENS < len(x_TI) <= MANY_TOKENS
+    return is_between and weight_OI.numel() < SMALL_WEIGHT and x_TI.shape[1] % 64 == 0 and takes(x_TI)
 
 
 def splits(x_TI: Tensor, weight_OI: Tensor) -> int:
@@ -93,6 +95,7 @@ def splits(x_TI: Tensor, weight_OI: Tensor) -> int:
     if x_TI.dim() != 2 or len(x_TI) > FEW_TOKENS or not takes(x_TI):
         return 1
     parts, tiles = 1, -(-rows // 64) * -(-len(x_TI) // 128)
-    while parts < 8 and tiles * parts * 2 <= 144 and columns % (parts * 128) == 0:
+    most = 200 if len(x_TI) <= FEWEST_TOKENS else 144  # programs; with few tokens more of them fit the chip
+    while parts < 8 and tiles * parts * 2 <= most and columns % (parts * 128) == 0:
         parts *= 2
     return parts

@@ -31,7 +31,7 @@ def product_kernel(
     rows = x + m[:, None].to(tl.int64) * K + k[None, :]
     columns = w + (n % N)[None, :].to(tl.int64) * K + k[:, None]
     to_up = N.to(tl.int64) * K
-    if PDL and LINES > 0:  # the weights do not depend on the kernel before
+    if PDL:  # the weights do not depend on the kernel before
         line = tl.minimum(tl.arange(0, LINES) * 64, k_split - 1)
         lines = w + (n % N)[:, None].to(tl.int64) * K + first + line[None, :]
         prefetch(lines)
@@ -63,7 +63,7 @@ def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int) -> Tensor
 
 
 def swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """silu(g) * u T x F of few tokens, where x W^T + b is g and u side by side."""
+    """silu(g) * u, T x F, where x W^T + b is g and u side by side."""
     return _product(x, weight, bias, 1, is_swiglu=True)[0]
 
 
@@ -71,22 +71,22 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int, is_swi
     x = x.contiguous()
     (M, K), N = x.shape, len(weight) // (1 + is_swiglu)
     out = x.new_empty(splits, M, N)
-    BM, BN, BK, lines, stages, warps = tile_of(M, N, K // splits, splits, is_swiglu)
+    BM, BN, BK, lines, stages = tile_of(M, K // splits, splits)
     product_kernel[(-(-N // BN), -(-M // BM), splits)](
         x, weight, weight if bias is None else bias, out, M, N, K, K // splits,
-        BM=BM, BN=BN, BK=BK, LINES=lines, STAGES=stages, HAS_BIAS=bias is not None, SWIGLU=is_swiglu,
-        **options(warps),
+        BM=BM, BN=BN, BK=BK, LINES=min(lines, power_of_2(K // splits // 64)), STAGES=stages,
+        HAS_BIAS=bias is not None, SWIGLU=is_swiglu, **options(4),
     )  # fmt: skip
     return out
 
 
-def tile_of(rows: int, columns: int, inner: int, splits: int, is_swiglu: bool) -> tuple[int, int, int, int, int, int]:
-    """Rows, columns and inner size of a tile, lines of weights that are fetched ahead, stages and warps."""
+def tile_of(rows: int, inner: int, splits: int) -> tuple[int, int, int, int, int]:
+    """Rows, columns and inner size of a tile, lines of weights that are fetched ahead, and stages, as measured
+    (benchmarks/RESULTS.md)."""
     BM, deep = min(max(power_of_2(rows), 16), 128), has_dependent_launch()
-    if BM > FEWEST_TOKENS:
-        return BM, 64, 64, power_of_2(inner // 64), 6 if deep else 3, 4  # stages of 24 KB: Hopper has room for them
-    BK = 128 if inner % 128 == 0 else 64
-    return BM, 32 if is_swiglu else 64, BK, 2, 4 if deep else 2, 4
+    if BM <= FEWEST_TOKENS:
+        return BM, 64, 128 if inner % 128 == 0 else 64, 2, 4 if deep else 2
+    return BM, 64 if splits > 1 else 32, 64, 2 if splits > 1 else 4, 6 if deep else 3
 
 
 @triton.jit(do_not_specialize=["M"])
