@@ -149,7 +149,8 @@ def test_decoding_by_pages(H, K, with_norm, how, monkeypatch):
             for place, row in enumerate((0, 1, 4)):
                 shared.members_IR[i, place] = row
                 shared.parts_BS[row, i] = i * MEMBERS + place
-    got = decode(qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, shared, 2 * ("divided" in how), "wide" in how)
+    way = (shared, 2 * ("divided" in how), "wide" in how)
+    got = decode(qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, *way)
     close(got, expected)
     close(cache, expected_cache)
 

@@ -80,8 +80,11 @@ class DecodeAttention:
             from hone.kernels.gpu.decode import decode
 
             scales, tables = (heads.q_scale_E, heads.k_scale_E), (heads.rotation.cos_PE, heads.rotation.sin_PE)
-            where, way = (rows.active_B, rows.state, rows.table), (rows.shared, rows.parts, rows.is_wide)
-            return decode(qkv_BNE, *scales, *tables, heads.eps, heads.H, keys, values, *where, *way)
+            where = (rows.active_B, rows.state, rows.table)
+            return decode(
+                qkv_BNE, *scales, *tables, heads.eps, heads.H, keys, values, *where, rows.shared, rows.parts,
+                rows.is_wide,
+            )  # fmt: skip
         q, k, v = heads(qkv_BNE)
         attend = attend_by_pages if takes_pages(q) else attend_by_pages_reference
         return attend(q, k, v, keys, values, rows)

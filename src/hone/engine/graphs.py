@@ -2,8 +2,8 @@
 
 A graph is captured, when it is first needed, for a number of rows (padded with the spare slot), a kind of sampling,
 with or without adapters, and a way to read the cache: alone or with the pages that groups share, each sequence in one
-piece or divided, in wide blocks or in narrow ones. All that changes between replays (who is active, pages, lengths) stands in tensors that stay where they
-are. So do the weights.
+piece or divided, in wide blocks or in narrow ones. All that changes between replays (who is active, pages, lengths)
+stands in tensors that stay where they are. So do the weights.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 WORTH_SHARING = 4096  # tokens that a step must be spared, to pay for the kernel that reads pages for groups
 ENOUGH_BLOCKS = 100  # of the kernel that reads shared pages: shorter stretches cost more to put together
 FEW_BLOCKS = 2.5  # a multiprocessor has so many of those that read own pages, or fewer: then sequences are divided
-PARTS = (32, 8, 4, 2)  # of a sequence that is divided, beside its end: as many as make ENOUGH_PARTS blocks at most
+PARTS = (32, 8, 4, 2)  # of a sequence that is divided, beside its end: with ENOUGH_PARTS blocks at most, of PART tokens
 ENOUGH_PARTS = 4  # blocks a multiprocessor
-DIVIDED = 256  # mean tokens of a sequence that is worth dividing
+PART = 128  # tokens of a part at least
+DIVIDED = 192  # mean tokens of a sequence that is worth dividing
 MOST_PARTS = 32  # stretches of one shared prompt
 SOON = 64  # steps after which sequences have become so much longer that another way may be better
 LONG = 384  # mean tokens of a sequence from which wide blocks are faster
@@ -116,10 +117,11 @@ class DecodeGraphs:
     def _parts(self, rows: int, mean: float) -> int:
         """Into how many parts beside its end each sequence is divided: blocks then read it in parallel, on
         multiprocessors that would otherwise be idle."""
-        blocks, most = rows * self.heads, ENOUGH_PARTS * gpu.processors()
+        blocks = rows * self.heads
         if mean < DIVIDED or blocks > FEW_BLOCKS * gpu.processors() or numerics.keeps_order("attention"):
             return 0
-        return next((parts for parts in PARTS if parts * blocks <= most), PARTS[-1])
+        most = min(ENOUGH_PARTS * gpu.processors() / blocks, mean / PART)
+        return next((parts for parts in PARTS if parts <= most), PARTS[-1])
 
     def shared_by(self, key: Key) -> Shared | None:
         """Room for what sequences share, for graphs of this key."""
