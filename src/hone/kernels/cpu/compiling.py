@@ -102,8 +102,10 @@ def _prepare() -> None:
     """Sees to it that the kernels have been compiled, where they can be kept."""
     if keeps() and not _compiles_itself and not (Kept.directory / COMPLETE).exists():
         log.info(words())
-        command, own = [sys.executable, "-m", "hone.launch.kernels"], {"HONE_PARENT_PID": str(os.getpid())}
-        done = subprocess.run(command, env=os.environ | own, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        environment = os.environ | {"HONE_PARENT_PID": str(os.getpid())}
+        environment.pop("OMP_NUM_THREADS", None)  # a part of a run has some of the cores; the others wait for this
+        command = [sys.executable, "-m", "hone.launch.kernels"]
+        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
             log.warning("Kernels are compiled when they are needed: %s", (done.stdout + done.stderr).strip()[-1000:])
 
