@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 GPUS_VARIABLE = "HONE_GPUS"  # numbers, among those of its node, that a launcher gives to a process there
+CORES_VARIABLE = "HONE_CORES"  # number of cores of a run, of which each of its processes has some
 SILENCE = 15.0  # seconds without a sign of life after which a process is called silent, on a machine of usual speed
 USUAL_START, SLOWEST = 3.0, 3.0  # seconds that imports take there; how much longer deadlines get at most
 YOUNG = 20_000  # objects that are made between two looks

@@ -53,6 +53,52 @@ def test_sft_learns_validates_and_writes_a_directory_that_transformers_reads(tra
     assert len(re.findall(r"SUCCESS Step \d+ \| .*Loss: \d+\.\d{4}", log)) == 60
 
 
+WATCHED = """
+import json, runpy, sys
+import hone.launch.colocated as run
+from hone.orchestrator.orchestrator import Orchestrator
+
+learning, begun = [], []
+learn, adopted = run.learn, Orchestrator.adopted
+
+def watched(*arguments):
+    learning.append(True)
+    values = learn(*arguments)
+    learning.clear()
+    return values
+
+def noted(self, version):
+    before = len(self.under_way)
+    adopted(self, version)
+    if len(self.under_way) > before:
+        begun.append((version, bool(learning)))
+
+run.learn, Orchestrator.adopted = watched, noted
+file, sys.argv = sys.argv[1], ["hone", *sys.argv[2:]]
+try:
+    runpy.run_module("hone", run_name="__main__")
+finally:
+    json.dump(begun, open(file, "w"))
+"""
+
+
+def test_the_next_steps_requests_are_made_beside_training_where_nothing_comes_between(trained, tmp_path):
+    """Weights are saved after steps 3 and 6, an evaluation is due after 4. A short time limit is not spent waiting."""
+    (tmp_path / "watched.py").write_text(WATCHED)
+    words = [tmp_path / "watched.py", tmp_path / "begun.json", "rl", "--model.name", trained]
+    evaluation = {"interval": 4, "at_start": False, "env": [json.loads(RL_ENV)], "num_examples": 2}
+    for timeout, early in ((600, {1, 2, 5}), (5, set())):
+        command(
+            "python", *words, "--orchestrator.env", RL_ENV,
+            "--output-dir", tmp_path / str(timeout), "--orchestrator.batch-size", 8, "--max-steps", 6, "--seq-len", 64,
+            "--orchestrator.rollouts-per-example", 4, "--orchestrator.sampling.max-tokens", 8, "--weights.interval", 3,
+            "--orchestrator.eval", json.dumps(evaluation), "--orchestrator.rollout-timeout", timeout,
+        )  # fmt: skip
+        begun = dict(json.loads((tmp_path / "begun.json").read_text()))
+        assert {version for version, is_early in begun.items() if is_early} == early and list(begun) == [*range(6)]
+    assert_same_weights(weights(tmp_path / "600", 6), weights(tmp_path / "5", 6))
+
+
 def test_sft_repeats_to_the_bit_with_any_threads_and_does_not_depend_on_micro_batches(tmp_path):
     data = tmp_path / "sft.jsonl"
     command("python", "-m", "reverse_text", "--out", data, "-n", 60)

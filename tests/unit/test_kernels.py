@@ -140,7 +140,7 @@ def test_orthogonal(dtype):
     matrices = [random(*shape, dtype=dtype).detach() for shape in shapes]
     found = orthogonal(matrices)
     for matrix, one in zip(matrices, found, strict=True):
-        torch.testing.assert_close(one, orthogonal_reference(matrix[None])[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(one, orthogonal_reference([matrix])[0], rtol=0, atol=1e-5)
     assert torch.linalg.svdvals(found[-1]).min() > 0.6 and torch.linalg.svdvals(found[0]).max() < 1.3
     for number in range(100):  # wherever they lie in memory
         elsewhere = torch.empty(1 + 37 * number)

@@ -8,6 +8,7 @@ stands in tensors that stay where they are. So do the weights.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 WORTH_SHARING = 4096  # tokens that a step must be spared, to pay for the kernel that reads pages for groups
 ENOUGH_BLOCKS = 100  # of the kernel that reads shared pages: shorter stretches cost more to put together
 FEW_BLOCKS = 2.5  # a multiprocessor has so many of those that read own pages, or fewer: then sequences are divided
-PARTS = (32, 8, 4, 2)  # of a sequence that is divided, beside its end: with ENOUGH_PARTS blocks at most, of PART tokens
+# Into how many parts a sequence is divided, beside its end: the first of these that makes no more than ENOUGH_PARTS
+# blocks, of PART tokens or longer, or else the last.
+PARTS = (32, 8, 4, 2)
 ENOUGH_PARTS = 4  # blocks a multiprocessor
 PART = 128  # tokens of a part at least
 DIVIDED = 192  # mean tokens of a sequence that is worth dividing
@@ -41,7 +44,7 @@ class Key(NamedTuple):
     kind: int
     has_adapters: bool
     stretches: int  # room for so many stretches of shared pages; 0: every sequence reads its own
-    parts: int  # … and so many of one sequence, or so many that are divided from its own
+    parts: int  # of one sequence: so many of those; without them, so many that blocks of their own read (0: none)
     is_wide: bool
 
 
@@ -61,14 +64,13 @@ class DecodeGraphs:
         self.slots, self.heads = decoder.slots, decoder.model.spec.num_key_value_heads
         self.shared: dict[tuple[int, int], Shared] = {}
         self.key: Key | None = None
-        self.looks_again = 0  # at this step of the engine
+        self.looks_again: float = 0  # at this step of the engine
 
     def decode(self, sequences: list[Sequence], kind: int, has_adapters: bool, step: int) -> None:
         """From now on these sequences decode, which are the active slots; `step`: of the engine, so far.
 
-        To be told again from step `looks_again` on, since the best way to read them depends on their lengths.
+        To be told again from step `looks_again` on: the best way to read what they do not share depends on its length.
         """
-        self.looks_again = step + SOON
         mean = sum(len(s.prompt) + step - s.first_step for s in sequences) / len(sequences)
         B, plan = padded(len(sequences)), self._stretches(sequences)
         taken: dict[int, int] = defaultdict(int)
@@ -78,6 +80,7 @@ class DecodeGraphs:
         parts = gpu.power_of_2(max(taken.values())) if taken else self._parts(B, mean)
         is_wide = not plan and (mean > LONG or B * self.heads <= 4 * gpu.processors())
         stretches = gpu.power_of_2(len(plan)) if plan else 0
+        self.looks_again = math.inf if plan else step + SOON
         self.key = Key(min(B, self.most_rows), kind, has_adapters, stretches, parts, is_wide)
         if stretches:
             self._write_plan(self.key, plan, sequences)
@@ -92,7 +95,7 @@ class DecodeGraphs:
 
     def _stretches(self, sequences: list[Sequence]) -> list[tuple[int, int, list[int]]]:
         """Page ranges (first, end) and the batch rows that share them: groups with the same full pages of the prompt.
-        None where sharing would save little."""
+        Empty where sharing would save little."""
         from hone.kernels.gpu.decode import MEMBERS
 
         if numerics.keeps_order("attention"):  # each sequence by itself, from its first token to its last

@@ -7,6 +7,7 @@ from hone.kernels import cpu
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic whose iteration takes singular values near 1 (Jordan 2024)
 STEPS = 5
+AT_ONCE = 2**26  # numbers of matrices that a GPU is given together
 
 
 def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
@@ -29,23 +30,26 @@ def _row(x_MN: Tensor) -> list[int]:
 
 
 def _side_by_side(matrices: list[Tensor]) -> list[Tensor]:
-    """Those of one shape together: a GPU is otherwise idle between the products of one matrix."""
+    """Small ones of one shape together, or a GPU is idle between the products of one matrix."""
     of_shape: dict[torch.Size, list[int]] = {}
     for i, x_MN in enumerate(matrices):
         of_shape.setdefault(x_MN.shape, []).append(i)
     found: dict[int, Tensor] = {}
-    for which in of_shape.values():
-        found |= zip(which, orthogonal_reference(torch.stack([matrices[i] for i in which])), strict=True)
+    for shape, which in of_shape.items():
+        size = max(1, AT_ONCE // shape.numel())
+        for some in (which[at : at + size] for at in range(0, len(which), size)):
+            found |= zip(some, orthogonal_reference([matrices[i] for i in some]), strict=True)
     return [found[i] for i in range(len(matrices))]
 
 
-def orthogonal_reference(x_BMN: Tensor) -> Tensor:
-    """Of a batch of matrices. In bfloat16 on GPUs, which multiply it faster."""
+def orthogonal_reference(matrices: list[Tensor]) -> Tensor:
+    """Those of matrices of one shape, B x M x N. In bfloat16 on GPUs, which multiply it faster."""
     a, b, c = COEFFICIENTS
-    is_tall = x_BMN.shape[-2] > x_BMN.shape[-1]
-    y = (x_BMN.mT if is_tall else x_BMN).to(torch.bfloat16 if x_BMN.is_cuda else x_BMN.dtype)
+    dtype, is_tall = matrices[0].dtype, matrices[0].shape[0] > matrices[0].shape[1]
+    x_BMN = torch.stack([x_MN.to(torch.bfloat16 if x_MN.is_cuda else dtype) for x_MN in matrices])
+    y = x_BMN.mT if is_tall else x_BMN
     y = y / torch.linalg.matrix_norm(y, keepdim=True).clamp(min=1e-7)
     for _ in range(STEPS):
         gram = y @ y.mT
         y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-    return (y.mT if is_tall else y).to(x_BMN.dtype)
+    return (y.mT if is_tall else y).to(dtype)

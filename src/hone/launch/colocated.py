@@ -51,6 +51,7 @@ from hone.transport.waiting import Pulse
 
 T = TypeVar("T")
 LOOK = 0.2  # seconds between looks whether the run is asked to end
+LONG = 60.0  # seconds that a rollout may take: of fewer, none is spent on waiting for the end of a step of training
 
 
 def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[str, Environment] | None = None) -> None:
@@ -165,7 +166,8 @@ async def train(
     def leads_on(step: int) -> bool:
         """Whether the next step follows at once."""
         is_evaluated = evaluation is not None and evaluation.is_due(step, config.max_steps)
-        return not (is_evaluated or step in weight_steps or checkpoints.is_due(step, step == config.max_steps))
+        is_saved = step in weight_steps or checkpoints.is_due(step, step == config.max_steps)
+        return config.orchestrator.rollout_timeout >= LONG and not (is_evaluated or is_saved)
 
     values: dict[str, float] = {}
     before = await evaluated(0) if first == 1 else {}
@@ -174,7 +176,7 @@ async def train(
     start = time.perf_counter()
     for step in range(first, config.max_steps + 1):
         orchestrator.adopted(step - 1)
-        collected = await unless_asked(orchestrator.collect(step, config.max_steps))
+        collected = await unless_asked(orchestrator.collect(step, config.max_steps, start))
         if collected is None:
             await orchestrator.close()
             await service.run(partial(checkpoints.leave, step - 1, config.public(), values, progress))
@@ -194,6 +196,8 @@ async def train(
         of_rollouts.whole(step, values)  # before the checkpoint: a run that resumes from it has the row
         goes_on = watcher is None or watcher.step({"step": step, **values})
         is_last = step == config.max_steps or not goes_on
+        if not goes_on:
+            await orchestrator.give_up()
         if step in weight_steps or not goes_on:
             save = partial(save_weights, export, run, step, config.max_steps, loaded, config.model.name, values)
             await service.run(save)

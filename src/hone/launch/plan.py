@@ -185,12 +185,13 @@ def free_port() -> int:
 
 
 def threads(config: RLConfig) -> dict[str, str]:
-    """OMP_NUM_THREADS, which divides the cores among the trainer's ranks and the inference server."""
+    """OMP_NUM_THREADS, which divides the cores among the trainer's ranks and the inference server, and all of them for
+    what the parts wait for together."""
     servers = config.inference_replicas if config.inference is not None else 0
     count = len(config.trainer_gpu_ids) + servers
     if config.inference_nodes:
         count = max(len(config.trainer_gpu_ids), servers // len(config.inference_nodes))
-    return {"OMP_NUM_THREADS": str(max(1, machine.cores() // count))}
+    return {"OMP_NUM_THREADS": str(max(1, machine.cores() // count)), machine.CORES_VARIABLE: str(machine.cores())}
 
 
 def environments_of_ranks(count: int, nodes: int = 1, node: int = 0, meet: str = "") -> list[dict[str, str]]:

@@ -135,7 +135,7 @@ class MLP(nn.Module):
 
     def through(self, norm: RMSNorm, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
         """x + delta, and what comes of its norm."""
-        if self.gate_up.delta is None and gpu.is_short(x_TD, self.gate_up.weight):  # by one kernel
+        if self.gate_up.delta is None and gpu.takes(x_TD):
             x_TD, normed_TD = norm(x_TD, delta_TD)
             return x_TD, self.down.parts(linear_swiglu(normed_TD, self.gate_up.weight, self.gate_up.bias))
         x_TD, gate_up_T2F = norm.through(self.gate_up, x_TD, delta_TD)

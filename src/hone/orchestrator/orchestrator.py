@@ -135,9 +135,10 @@ class Orchestrator:
         self.version = version
         self._begin()
 
-    async def collect(self, step: int, last_step: float = math.inf) -> Collected:
-        """The rollouts of a step. Raises ValueError when every one of them failed."""
-        start = time.perf_counter()
+    async def collect(self, step: int, last_step: float = math.inf, since: float | None = None) -> Collected:
+        """The rollouts of a step, which have been sampled since that moment (of `time.perf_counter`), or from now on.
+        Raises ValueError when every one of them failed."""
+        start = time.perf_counter() if since is None else since
         self.step, self.last_step = step, last_step
         self._drop_stale()
         self._begin()
@@ -180,13 +181,17 @@ class Orchestrator:
         begun = [*(group.task for group in self.ready.values()), *(one.task for one in self.under_way.values())]
         return {"step": self.step - 1, "of": self._kind, **self.schedule.progress(begun), **self.replay.progress()}
 
-    async def close(self) -> None:
+    async def give_up(self) -> None:
         """Ends what is under way."""
         works = [group.work for group in self.under_way.values()]
         self.under_way = {}
         for work in works:
             work.cancel()
         await asyncio.gather(*works, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Ends what is under way, environments and the teacher."""
+        await self.give_up()
         for environment in self.environments.values():
             await environment.close()
         if self.teacher is not None:

@@ -102,8 +102,8 @@ def _prepare() -> None:
     """Sees to it that the kernels have been compiled, where they can be kept."""
     if keeps() and not _compiles_itself and not (Kept.directory / COMPLETE).exists():
         log.info(words())
-        environment = os.environ | {"HONE_PARENT_PID": str(os.getpid())}
-        environment.pop("OMP_NUM_THREADS", None)  # a part of a run has some of the cores; the others wait for this
+        cores = os.environ.get(machine.CORES_VARIABLE) or str(machine.cores())  # the other parts of a run wait for this
+        environment = os.environ | {"HONE_PARENT_PID": str(os.getpid()), "OMP_NUM_THREADS": cores}
         command = [sys.executable, "-m", "hone.launch.kernels"]
         done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:

@@ -3,9 +3,10 @@
 A decode step is some 280 small kernels in a CUDA graph, so what counts is the time between them: each is launched with
 programmatic dependent launch (PDL), so that its blocks start while the kernel before it runs. `wait` stops until that
 kernel is complete and visible, then lets the next one start: before `wait` a kernel may touch what was written two
-kernels earlier and never by the one before it, which is where weights are fetched into the L2 cache. A kernel that lets
-the next one start before it waits itself (`wait_beside_next`) is followed by products alone, which touch nothing but
-weights before theirs, or by attention of new tokens, which looks up what no kernel of a step changes before its end.
+kernels earlier and never by the one before it, which is where weights are fetched into the L2 cache. Some kernels let
+the next one start before they wait themselves (`wait_beside_next`). Of those that start early, only products come after
+them, which touch nothing but weights before their own `wait`, and attention of new tokens, which looks up what no
+kernel of a step changes before its end.
 
 They take half precision. Those of `training.py` and `attention.py` make gradients, for `kernels/gpu_training.py` and
 `kernels/head.py`.
@@ -86,7 +87,8 @@ def takes_head(hidden_TD: Tensor) -> bool:
 def is_short(x_TI: Tensor, weight_OI: Tensor) -> bool:
     """Whether a product is over so soon that ours, which starts while the kernel before it runs, is the quicker one."""
     is_between = x_TI.dim() == 2 and FEWEST_TOKENS < len(x_TI) <= MANY_TOKENS
-    return is_between and weight_OI.numel() < SMALL_WEIGHT and x_TI.shape[1] % 64 == 0 and takes(x_TI)
+    is_small = weight_OI.numel() < SMALL_WEIGHT and x_TI.shape[1] % 64 == 0
+    return is_between and is_small and takes(x_TI) and has_dependent_launch()
 
 
 def splits(x_TI: Tensor, weight_OI: Tensor) -> int:

@@ -111,7 +111,7 @@ def decode_kernel(
         first = part_start(L, PARTS, PARTS, PAGE)
     elif PARTS:
         first = tl.load(state + slot * FIELDS + OWN_PAGE).to(tl.int32) * PAGE
-    else:  # else the kernel before waited for the one that this needs
+    if PARTS == 0:  # with parts the kernel before is theirs, which has waited for the one that wrote q
         wait(PDL)
     at = (b * H + head * G + c)[None, :] * E + e
     inside = (c < G)[None, :]
@@ -242,7 +242,8 @@ def decode(
 ) -> Tensor:  # fmt: skip
     """Mixed values B x (H * E) of one new token a row, whose keys and values go into the cache: pages x PAGE x K x E.
 
-    is_wide: several warps a block, for few sequences or long ones. parts: that are divided from each sequence.
+    is_wide: several warps a block, for few sequences or long ones. parts: of each sequence that is not shared, which
+    blocks of their own read beside its end; 0: none.
     """
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]

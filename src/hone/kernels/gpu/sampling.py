@@ -82,14 +82,14 @@ def head_kernel(
     """What stretch_kernel gives, of the logits x M x D times weight V x D transposed, in stretches of C."""
     m, v = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BV + tl.arange(0, BV)
     k = tl.arange(0, BK)
-    rows = x + (m % M)[:, None].to(tl.int64) * D + k[None, :]
+    rows, there = x + m[:, None].to(tl.int64) * D + k[None, :], (m < M)[:, None]
     columns = weight + (v % V)[None, :].to(tl.int64) * D + k[:, None]
     if PDL:
         prefetch(weight + (v % V)[:, None].to(tl.int64) * D + tl.minimum(tl.arange(0, 4) * 64, D - 1)[None, :])
     wait(PDL)
     acc = tl.zeros((BM, BV), tl.float32)
     for i in tl.range(0, D // BK, num_stages=STAGES):
-        acc = tl.dot(tl.load(rows + i * BK), tl.load(columns + i * BK), acc)
+        acc = tl.dot(tl.load(rows + i * BK, there, other=0.0), tl.load(columns + i * BK), acc)
     scale, _, _ = _inverse_temperature(parameters, tl.load(active + m, m < M, other=0))
     acc = tl.where((v < V)[None, :], acc * scale[:, None], -1e30)
     parts = tl.reshape(acc, (BM, BV // C, C))
@@ -97,7 +97,7 @@ def head_kernel(
     sums = tl.sum(tl.exp(parts - tops[:, :, None]), axis=2)
     s = tl.program_id(1) * (BV // C) + tl.arange(0, BV // C)
     own = stats + m[:, None].to(tl.int64) * 4 * STRETCHES + s[None, :]
-    inside = (m < M)[:, None] & (s < STRETCHES)[None, :]
+    inside = there & (s < STRETCHES)[None, :]
     tl.store(own, tops, inside)
     tl.store(own + STRETCHES, sums, inside)
 
