@@ -155,7 +155,8 @@ class OrchestratorConfig(GroupConfig):
     sets this too in `rl`."""
     buffer: BufferConfig = BufferConfig()
     rollout_timeout: Free[Annotated[float, Field(gt=0)]] = 600.0
-    """Seconds that one attempt at a rollout may take before it counts as failed."""
+    """Seconds that one attempt at a rollout may take before it counts as failed. In one process those of the next step
+    begin shortly before the trainer's step ends, where this is 60 or more."""
     rollout_retries: Free[Annotated[int, Field(ge=0)]] = 1
     """Further attempts at a rollout that failed, before the step goes on without it."""
     eval: Free[EvalConfig | None] = None
