@@ -1,0 +1,86 @@
+"""One decode step of the engine on a GPU at a length, by batch and by the parts that each sequence is divided into.
+
+    python benchmarks/decode_gpu.py [--models Qwen3-0.6B Qwen3-4B] [--lengths 128 768] [--batches 1 8 32] [--parts 0 2 8]
+
+Random weights, bf16. A step is a CUDA graph that is replayed, so nothing of the host counts; parts 0 reads each
+sequence in one piece. What is measured is in milliseconds, the median of three times twenty steps.
+"""
+
+import argparse
+
+from peer import finish, median
+from shapes_gpu import MODELS
+from training import our_model
+
+STEPS, REPEATS = 20, 3
+
+
+def at_length(engine, length: int) -> None:
+    """All slots have so many tokens, in pages all over the cache."""
+    import torch
+
+    from hone.kernels import row_state as column
+
+    slots, pages = engine.slots, engine.pool.pages - 1
+    slots.state[:, column.LENGTH], slots.state[:, column.LAST] = length, 5
+    slots.state[:, column.COUNT], slots.state[:, column.MAX], slots.state[:, column.DONE] = 0, 10**6, 0
+    slots.active[:-1] = torch.arange(len(slots.active) - 1, device="cuda")
+    slots.table.copy_((torch.arange(slots.table.numel(), device="cuda") % pages + 1).view_as(slots.table))
+
+
+def step_ms(engine, batch: int, length: int, parts: int) -> float:
+    import torch
+
+    from hone.engine.graphs import LONG, Key, padded
+    from hone.engine.sampler import Sampler
+    from hone.kernels import gpu
+
+    graphs, rows = engine.graphs, padded(batch)
+    is_wide = length > LONG or rows * graphs.heads <= 4 * gpu.processors()
+    graphs.key = Key(rows, Sampler.PLAIN, False, 0, parts, is_wide)
+    at_length(engine, length)
+    graphs.run(2)  # captures
+    times = []
+    for _ in range(REPEATS):
+        at_length(engine, length)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graphs.run(STEPS)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / STEPS)
+    return median(times)
+
+
+def main() -> None:
+    import torch
+
+    from hone.engine.engine import Engine
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["Qwen3-0.6B", "Qwen3-4B"])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 768])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--parts", type=int, nargs="+", default=[0, 2, 8])
+    args = parser.parse_args()
+    figures = {}
+    print("| model | length | parts | " + " | ".join(map(str, args.batches)) + " |")
+    print("|---" * (3 + len(args.batches)) + "|")
+    for name in args.models:
+        model = our_model(MODELS[name])
+        engine = Engine(model, max_batch_size=max(args.batches), max_model_len=max(args.lengths) + 256, kv_cache_gib=16)
+        with torch.no_grad():
+            for length in args.lengths:
+                for parts in args.parts:
+                    found = [step_ms(engine, batch, length, parts) for batch in args.batches]
+                    print(
+                        f"| {name} | {length} | {parts} | " + " | ".join(f"{ms:.3f}" for ms in found) + " |", flush=True
+                    )
+                    figures |= {f"{name}_{length}_{parts}_{b}": ms for b, ms in zip(args.batches, found, strict=True)}
+        del engine, model
+        torch.cuda.empty_cache()
+    finish(**figures)
+
+
+if __name__ == "__main__":
+    main()
