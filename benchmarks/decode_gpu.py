@@ -1,6 +1,6 @@
 """One decode step of the engine on a GPU at a length, by batch and by the parts that each sequence is divided into.
 
-    python benchmarks/decode_gpu.py [--models Qwen3-0.6B Qwen3-4B] [--lengths 128 768] [--batches 1 8 32] [--parts 0 2 8]
+    python benchmarks/decode_gpu.py [--models NAME …] [--lengths 128 768] [--batches 1 8 32] [--parts 0 2 8]
 
 Random weights, bf16. A step is a CUDA graph that is replayed, so nothing of the host counts; parts 0 reads each
 sequence in one piece. What is measured is in milliseconds, the median of three times twenty steps.
