@@ -78,3 +78,34 @@ def test_what_a_function_raises_is_raised_where_it_was_asked_for(service):
         assert len((await service.generate(request(0))).ids) == 40
 
     service.run_beside(program())
+
+
+def test_requests_that_were_made_before_a_failure_do_not_hide_it(service, monkeypatch):
+    """As Ctrl-C in a step of training: the program has ended, and its loop is closed, when they have been computed."""
+    threads, step = set(threading.enumerate()), service.engine.step
+    made, computes, tasks = threading.Event(), threading.Event(), []
+
+    def slow(**options):
+        computes.set()
+        for thread in set(threading.enumerate()) - threads:
+            thread.join(10)
+        step(**options)
+
+    def begin():
+        tasks.append(asyncio.ensure_future(service.generate(request(0, 1))))
+        asyncio.get_running_loop().call_later(0.05, made.set)
+
+    def learn():
+        service.on_loop(begin)
+        assert made.wait(10)
+        raise KeyboardInterrupt
+
+    async def program():
+        try:
+            await service.run(learn)
+        finally:
+            await asyncio.to_thread(computes.wait, 10)
+
+    monkeypatch.setattr(service.engine, "step", slow)
+    with pytest.raises(KeyboardInterrupt):
+        service.run_beside(program())

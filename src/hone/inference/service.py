@@ -14,6 +14,7 @@ more of them than cores it puts workers to sleep after every operation, which ma
 """
 
 import asyncio
+import contextlib
 import gc
 import threading
 from collections.abc import Callable, Coroutine
@@ -115,9 +116,10 @@ class EngineService:
         self._submit(call)
         return await future
 
-    def on_loop(self, call: Callable[[], object]) -> None:
+    def on_loop(self, call: Callable[..., object], *arguments: Any) -> None:
         """Calls something in the event loop's thread, soon; for the compute thread."""
-        self._loop.call_soon_threadsafe(call)
+        with contextlib.suppress(RuntimeError):  # the program has ended and its loop is closed: nobody waits for it
+            self._loop.call_soon_threadsafe(call, *arguments)
 
     async def pause(self, mode: str) -> None:
         """Stops computing until `resume`; requests are still taken. Returns once it has stopped.
@@ -176,7 +178,7 @@ class EngineService:
                 work()
             if self._ran:
                 ran, self._ran = self._ran, []
-                self._loop.call_soon_threadsafe(_deliver, ran)
+                self.on_loop(_deliver, ran)
             try:
                 if self._has_work():
                     self.engine.step(admit=not self._is_paused)
@@ -189,7 +191,7 @@ class EngineService:
                     self._finish(future, None, error)
             if self._done and (not self._has_work() or not self.lockstep):
                 done, self._done = self._done, []
-                self._loop.call_soon_threadsafe(_deliver, done)
+                self.on_loop(_deliver, done)
 
     def _finish(self, future: asyncio.Future[Any], result: Any, error: BaseException | None = None) -> None:
         self._in_flight.discard(future)
