@@ -31,13 +31,11 @@ def at_length(engine, length: int) -> None:
 def step_ms(engine, batch: int, length: int, parts: int) -> float:
     import torch
 
-    from hone.engine.graphs import LONG, Key, padded
+    from hone.engine.graphs import Key, padded
     from hone.engine.sampler import Sampler
-    from hone.kernels import gpu
 
     graphs, rows = engine.graphs, padded(batch)
-    is_wide = length > LONG or rows * graphs.heads <= 4 * gpu.processors()
-    graphs.key = Key(rows, Sampler.PLAIN, False, 0, parts, is_wide)
+    graphs.key = Key(rows, Sampler.PLAIN, False, 0, parts, graphs.is_wide(rows, length))
     at_length(engine, length)
     graphs.run(2)  # captures
     times = []
@@ -73,9 +71,7 @@ def main() -> None:
             for length in args.lengths:
                 for parts in args.parts:
                     found = [step_ms(engine, batch, length, parts) for batch in args.batches]
-                    print(
-                        f"| {name} | {length} | {parts} | " + " | ".join(f"{ms:.3f}" for ms in found) + " |", flush=True
-                    )
+                    print(f"| {name} | {length} | {parts} |", *(f"{ms:.3f} |" for ms in found), flush=True)
                     figures |= {f"{name}_{length}_{parts}_{b}": ms for b, ms in zip(args.batches, found, strict=True)}
         del engine, model
         torch.cuda.empty_cache()

@@ -78,7 +78,7 @@ class DecodeGraphs:
             for row in members:
                 taken[row] += 1
         parts = gpu.power_of_2(max(taken.values())) if taken else self._parts(B, mean)
-        is_wide = not plan and (mean > LONG or B * self.heads <= 4 * gpu.processors())
+        is_wide = not plan and self.is_wide(B, mean)
         stretches = gpu.power_of_2(len(plan)) if plan else 0
         self.looks_again = math.inf if plan else step + SOON
         self.key = Key(min(B, self.most_rows), kind, has_adapters, stretches, parts, is_wide)
@@ -116,6 +116,10 @@ class DecodeGraphs:
         while length > 1 and sum(-(-full // length) for full, _ in crowds) * heads < ENOUGH_BLOCKS:
             length //= 2
         return [(at, min(at + length, full), rows) for full, rows in crowds for at in range(0, full, length)]
+
+    def is_wide(self, rows: int, mean: float) -> bool:
+        """Whether wide blocks are the faster ones where nothing is shared."""
+        return mean > LONG or rows * self.heads <= 4 * gpu.processors()
 
     def _parts(self, rows: int, mean: float) -> int:
         """Into how many parts beside its end each sequence is divided: blocks then read it in parallel, on
@@ -168,8 +172,7 @@ class DecodeGraphs:
 
     def _capture(self, key: Key) -> None:
         slots = self.slots
-        rows = self.rows_by(key)
-        active = slots.active.clone()
+        rows, active = self.rows_by(key), slots.active.clone()
         slots.active.fill_(slots.count)  # what is set up is so by a step of the spare slot alone
         self.captured.capture(key, lambda: self.decoder.step(key.rows, key.kind, key.has_adapters, rows))
         slots.active.copy_(active)

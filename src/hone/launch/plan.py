@@ -191,7 +191,8 @@ def threads(config: RLConfig) -> dict[str, str]:
     count = len(config.trainer_gpu_ids) + servers
     if config.inference_nodes:
         count = max(len(config.trainer_gpu_ids), servers // len(config.inference_nodes))
-    return {"OMP_NUM_THREADS": str(max(1, machine.cores() // count)), machine.CORES_VARIABLE: str(machine.cores())}
+    cores = machine.cores()
+    return {"OMP_NUM_THREADS": str(max(1, cores // count)), machine.CORES_VARIABLE: str(cores)}
 
 
 def environments_of_ranks(count: int, nodes: int = 1, node: int = 0, meet: str = "") -> list[dict[str, str]]:

@@ -61,6 +61,14 @@ def _mix(
 
 
 @triton.jit
+def _put_part(part_acc, part_stats, row, top, weight, acc, inside, E: tl.constexpr):
+    """What _mix gives, as rows of partial results that decode_kernel adds up."""
+    tl.store(part_stats + row * 2, top, inside)
+    tl.store(part_stats + row * 2 + 1, weight, inside)
+    tl.store(part_acc + row[None, :] * E + tl.arange(0, E)[:, None], acc, inside[None, :])
+
+
+@triton.jit
 def part_start(L, s, PARTS: tl.constexpr, PAGE: tl.constexpr):
     """Where stretch s of PARTS begins in a sequence of L tokens: whole pages, as long as what is left at the end."""
     pages = L // PAGE
@@ -88,9 +96,7 @@ def parts_kernel(
     pages = table + slot * table_row
     top, weight, acc = _mix(columns, scale_log2, keys, values, pages, first, end, head, K, E, C, PAGE, TILE, STAGES)
     row = ((b * K + head) * PARTS + s) * G + c
-    tl.store(part_stats + row * 2, top, inside)
-    tl.store(part_stats + row * 2 + 1, weight, inside)
-    tl.store(part_acc + row[None, :] * E + e, acc, inside[None, :])
+    _put_part(part_acc, part_stats, row, top, weight, acc, inside, E)
 
 
 @triton.jit
@@ -167,9 +173,7 @@ def shared_kernel(
     columns = tl.load(q + ((tl.maximum(b, 0) * H + head * G + g) * E)[None, :] + e, inside[None, :], other=0.0)
     top, weight, acc = _mix(columns, scale_log2, keys, values, pages, first, end, head, K, E, C, PAGE, TILE, STAGES)
     row = ((i * K + head) * R + r) * G + g
-    tl.store(part_stats + row * 2, top, inside)
-    tl.store(part_stats + row * 2 + 1, weight, inside)
-    tl.store(part_acc + row[None, :] * E + e, acc, inside[None, :])
+    _put_part(part_acc, part_stats, row, top, weight, acc, inside, E)
 
 
 @triton.jit

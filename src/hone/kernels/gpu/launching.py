@@ -22,8 +22,10 @@ def wait_beside_next(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(address):
-    """Asks for the 128 bytes around each address to be brought into the L2 cache."""
+def prefetch(rows, size, LINES: tl.constexpr):
+    """Asks for the first LINES x 128 bytes of rows of `size` numbers in half precision to be brought into the L2 cache;
+    `rows`: the addresses of their starts, a column."""
+    address = rows + tl.minimum(tl.arange(0, LINES) * 64, size - 1)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; // $0", "=r,l", [address.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )

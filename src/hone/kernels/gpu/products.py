@@ -32,11 +32,10 @@ def product_kernel(
     columns = w + (n % N)[None, :].to(tl.int64) * K + k[:, None]
     to_up = N.to(tl.int64) * K
     if PDL:  # the weights do not depend on the kernel before
-        line = tl.minimum(tl.arange(0, LINES) * 64, k_split - 1)
-        lines = w + (n % N)[:, None].to(tl.int64) * K + first + line[None, :]
-        prefetch(lines)
+        starts = w + (n % N)[:, None].to(tl.int64) * K + first
+        prefetch(starts, k_split, LINES)
         if SWIGLU:
-            prefetch(lines + to_up)
+            prefetch(starts + to_up, k_split, LINES)
     wait(PDL)
     acc, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
     there = (m < M)[:, None]  # rows that do not exist are not read: all programs would read the same ones
@@ -101,16 +100,15 @@ def in_order_kernel(
     height = tl.minimum(tiles_m - band * GROUP, GROUP)
     pid_m, pid_n = band * GROUP + pid % (GROUP * tiles_n) % height, pid % (GROUP * tiles_n) // height
     m, n, k = pid_m * BM + tl.arange(0, BM), pid_n * BN + tl.arange(0, BN), tl.arange(0, BK)
-    rows = x + (m % M)[:, None].to(tl.int64) * K + k[None, :]
+    rows, there = x + m[:, None].to(tl.int64) * K + k[None, :], (m < M)[:, None]
     columns = w + (n % N)[None, :].to(tl.int64) * K + k[:, None]
     if PDL:  # the weights do not depend on the kernel before
-        line = tl.minimum(tl.arange(0, LINES) * 64, K - 1)
-        prefetch(w + (n % N)[:, None].to(tl.int64) * K + line[None, :])
+        prefetch(w + (n % N)[:, None].to(tl.int64) * K, K, LINES)
     wait(PDL)
     acc = tl.zeros((BM, BN), tl.float32)
     for i in tl.range(0, K, BK, num_stages=STAGES):
-        acc = tl.dot(tl.load(rows + i), tl.load(columns + i), acc)
-    inside = (m < M)[:, None] & (n < N)[None, :]
+        acc = tl.dot(tl.load(rows + i, there, other=0.0), tl.load(columns + i), acc)
+    inside = there & (n < N)[None, :]
     tl.store(out + m[:, None].to(tl.int64) * N + n[None, :], acc.to(out.dtype.element_ty), inside)
 
 

@@ -85,7 +85,7 @@ def head_kernel(
     rows, there = x + m[:, None].to(tl.int64) * D + k[None, :], (m < M)[:, None]
     columns = weight + (v % V)[None, :].to(tl.int64) * D + k[:, None]
     if PDL:
-        prefetch(weight + (v % V)[:, None].to(tl.int64) * D + tl.minimum(tl.arange(0, 4) * 64, D - 1)[None, :])
+        prefetch(weight + (v % V)[:, None].to(tl.int64) * D, D, 4)
     wait(PDL)
     acc = tl.zeros((BM, BV), tl.float32)
     for i in tl.range(0, D // BK, num_stages=STAGES):
