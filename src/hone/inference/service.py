@@ -25,6 +25,7 @@ from hone.engine.sequence import Sequence
 from hone.records import Completion, GenerateRequest, Prompt, Sampling, Turn
 from hone.text.tokenizer import Tokenizer
 
+AWAKE = 0.5  # seconds of a wait at most: a signal that arrives just before one is only handled after it
 T = TypeVar("T")
 _Done = tuple[asyncio.Future[Any], Any, BaseException | None]
 
@@ -170,7 +171,7 @@ class EngineService:
         while True:
             with self._wake:
                 while not self._inbox and not self._has_work() and not self._closing:
-                    self._wake.wait()
+                    self._wake.wait(AWAKE)
                 if self._closing:
                     return
                 inbox, self._inbox = self._inbox, []
