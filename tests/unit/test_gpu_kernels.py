@@ -101,6 +101,22 @@ def test_swiglu_of_a_product(rows, F_, with_bias):
     close(swiglu(x, weight, bias), swiglu_reference(F.linear(x, weight, bias)), 1e-3)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 6, 16, 30])
+@pytest.mark.parametrize("inner", [64, 512])
+@pytest.mark.parametrize("around", ["", "norm", "norm, bias", "norm, swiglu", "swiglu, bias", "residual, bias"])
+def test_a_product_of_few_rows_and_what_stands_around_it(rows, inner, around, monkeypatch):
+    from hone.kernels.gpu import products
+
+    monkeypatch.setattr(products, "processors", lambda: 4)
+    x, weight = torch.randn(rows, inner, device=DEVICE), torch.randn(144, inner, device=DEVICE) * 0.1
+    inputs = (
+        torch.randn(144, device=DEVICE) if "bias" in around else None,
+        torch.rand(inner, device=DEVICE) if "norm" in around else None, 1e-6,
+        torch.randn(rows, 144, device=DEVICE) if "residual" in around else None, "swiglu" in around,
+    )  # fmt: skip
+    close(products.few(x, weight, *inputs), twins.few(x, weight, *inputs), 1e-3)
+
+
 @pytest.mark.parametrize("rows", [1, 20, 300])
 def test_a_product_in_order(rows, monkeypatch):
     from hone.kernels.gpu import products

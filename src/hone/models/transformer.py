@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from hone.kernels import cpu, cpu_training, gpu
 from hone.kernels.flat_attention import takes_heads
 from hone.kernels.gpu_training import norm_linear, swiglu_linear, whole_linear
-from hone.kernels.linear import is_multiplied_here, is_ordered, linear, linear_parts
-from hone.kernels.norm import add_norm
+from hone.kernels.linear import is_multiplied_here, is_ordered, linear, linear_onto
+from hone.kernels.norm import add_norm, normed_linear
 from hone.kernels.rows import take_rows
 from hone.kernels.swiglu import linear_swiglu, swiglu, swiglu_reference
 from hone.models.attention import Heads, PackedAttention, Rotation
@@ -75,11 +75,12 @@ class Linear(nn.Module):
         weight: Tensor = merged(self.weight)
         return weight
 
-    def parts(self, x: Tensor) -> Tensor:
-        """The result, or for few tokens on a GPU parts S x T x O that add up to it: `add_norm` takes either."""
+    def onto(self, stream_TO: Tensor, x_TI: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The residual stream, and the result, which is to be added to it: for few tokens on a GPU as parts S x T x O,
+        or as nothing where the stream has it already. `add_norm` takes each."""
         if self.delta is not None:
-            return self(x)
-        return linear_parts(x, self.weight, self.bias)
+            return stream_TO, self(x_TI)
+        return linear_onto(stream_TO, x_TI, self.weight, self.bias)
 
 
 class Embedding(nn.Module):
@@ -106,8 +107,14 @@ class RMSNorm(nn.Module):
         if gpu.trains(x_TD) and linear.is_plain:
             parts = (linear.weight, linear.bias, *linear.factors(), linear.whole())
             return norm_linear(x_TD, delta_TD, self.weight, self.eps, *parts)
+        if self.is_fused(linear, x_TD, delta_TD):
+            return x_TD, normed_linear(x_TD, self.weight, self.eps, linear.weight, linear.bias)
         total_TD, normed_TD = self(x_TD, delta_TD)
         return total_TD, linear(normed_TD)
+
+    def is_fused(self, linear: Linear, x_TD: Tensor, delta_TD: Tensor | None) -> bool:
+        """Whether one kernel makes the projection of x's norm."""
+        return delta_TD is None and linear.delta is None and gpu.is_few(x_TD, linear.weight)
 
 
 class SelfAttention(nn.Module):
@@ -133,19 +140,19 @@ class MLP(nn.Module):
         self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
         self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
-    def through(self, norm: RMSNorm, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """x + delta, and what comes of its norm."""
+    def through(self, norm: RMSNorm, x_TD: Tensor, delta_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x + delta, and what comes of its norm, which is to be added (`Linear.onto`)."""
+        weights = (self.gate_up.weight, self.gate_up.bias)
+        if norm.is_fused(self.gate_up, x_TD, delta_TD):
+            return self.down.onto(x_TD, normed_linear(x_TD, norm.weight, norm.eps, *weights, is_swiglu=True))
         if self.gate_up.delta is None and gpu.takes(x_TD):
             x_TD, normed_TD = norm(x_TD, delta_TD)
-            return x_TD, self.down.parts(linear_swiglu(normed_TD, self.gate_up.weight, self.gate_up.bias))
+            return self.down.onto(x_TD, linear_swiglu(normed_TD, *weights))
         x_TD, gate_up_T2F = norm.through(self.gate_up, x_TD, delta_TD)
-        return x_TD, self.project(gate_up_T2F)
-
-    def project(self, gate_up_T2F: Tensor) -> Tensor:
         if gpu.trains(gate_up_T2F) and self.down.is_plain:
-            a_RF, b_OR = self.down.factors()
-            return swiglu_linear(gate_up_T2F, self.down.weight, self.down.bias, a_RF, b_OR, self.down.whole())
-        return self.down.parts(swiglu(gate_up_T2F))
+            down = (self.down.weight, self.down.bias, *self.down.factors(), self.down.whole())
+            return x_TD, swiglu_linear(gate_up_T2F, *down)
+        return self.down.onto(x_TD, swiglu(gate_up_T2F))
 
 
 class Experts(nn.Module):
@@ -164,7 +171,7 @@ class Experts(nn.Module):
             Weight(spec.experts * rows, columns) for rows, columns in ((1, D), (2 * F_, D), (D, F_))
         )
 
-    def through(self, norm: RMSNorm, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def through(self, norm: RMSNorm, x_TD: Tensor, delta_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         x_TD, normed_TD = norm(x_TD, delta_TD)
         return x_TD, self(normed_TD)
 
@@ -229,15 +236,15 @@ class Block(nn.Module):
         rotation: Rotation,
         attend: Attention,
         keep_N: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Takes and returns the residual stream and a pending delta, which the next norm adds to the stream."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Takes and returns the residual stream and a pending delta, if any, which the next norm adds to the stream."""
         if isinstance(attend, PackedAttention) and self.is_compiled(x_TD, keep_N):
             return self.compiled(x_TD, delta_TD, rotation, attend, keep_N)
         x_TD, qkv_TO = self.attention_norm.through(self.attention.qkv, x_TD, delta_TD)
         mixed_TD = self.attention.mix(layer, qkv_TO, rotation, attend)
         if keep_N is not None:
             x_TD, mixed_TD = take_rows(x_TD, keep_N), take_rows(mixed_TD, keep_N)
-        return self.mlp.through(self.mlp_norm, x_TD, self.attention.out.parts(mixed_TD))
+        return self.mlp.through(self.mlp_norm, *self.attention.out.onto(x_TD, mixed_TD))
 
     def is_compiled(self, x_TD: Tensor, keep_N: Tensor | None = None) -> bool:
         """Whether `compiled` takes this: all weights of a dense block are trained on a CPU, none has a bias."""

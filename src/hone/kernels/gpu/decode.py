@@ -1,11 +1,12 @@
 """Attention of one new token a sequence over the pages of the cache.
 
-    qkv ─ newest_heads: norm, rope, k and v into the cache ─► q ─┬─► own pages of a sequence (decode_kernel) ──┬─► out
-                                                                 ├─► pages that several share (shared_kernel) ─┤
-                                                                 └─► or most of its own pages (parts_kernel) ──┘
+    qkv ─ norm, rope ─┬─► the new token, which goes into the cache, and own pages of a sequence (decode_kernel) ─┬─► out
+                      ├─► pages that several share (shared_kernel) ──────────────────────────────────────────────┤
+                      └─► or most of its own pages (parts_kernel) ───────────────────────────────────────────────┘
 
 A block of `decode_kernel` is one sequence and one k/v head; of `shared_kernel` one stretch of shared pages, one k/v
-head and up to MEMBERS sequences, for which it reads the pages once. Where few sequences decode, `parts_kernel` divides
+head and up to MEMBERS sequences, for which it reads the pages once. Each makes the queries that it needs from the
+projection, which takes less than a kernel of their own. Where few sequences decode, `parts_kernel` divides
 each among several blocks instead, by the length that it has by then. What runs beside `decode_kernel` leaves a partial
 result, which a block of that ends by adding. Softmax is online (Milakov & Gimelshein 2018), in base 2.
 """
@@ -21,8 +22,8 @@ from torch import Tensor
 from hone.kernels import gpu, numerics, row_state
 from hone.kernels.gpu import options, power_of_2
 from hone.kernels.gpu.attention import KEYS, attend
-from hone.kernels.gpu.launching import wait
-from hone.kernels.gpu.rows import newest_heads
+from hone.kernels.gpu.launching import prefetch, wait, wait_beside_next
+from hone.kernels.gpu.rows import head_scales, newest_heads
 
 FIELDS, LENGTH, OWN_PAGE = (
     tl.constexpr(row_state.FIELDS),
@@ -30,20 +31,45 @@ FIELDS, LENGTH, OWN_PAGE = (
     tl.constexpr(row_state.OWN_PAGE),
 )
 MEMBERS = 16  # sequences that one block of shared_kernel serves
+AHEAD = 64  # tokens whose keys and values decode_kernel asks for before the projection is there
+
+
+@triton.jit
+def _turned(qkv, rows, is_q, inside, q_scale, k_scale, cos, sin, turn, eps, E: tl.constexpr, NORM: tl.constexpr):
+    """Heads of the projection that begin at `rows`, 1 x C, as columns E x C: normalised, and rotated by cos and sin
+    from `turn` on. Rounded where `rows.heads_kernel` rounds. Those that are not q's are k's."""
+    e = tl.arange(0, E)[:, None]
+    other = (e + E // 2) % E
+    x, y = tl.load(qkv + rows + e, inside, other=0.0), tl.load(qkv + rows + other, inside, other=0.0)
+    dtype = x.dtype
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    if NORM:
+        rstd = tl.rsqrt(tl.sum(x * x, axis=0) / E + eps)[None, :]
+        x = (x * rstd).to(dtype).to(tl.float32) * tl.where(is_q, tl.load(q_scale + e), tl.load(k_scale + e)).to(
+            tl.float32
+        )
+        y = (y * rstd).to(dtype).to(tl.float32)
+        y *= tl.where(is_q, tl.load(q_scale + other), tl.load(k_scale + other)).to(tl.float32)
+    return (x * tl.load(cos + turn + e).to(tl.float32) + y * tl.load(sin + turn + e).to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _nothing(C: tl.constexpr, E: tl.constexpr):
+    """What _mix has before the first token."""
+    return tl.full((C,), -1e30, tl.float32), tl.zeros((C,), tl.float32), tl.zeros((E, C), tl.float32)
 
 
 @triton.jit
 def _mix(
-    q, scale_log2, keys, values, pages, first, L, head,
-    K: tl.constexpr, E: tl.constexpr, C: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    q, scale_log2, keys, values, pages, first, L, head, top, weight, acc,
+    K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Softmax(q k) v of C queries over positions first … L, before division: top C, weight C, acc E x C; q is E x C.
+    """Softmax(q k) v of C queries over positions first … L, before division: top C, weight C, acc E x C, each with what
+    it has so far; q is E x C.
 
     Queries are columns: a sequence has few of them for a k/v head, and a matrix product's columns go down to 8.
     """
     n, e = tl.arange(0, TILE)[:, None], tl.arange(0, E)[None, :]
-    top = tl.full((C,), -1e30, tl.float32)
-    weight, acc = tl.zeros((C,), tl.float32), tl.zeros((E, C), tl.float32)
     for start in tl.range(first, L, TILE, num_stages=STAGES):
         page = tl.load(pages + start // PAGE).to(tl.int64) * PAGE + start % PAGE
         at = (page * K + head) * E + n * (K * E) + e
@@ -77,54 +103,77 @@ def part_start(L, s, PARTS: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def parts_kernel(
-    q, keys, values, active, state, table, table_row, part_acc, part_stats, scale_log2,
+    qkv, q_scale, k_scale, cos, sin, eps, keys, values, active, state, table, table_row, part_acc, part_stats,
+    scale_log2,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Stretch s of PARTS of batch row b, whose last tokens are left to decode_kernel."""
     G: tl.constexpr = H // K
     head, s, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
+    c = tl.arange(0, C)
     slot = tl.load(active + b)
-    L = tl.load(state + slot * FIELDS + LENGTH).to(tl.int32) + 1
+    position = tl.load(state + slot * FIELDS + LENGTH)
+    L = position.to(tl.int32)
     first, end = part_start(L, s, PARTS, PAGE), part_start(L, s + 1, PARTS, PAGE)
     inside = c < G
     wait(PDL)
     if first == end:
         return
-    columns = tl.load(q + (b * H + head * G + c)[None, :] * E + e, inside[None, :], other=0.0)
-    pages = table + slot * table_row
-    top, weight, acc = _mix(columns, scale_log2, keys, values, pages, first, end, head, K, E, C, PAGE, TILE, STAGES)
+    rows = (b * (H + 2 * K) + head * G + c)[None, :] * E
+    q = _turned(qkv, rows, True, inside[None, :], q_scale, k_scale, cos, sin, position * E, eps, E, NORM)
+    top, weight, acc = _nothing(C, E)
+    top, weight, acc = _mix(
+        q, scale_log2, keys, values, table + slot * table_row, first, end, head, top, weight, acc, K, E, PAGE, TILE,
+        STAGES,
+    )  # fmt: skip
     row = ((b * K + head) * PARTS + s) * G + c
     _put_part(part_acc, part_stats, row, top, weight, acc, inside, E)
 
 
 @triton.jit
 def decode_kernel(
-    q, keys, values, out, active, state, table, table_row, part_acc, part_stats, parts, scale_log2,
+    qkv, q_scale, k_scale, cos, sin, eps, keys, values, out, active, state, table, table_row, part_acc, part_stats,
+    parts, scale_log2,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
-    R: tl.constexpr, PARTS: tl.constexpr, DIVIDED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, PARTS: tl.constexpr, DIVIDED: tl.constexpr, NORM: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Mixed values of batch row b, out B x (H * E): over its own pages and PARTS stretches that it shares, or that are
-    DIVIDED from its own by parts_kernel."""
+    """Mixed values of batch row b, out B x (H * E): of its new token, whose k and v go into the cache, over its own
+    pages and PARTS stretches that it shares, or that are DIVIDED from its own by parts_kernel."""
     G: tl.constexpr = H // K
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)  # heads of a sequence lie side by side, and run so
     c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
     slot = tl.load(active + b)
-    L = tl.load(state + slot * FIELDS + LENGTH).to(tl.int32) + 1
+    position = tl.load(state + slot * FIELDS + LENGTH)
+    L, pages = position.to(tl.int32), table + slot * table_row  # tokens in the cache, and where
     first = 0
     if DIVIDED:
         first = part_start(L, PARTS, PARTS, PAGE)
     elif PARTS:
         first = tl.load(state + slot * FIELDS + OWN_PAGE).to(tl.int32) * PAGE
-    if PARTS == 0:  # with parts the kernel before is theirs, which has waited for the one that wrote q
-        wait(PDL)
-    at = (b * H + head * G + c)[None, :] * E + e
-    inside = (c < G)[None, :]
-    columns = tl.load(q + at, inside, other=0.0, cache_modifier=".cg")
+    if PARTS == 0:  # with parts the kernel before is theirs, which has waited for the projection
+        if PDL and AHEAD:
+            n = tl.minimum(tl.arange(0, AHEAD), tl.maximum(L - 1, 0))
+            ahead = ((tl.load(pages + n // PAGE).to(tl.int64) * PAGE + n % PAGE) * K + head)[:, None] * E
+            prefetch(keys + ahead, E, (E + 63) // 64)
+            prefetch(values + ahead, E, (E + 63) // 64)
+        wait_beside_next(PDL)
+    is_q, is_k = (c < G)[None, :], (c == G)[None, :]  # k is one more column beside the queries
+    row = b * (H + 2 * K) + head
+    rows = tl.where(is_q, row + head * (G - 1) + c[None, :], row + H) * E
+    q = _turned(qkv, rows, is_q, is_q | is_k, q_scale, k_scale, cos, sin, position * E, eps, E, NORM)
+    k = tl.sum(tl.where(is_k, q.to(tl.float32), 0.0), axis=1, keep_dims=True)
+    v = tl.load(qkv + (row + H + K) * E + e)
+    cell = ((tl.load(pages + L // PAGE).to(tl.int64) * PAGE + L % PAGE) * K + head) * E + e
+    tl.store(keys + cell, k.to(keys.dtype.element_ty))
+    tl.store(values + cell, v)
+    top = tl.sum(q.to(tl.float32) * k, axis=0) * scale_log2
     top, weight, acc = _mix(
-        columns, scale_log2, keys, values, table + slot * table_row, first, L, head, K, E, C, PAGE, TILE, STAGES
-    )
+        q, scale_log2, keys, values, pages, first, L, head, top, tl.full((C,), 1.0, tl.float32),
+        v.to(tl.float32) + tl.zeros((E, C), tl.float32), K, E, PAGE, TILE, STAGES,
+    )  # fmt: skip
+    at, inside = (b * H + head * G + c)[None, :] * E + e, is_q
     if PARTS:
         s = tl.arange(0, PARTS)
         if DIVIDED:
@@ -152,26 +201,33 @@ def decode_kernel(
 
 @triton.jit
 def shared_kernel(
-    q, keys, values, active, table, table_row, stretches, members, part_acc, part_stats, scale_log2,
+    qkv, q_scale, k_scale, cos, sin, eps, keys, values, active, state, table, table_row, stretches, members, part_acc,
+    part_stats, scale_log2,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    R: tl.constexpr, GP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, GP: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Stretch i: pages stretches[i, 0] … stretches[i, 1] of its members' tables, all full; members[i] R batch rows."""
     G: tl.constexpr = H // K
     C: tl.constexpr = R * GP
     head, i = tl.program_id(0), tl.program_id(1)
-    c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
+    c = tl.arange(0, C)
     r, g = c // GP, c % GP
     first, end = tl.load(stretches + i * 2).to(tl.int32) * PAGE, tl.load(stretches + i * 2 + 1).to(tl.int32) * PAGE
     b = tl.load(members + i * R + r)
     inside = (b >= 0) & (g < G)
     leader = tl.maximum(tl.load(members + i * R), 0)
     pages = table + tl.load(active + leader) * table_row
+    b = tl.maximum(b, 0)
+    turn = (tl.load(state + tl.load(active + b) * FIELDS + LENGTH) * E)[None, :]
     wait(PDL)
     if first == end:
         return
-    columns = tl.load(q + ((tl.maximum(b, 0) * H + head * G + g) * E)[None, :] + e, inside[None, :], other=0.0)
-    top, weight, acc = _mix(columns, scale_log2, keys, values, pages, first, end, head, K, E, C, PAGE, TILE, STAGES)
+    rows = ((b * (H + 2 * K) + head * G + g) * E)[None, :]
+    q = _turned(qkv, rows, True, inside[None, :], q_scale, k_scale, cos, sin, turn, eps, E, NORM)
+    top, weight, acc = _nothing(C, E)
+    top, weight, acc = _mix(
+        q, scale_log2, keys, values, pages, first, end, head, top, weight, acc, K, E, PAGE, TILE, STAGES
+    )
     row = ((i * K + head) * R + r) * G + g
     _put_part(part_acc, part_stats, row, top, weight, acc, inside, E)
 
@@ -251,33 +307,37 @@ def decode(
     """
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
-    q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)
+    qkv = qkv.contiguous()
     out = qkv.new_empty(B, H * E)
     scale = math.log2(math.e) / math.sqrt(E)
     sizes, width = {"H": H, "K": K, "E": E, "PAGE": PAGE}, power_of_2(H // K)
     where = (active, state, table, table.shape[1])
     if numerics.keeps_order("attention"):
+        q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)
         ordered_kernel[(K, B)](
             q, keys, values, out, *where, scale, H=H, K=K, E=E, PAGE=PAGE, M=max(16, width), N=KEYS, STAGES=3,
             enable_fp_fusion=False, **options(1),
         )  # fmt: skip
         return out
-    partial: tuple[Tensor, ...] = (q, q, q)
+    scales, sizes["NORM"] = head_scales(qkv, q_scale, k_scale)
+    inputs = (qkv, *scales, cos, sin, eps, keys, values)
+    partial: tuple[Tensor, ...] = (qkv, qkv, qkv)
     if shared is not None:
         partial, parts = (shared.acc, shared.stats, shared.parts_BS), shared.parts_BS.shape[1]
         shared_kernel[(K, len(shared.stretches_I2))](
-            q, keys, values, active, table, table.shape[1], shared.stretches_I2, shared.members_IR, *partial[:2],
-            scale, **sizes, R=MEMBERS, TILE=min(64, PAGE), GP=width, STAGES=2, **options(4),
+            *inputs, *where, shared.stretches_I2, shared.members_IR, *partial[:2], scale, **sizes, R=MEMBERS,
+            TILE=min(64, PAGE), GP=width, STAGES=2, **options(4),
         )  # fmt: skip
     elif parts:
-        partial = (*(torch.empty(B * H * parts, n, device=q.device) for n in (E, 2)), q)
+        partial = (*(torch.empty(B * H * parts, n, device=qkv.device) for n in (E, 2)), qkv)
         parts_kernel[(K, parts, B)](
-            q, keys, values, *where, *partial[:2], scale, **sizes, PARTS=parts, TILE=min(64, PAGE), C=max(8, width),
-            STAGES=2, **options(4),
+            *inputs, *where, *partial[:2], scale, **sizes, PARTS=parts, TILE=min(64, PAGE), C=max(8, width), STAGES=2,
+            **options(4),
         )  # fmt: skip
     tile, warps, stages, registers = block_shape(is_wide, shared is not None, K * B)
     decode_kernel[(K, B)](
-        q, keys, values, out, *where, *partial, scale, **sizes, R=MEMBERS, TILE=min(tile, PAGE), C=max(8, width),
-        STAGES=stages, PARTS=parts, DIVIDED=shared is None and parts > 0, maxnreg=registers, **options(warps),
+        *inputs, out, *where, *partial, scale, **sizes, R=MEMBERS, TILE=min(tile, PAGE),
+        C=max(8, power_of_2(H // K + 1)), STAGES=stages, PARTS=parts, DIVIDED=shared is None and parts > 0,
+        AHEAD=AHEAD, maxnreg=registers, **options(warps),
     )  # fmt: skip
     return out

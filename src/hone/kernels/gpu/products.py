@@ -1,6 +1,7 @@
 """y = x W^T for few rows: the weights pass through the chip once, so the work is spread over their rows and columns.
 
-parts       of the inner dimension, by as many programs as fill the chip: the quickest
+few         with what stands before and after it in the same kernel (RMS norm, SwiGLU, residual): for the fewest rows
+parts       of the inner dimension, by as many programs as fill the chip: the quickest for more of them
 in_order    all of it by one program, from the first to the last: the bits that torch's own product has for many rows
 """
 
@@ -10,7 +11,106 @@ import triton.language as tl
 from torch import Tensor
 
 from hone.kernels.gpu import FEWEST_TOKENS, has_dependent_launch, options, power_of_2, processors
-from hone.kernels.gpu.launching import prefetch, wait
+from hone.kernels.gpu.launching import prefetch, wait, wait_beside_next
+
+
+@triton.jit
+def _silu_times(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up, rounded where the kernels that this stands for round."""
+    gate = gate.to(dtype).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate))).to(dtype) * up.to(dtype)
+
+
+@triton.jit
+def _joined(acc, R: tl.constexpr, S: tl.constexpr, BN: tl.constexpr):
+    """R x BN of R * S x BN * S, of which only those count whose row and column are of one stretch."""
+    i, j = tl.arange(0, R * S)[:, None] % S, tl.arange(0, BN * S)[None, :] % S
+    return tl.sum(tl.sum(tl.reshape(tl.where(i == j, acc, 0.0), (R, S, BN, S)), axis=3), axis=1)
+
+
+@triton.jit(do_not_specialize=["M"])
+def few_kernel(
+    x, norm, w, bias, residual, out, M, N, K, stretch, eps,
+    R: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr,
+    NORM: tl.constexpr, HAS_BIAS: tl.constexpr, SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BN columns of out M x N = x M x K times w N x K transposed, for M up to R rows, and what stands around it:
+    x / rms(x) * norm instead of x; silu(gate) * up of twice as many rows of w, gates above ups; residual M x N added.
+
+    A matrix product has at least 16 rows, and each of its steps waits for the one before. So the inner dimension is cut
+    into S stretches, K = S * stretch, which are rows and columns of their own: row m * S + s is stretch s of row m,
+    column n * S + s that of column n. What comes of two different stretches is thrown away.
+    """
+    i, j, k = tl.arange(0, R * S), tl.arange(0, BN * S), tl.arange(0, BK)
+    m, n = i // S, tl.program_id(0) * BN + j // S
+    begins = ((i % S) * stretch)[:, None] + k[None, :]
+    rows, there = x + m[:, None].to(tl.int64) * K + begins, (m < M)[:, None]
+    starts = w + (n % N).to(tl.int64) * K + (j % S) * stretch
+    to_up = N.to(tl.int64) * K
+    if PDL:  # the weights do not depend on the kernel before
+        prefetch(starts[:, None], stretch, LINES)
+        if SWIGLU:
+            prefetch(starts[:, None] + to_up, stretch, LINES)
+    wait_beside_next(PDL)
+    columns = starts[None, :] + k[:, None]
+    acc, up = tl.zeros((R * S, BN * S), tl.float32), tl.zeros((R * S, BN * S), tl.float32)
+    squares = tl.zeros((R * S, BK), tl.float32)
+    for t in tl.range(0, stretch // BK, num_stages=STAGES):
+        tile = tl.load(rows + t * BK, there, other=0.0)
+        if NORM:  # the root mean square is one number a row, by which the result is divided
+            exact = tile.to(tl.float32)
+            squares += exact * exact
+            tile = (exact * tl.load(norm + begins + t * BK).to(tl.float32)).to(tile.dtype)
+        acc = tl.dot(tile, tl.load(columns + t * BK), acc)
+        if SWIGLU:
+            up = tl.dot(tile, tl.load(columns + to_up + t * BK), up)
+    result = _joined(acc, R, S, BN)
+    other = _joined(up, R, S, BN) if SWIGLU else result
+    if NORM:
+        rstd = tl.rsqrt(tl.sum(tl.reshape(tl.sum(squares, axis=1), (R, S)), axis=1) / K + eps)[:, None]
+        result, other = result * rstd, other * rstd
+    m, n = tl.arange(0, R)[:, None], (tl.program_id(0) * BN + tl.arange(0, BN))[None, :]
+    if HAS_BIAS:
+        result += tl.load(bias + n, n < N, other=0.0).to(tl.float32)
+        if SWIGLU:
+            other += tl.load(bias + N + n, n < N, other=0.0).to(tl.float32)
+    if SWIGLU:
+        result = _silu_times(result, other, out.dtype.element_ty).to(tl.float32)
+    inside, at = (m < M) & (n < N), m.to(tl.int64) * N + n
+    if RESIDUAL:
+        result += tl.load(residual + at, inside, other=0.0).to(tl.float32)
+    tl.store(out + at, result.to(out.dtype.element_ty), inside)
+
+
+def few(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
+    residual: Tensor | None = None, is_swiglu: bool = False,
+) -> Tensor:  # fmt: skip
+    """x W^T + b, T x O, of x / rms(x) * norm where there is a norm; silu(g) * u where that is g and u side by side;
+    added to the residual. For what `gpu.is_few` accepts."""
+    x = x.contiguous()
+    (M, K), N = x.shape, len(weight) // (1 + is_swiglu)
+    out = x.new_empty(M, N)
+    R, S, BN, lines, stages = few_tile(M, N, K)
+    few_kernel[(-(-N // BN),)](
+        x, weight if norm is None else norm, weight, weight if bias is None else bias,
+        out if residual is None else residual.contiguous(), out, M, N, K, K // S, eps,
+        R=R, S=S, BN=BN, BK=64, LINES=lines, STAGES=stages, NORM=norm is not None, HAS_BIAS=bias is not None,
+        SWIGLU=is_swiglu, RESIDUAL=residual is not None, **options(4),
+    )  # fmt: skip
+    return out
+
+
+def few_tile(rows: int, columns: int, inner: int) -> tuple[int, int, int, int, int]:
+    """Room for rows, stretches, columns, lines of weights fetched ahead, and stages, as measured (RESULTS.md)."""
+    R = max(power_of_2(rows), 4)
+    S = max(32 // R, 1)
+    while inner % (64 * S):
+        S //= 2
+    R, BN = max(R, 16 // S), 8
+    while BN * S < 64 and -(-columns // (2 * BN)) >= processors() * 7 // 8:
+        BN *= 2
+    return R, S, BN, power_of_2(inner // S // 64), 4
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -47,11 +147,10 @@ def product_kernel(
     if HAS_BIAS:
         acc += tl.where(split == 0, tl.load(bias + n, n < N, other=0.0).to(tl.float32), 0.0)[None, :]
     result = acc.to(out.dtype.element_ty)
-    if SWIGLU:  # rounded where the two kernels that this stands for round
+    if SWIGLU:
         if HAS_BIAS:
             up += tl.load(bias + N + n, n < N, other=0.0).to(tl.float32)[None, :]
-        gate = result.to(tl.float32)
-        result = (gate / (1.0 + tl.exp(-gate))).to(result.dtype) * up.to(result.dtype)
+        result = _silu_times(acc, up, out.dtype.element_ty)
     inside = there & (n < N)[None, :]
     tl.store(out + (split * M + m[:, None]).to(tl.int64) * N + n[None, :], result, inside)
 

@@ -153,7 +153,7 @@ def heads(
     K = (N - H) // 2
     qkv = qkv.contiguous()
     q, k, v = qkv.new_empty(T, H, E), qkv.new_empty(T, K, E), qkv.new_empty(T, K, E)
-    scales, norm = _scales(qkv, q_scale, k_scale)
+    scales, norm = head_scales(qkv, q_scale, k_scale)
     heads_kernel[(T,)](
         qkv, *scales, cos, sin, positions, cells, qkv, qkv, qkv, 0, q, k, v, keys, values, eps,
         H=H, K=K, E=E, N=power_of_2(N), PAGE=0, NORM=norm, **options(4),
@@ -170,7 +170,7 @@ def newest_heads(
     K = (N - H) // 2
     qkv = qkv.contiguous()
     q = qkv.new_empty(B, H, E)
-    scales, norm = _scales(qkv, q_scale, k_scale)
+    scales, norm = head_scales(qkv, q_scale, k_scale)
     heads_kernel[(B,)](
         qkv, *scales, cos, sin, qkv, qkv, active, state, table, table.shape[1], q, q, q, keys, values, eps,
         H=H, K=K, E=E, N=power_of_2(N), PAGE=keys.shape[1], NORM=norm, **options(4),
@@ -178,7 +178,8 @@ def newest_heads(
     return q
 
 
-def _scales(qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None) -> tuple[tuple[Tensor, Tensor], bool]:
+def head_scales(qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None) -> tuple[tuple[Tensor, Tensor], bool]:
+    """What kernels take as scales, and whether they are to norm."""
     if q_scale is None or k_scale is None:
         return (qkv, qkv), False
     return (q_scale, k_scale), True
