@@ -79,9 +79,3 @@ def head_logprobs(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, tempe
     logprobs_NV = torch.log_softmax(at_least_fp32(hidden_ND @ weight_VD.t()) / temperature_N[:, None], dim=-1)
     entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)
     return logprobs_NV.gather(1, targets_N[:, None]).squeeze(1), entropy_N
-
-
-def few(x, weight, bias=None, norm=None, eps=0.0, residual=None, is_swiglu=False):
-    y = F.linear(x if norm is None else F.rms_norm(x, x.shape[1:], norm, eps), weight, bias)
-    y = swiglu_reference(y) if is_swiglu else y
-    return y if residual is None else residual + y

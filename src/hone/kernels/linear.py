@@ -44,17 +44,6 @@ def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) 
     return _parts(x_TI, weight_OI, bias_O, splits)
 
 
-def linear_onto(
-    residual_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The residual stream, and what is to be added to it: `linear_parts`, or nothing where it is added already."""
-    if gpu.is_few(x_TI, weight_OI):
-        from hone.kernels.gpu import products
-
-        return products.few(x_TI, weight_OI, bias_O, residual=residual_TO), None
-    return residual_TO, linear_parts(x_TI, weight_OI, bias_O)
-
-
 def _parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int) -> Tensor:
     from hone.kernels.gpu import products
 

@@ -29,15 +29,6 @@ def add_norm(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float
     return total, out
 
 
-def normed_linear(
-    x_TD: Tensor, norm_D: Tensor, eps: float, weight_OD: Tensor, bias_O: Tensor | None, is_swiglu: bool = False
-) -> Tensor:
-    """The projection of x's norm in one kernel, with `swiglu` after it: for what `gpu.is_few` accepts."""
-    from hone.kernels.gpu import products
-
-    return products.few(x_TD, weight_OD, bias_O, norm_D, eps, is_swiglu=is_swiglu)
-
-
 def add_norm_reference(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if delta_TD is not None and delta_TD.dim() == 3:
         delta_TD = delta_TD.float().sum(dim=0).to(x_TD.dtype)

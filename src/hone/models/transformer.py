@@ -21,15 +21,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hone.kernels import cpu, cpu_training, gpu
+from hone.kernels.few import Scaled, few_linear, few_linear_onto
 from hone.kernels.flat_attention import takes_heads
 from hone.kernels.gpu_training import norm_linear, swiglu_linear, whole_linear
-from hone.kernels.linear import is_multiplied_here, is_ordered, linear, linear_onto
-from hone.kernels.norm import add_norm, normed_linear
+from hone.kernels.linear import is_multiplied_here, is_ordered, linear, linear_parts
+from hone.kernels.norm import add_norm
 from hone.kernels.rows import take_rows
 from hone.kernels.swiglu import linear_swiglu, swiglu, swiglu_reference
 from hone.models.attention import Heads, PackedAttention, Rotation
 from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.spec import Llama3Rope, ModelSpec
+
+Delta = Tensor | Scaled | None
 
 
 class Attention(Protocol):
@@ -75,12 +78,15 @@ class Linear(nn.Module):
         weight: Tensor = merged(self.weight)
         return weight
 
-    def onto(self, stream_TO: Tensor, x_TI: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The residual stream, and the result, which is to be added to it: for few tokens on a GPU as parts S x T x O,
-        or as nothing where the stream has it already. `add_norm` takes each."""
+    def onto(self, stream_TO: Tensor, x_TI: Tensor, norm: "RMSNorm | None" = None) -> tuple[Tensor, Delta]:
+        """The residual stream, and the result, which is to be added to it: for few tokens on a GPU as parts S x T x O.
+        For still fewer the stream has it already; then the result is the norm of the stream, where one is asked for."""
         if self.delta is not None:
             return stream_TO, self(x_TI)
-        return linear_onto(stream_TO, x_TI, self.weight, self.bias)
+        if gpu.is_few(x_TI, self.weight):
+            following, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            return few_linear_onto(stream_TO, x_TI, self.weight, self.bias, following, eps)
+        return stream_TO, linear_parts(x_TI, self.weight, self.bias)
 
 
 class Embedding(nn.Module):
@@ -102,19 +108,19 @@ class RMSNorm(nn.Module):
         """x + delta, and its norm."""
         return add_norm(x_TD, delta_TD, self.weight, self.eps)
 
-    def through(self, linear: Linear, x_TD: Tensor, delta_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+    def through(self, linear: Linear, x_TD: Tensor, delta: Delta) -> tuple[Tensor, Tensor]:
         """x + delta, and the projection of its norm."""
+        if isinstance(delta, Scaled):
+            return x_TD, few_linear(delta, linear.weight, linear.bias)
         if gpu.trains(x_TD) and linear.is_plain:
             parts = (linear.weight, linear.bias, *linear.factors(), linear.whole())
-            return norm_linear(x_TD, delta_TD, self.weight, self.eps, *parts)
-        if self.is_fused(linear, x_TD, delta_TD):
-            return x_TD, normed_linear(x_TD, self.weight, self.eps, linear.weight, linear.bias)
-        total_TD, normed_TD = self(x_TD, delta_TD)
+            return norm_linear(x_TD, delta, self.weight, self.eps, *parts)
+        total_TD, normed_TD = self(x_TD, delta)
         return total_TD, linear(normed_TD)
 
-    def is_fused(self, linear: Linear, x_TD: Tensor, delta_TD: Tensor | None) -> bool:
-        """Whether one kernel makes the projection of x's norm."""
-        return delta_TD is None and linear.delta is None and gpu.is_few(x_TD, linear.weight)
+    def before(self, linear: Linear, x_TD: Tensor) -> "RMSNorm | None":
+        """Itself, if this projection takes what the kernel makes of it that adds to x (`Linear.onto`)."""
+        return self if linear.delta is None and gpu.is_few(x_TD, linear.weight) else None
 
 
 class SelfAttention(nn.Module):
@@ -140,19 +146,22 @@ class MLP(nn.Module):
         self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
         self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
-    def through(self, norm: RMSNorm, x_TD: Tensor, delta_TD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x + delta, and what comes of its norm, which is to be added (`Linear.onto`)."""
+    def through(
+        self, norm: RMSNorm, x_TD: Tensor, delta: Delta, following: RMSNorm | None = None
+    ) -> tuple[Tensor, Delta]:
+        """x + delta, and what comes of its norm, which is to be added. `following`: the norm after that, as for
+        `Linear.onto`."""
         weights = (self.gate_up.weight, self.gate_up.bias)
-        if norm.is_fused(self.gate_up, x_TD, delta_TD):
-            return self.down.onto(x_TD, normed_linear(x_TD, norm.weight, norm.eps, *weights, is_swiglu=True))
+        if isinstance(delta, Scaled):
+            return self.down.onto(x_TD, few_linear(delta, *weights, is_swiglu=True), following)
         if self.gate_up.delta is None and gpu.takes(x_TD):
-            x_TD, normed_TD = norm(x_TD, delta_TD)
-            return self.down.onto(x_TD, linear_swiglu(normed_TD, *weights))
-        x_TD, gate_up_T2F = norm.through(self.gate_up, x_TD, delta_TD)
+            x_TD, normed_TD = norm(x_TD, delta)
+            return self.down.onto(x_TD, linear_swiglu(normed_TD, *weights), following)
+        x_TD, gate_up_T2F = norm.through(self.gate_up, x_TD, delta)
         if gpu.trains(gate_up_T2F) and self.down.is_plain:
             down = (self.down.weight, self.down.bias, *self.down.factors(), self.down.whole())
             return x_TD, swiglu_linear(gate_up_T2F, *down)
-        return self.down.onto(x_TD, swiglu(gate_up_T2F))
+        return self.down.onto(x_TD, swiglu(gate_up_T2F), following)
 
 
 class Experts(nn.Module):
@@ -171,7 +180,9 @@ class Experts(nn.Module):
             Weight(spec.experts * rows, columns) for rows, columns in ((1, D), (2 * F_, D), (D, F_))
         )
 
-    def through(self, norm: RMSNorm, x_TD: Tensor, delta_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+    def through(
+        self, norm: RMSNorm, x_TD: Tensor, delta_TD: Tensor, following: RMSNorm | None = None
+    ) -> tuple[Tensor, Tensor]:
         x_TD, normed_TD = norm(x_TD, delta_TD)
         return x_TD, self(normed_TD)
 
@@ -232,19 +243,26 @@ class Block(nn.Module):
         self,
         layer: int,
         x_TD: Tensor,
-        delta_TD: Tensor | None,
+        delta: Delta,
         rotation: Rotation,
         attend: Attention,
         keep_N: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Takes and returns the residual stream and a pending delta, if any, which the next norm adds to the stream."""
-        if isinstance(attend, PackedAttention) and self.is_compiled(x_TD, keep_N):
-            return self.compiled(x_TD, delta_TD, rotation, attend, keep_N)
-        x_TD, qkv_TO = self.attention_norm.through(self.attention.qkv, x_TD, delta_TD)
+        following: "Block | None" = None,
+    ) -> tuple[Tensor, Delta]:
+        """Takes and returns the residual stream and a pending delta, which the next norm adds to the stream, or what is
+        made of that norm already."""
+        if isinstance(attend, PackedAttention) and not isinstance(delta, Scaled) and self.is_compiled(x_TD, keep_N):
+            return self.compiled(x_TD, delta, rotation, attend, keep_N)
+        x_TD, qkv_TO = self.attention_norm.through(self.attention.qkv, x_TD, delta)
         mixed_TD = self.attention.mix(layer, qkv_TO, rotation, attend)
         if keep_N is not None:
             x_TD, mixed_TD = take_rows(x_TD, keep_N), take_rows(mixed_TD, keep_N)
-        return self.mlp.through(self.mlp_norm, *self.attention.out.onto(x_TD, mixed_TD))
+        own, after = self.mlp_norm, None
+        is_dense = isinstance(self.mlp, MLP)
+        x_TD, delta = self.attention.out.onto(x_TD, mixed_TD, own.before(self.mlp.gate_up, x_TD) if is_dense else None)
+        if following is not None:
+            after = following.attention_norm.before(following.attention.qkv, x_TD)
+        return self.mlp.through(own, x_TD, delta, after)
 
     def is_compiled(self, x_TD: Tensor, keep_N: Tensor | None = None) -> bool:
         """Whether `compiled` takes this: all weights of a dense block are trained on a CPU, none has a bias."""
@@ -299,17 +317,19 @@ class Transformer(nn.Module):
         self, x_TD: Tensor, positions_T: Tensor | None, attend: Attention, keep_N: Tensor | None = None
     ) -> Tensor:
         """`forward` of embedded tokens. Positions may be left out where `attend` knows them."""
-        delta_TD = None
+        delta = None
         rotation = Rotation(self.rope_tables(x_TD.device, x_TD.dtype), positions_T)
         last = len(self.blocks) - 1
         self._give_routing(keep_N)
         for layer, block in enumerate(self.blocks):
-            inputs = (layer, x_TD, delta_TD, rotation, attend, keep_N if layer == last else None)
+            is_last = layer == last
+            kept_N, following = (keep_N, None) if is_last else (None, self.blocks[layer + 1])
+            inputs = (layer, x_TD, delta, rotation, attend, kept_N, following)
             if self.recomputes and torch.is_grad_enabled():
-                x_TD, delta_TD = checkpoint(block, *inputs, use_reentrant=False)
+                x_TD, delta = checkpoint(block, *inputs, use_reentrant=False)
             else:
-                x_TD, delta_TD = block(*inputs)
-        return self.norm(x_TD, delta_TD)[1]
+                x_TD, delta = block(*inputs)
+        return self.norm(x_TD, delta)[1]
 
     def _give_routing(self, keep_N: Tensor | None) -> None:
         """To each block its part of `routing_TR`, to the last one that of the rows which it keeps."""

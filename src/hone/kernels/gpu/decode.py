@@ -22,7 +22,7 @@ from torch import Tensor
 from hone.kernels import gpu, numerics, row_state
 from hone.kernels.gpu import options, power_of_2
 from hone.kernels.gpu.attention import KEYS, attend
-from hone.kernels.gpu.launching import prefetch, wait, wait_beside_next
+from hone.kernels.gpu.launching import wait, wait_beside_next
 from hone.kernels.gpu.rows import head_scales, newest_heads
 
 FIELDS, LENGTH, OWN_PAGE = (
@@ -31,32 +31,48 @@ FIELDS, LENGTH, OWN_PAGE = (
     tl.constexpr(row_state.OWN_PAGE),
 )
 MEMBERS = 16  # sequences that one block of shared_kernel serves
-AHEAD = 64  # tokens whose keys and values decode_kernel asks for before the projection is there
+FIRST = 128  # tokens that wide blocks of decode_kernel fetch before the projection is there
 
 
 @triton.jit
-def _turned(qkv, rows, is_q, inside, q_scale, k_scale, cos, sin, turn, eps, E: tl.constexpr, NORM: tl.constexpr):
-    """Heads of the projection that begin at `rows`, 1 x C, as columns E x C: normalised, and rotated by cos and sin
-    from `turn` on. Rounded where `rows.heads_kernel` rounds. Those that are not q's are k's."""
+def _turn(scale, cos, sin, at, E: tl.constexpr, NORM: tl.constexpr):
+    """What a normalised head and its other half are multiplied by, to be scaled and rotated by cos and sin from `at`."""
     e = tl.arange(0, E)[:, None]
-    other = (e + E // 2) % E
-    x, y = tl.load(qkv + rows + e, inside, other=0.0), tl.load(qkv + rows + other, inside, other=0.0)
-    dtype = x.dtype
-    x, y = x.to(tl.float32), y.to(tl.float32)
+    own, other = tl.load(cos + at + e).to(tl.float32), tl.load(sin + at + e).to(tl.float32)
+    if NORM:
+        own *= tl.load(scale + e).to(tl.float32)
+        other *= tl.load(scale + (e + E // 2) % E).to(tl.float32)
+    return own, other
+
+
+@triton.jit
+def _turned(qkv, rows, inside, own, other, eps, E: tl.constexpr, NORM: tl.constexpr):
+    """Heads of the projection that begin at `rows`, 1 x C, as columns E x C: normed, scaled and rotated (`_turn`)."""
+    e = tl.arange(0, E)[:, None]
+    first = tl.load(qkv + rows + e, inside, other=0.0)
+    second = tl.load(qkv + rows + (e + E // 2) % E, inside, other=0.0)
+    x, y = first.to(tl.float32), second.to(tl.float32)
     if NORM:
         rstd = tl.rsqrt(tl.sum(x * x, axis=0) / E + eps)[None, :]
-        x = (x * rstd).to(dtype).to(tl.float32) * tl.where(is_q, tl.load(q_scale + e), tl.load(k_scale + e)).to(
-            tl.float32
-        )
-        y = (y * rstd).to(dtype).to(tl.float32)
-        y *= tl.where(is_q, tl.load(q_scale + other), tl.load(k_scale + other)).to(tl.float32)
-    return (x * tl.load(cos + turn + e).to(tl.float32) + y * tl.load(sin + turn + e).to(tl.float32)).to(dtype)
+        x, y = (x * rstd).to(first.dtype).to(tl.float32), (y * rstd).to(first.dtype).to(tl.float32)
+    return (x * own + y * other).to(first.dtype)
 
 
 @triton.jit
 def _nothing(C: tl.constexpr, E: tl.constexpr):
     """What _mix has before the first token."""
     return tl.full((C,), -1e30, tl.float32), tl.zeros((C,), tl.float32), tl.zeros((E, C), tl.float32)
+
+
+@triton.jit
+def _tile(q, k, v, seen, scale_log2, top, weight, acc):
+    """_mix's step over the tokens of a tile that are seen: q E x C, k and v tokens x E."""
+    scores = tl.where(seen, tl.dot(k, q) * scale_log2, -1e30)
+    best = tl.maximum(top, tl.max(scores, axis=0))
+    p = tl.exp2(scores - best[None, :])
+    shrink = tl.exp2(top - best)
+    acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * shrink[None, :])
+    return best, weight * shrink + tl.sum(p, axis=0), acc
 
 
 @triton.jit
@@ -74,15 +90,8 @@ def _mix(
         page = tl.load(pages + start // PAGE).to(tl.int64) * PAGE + start % PAGE
         at = (page * K + head) * E + n * (K * E) + e
         seen = n < L - start
-        k = tl.load(keys + at, seen, other=0.0)
-        scores = tl.where(seen, tl.dot(k, q) * scale_log2, -1e30)
-        best = tl.maximum(top, tl.max(scores, axis=0))
-        p = tl.exp2(scores - best[None, :])
-        shrink = tl.exp2(top - best)
-        weight = weight * shrink + tl.sum(p, axis=0)
-        v = tl.load(values + at, seen, other=0.0)
-        acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * shrink[None, :])
-        top = best
+        k, v = tl.load(keys + at, seen, other=0.0), tl.load(values + at, seen, other=0.0)
+        top, weight, acc = _tile(q, k, v, seen, scale_log2, top, weight, acc)
     return top, weight, acc
 
 
@@ -117,11 +126,12 @@ def parts_kernel(
     L = position.to(tl.int32)
     first, end = part_start(L, s, PARTS, PAGE), part_start(L, s + 1, PARTS, PAGE)
     inside = c < G
+    turn = _turn(q_scale, cos, sin, position * E, E, NORM)
     wait(PDL)
     if first == end:
         return
     rows = (b * (H + 2 * K) + head * G + c)[None, :] * E
-    q = _turned(qkv, rows, True, inside[None, :], q_scale, k_scale, cos, sin, position * E, eps, E, NORM)
+    q = _turned(qkv, rows, inside[None, :], *turn, eps, E, NORM)
     top, weight, acc = _nothing(C, E)
     top, weight, acc = _mix(
         q, scale_log2, keys, values, table + slot * table_row, first, end, head, top, weight, acc, K, E, PAGE, TILE,
@@ -136,11 +146,12 @@ def decode_kernel(
     qkv, q_scale, k_scale, cos, sin, eps, keys, values, out, active, state, table, table_row, part_acc, part_stats,
     parts, scale_log2,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
-    R: tl.constexpr, PARTS: tl.constexpr, DIVIDED: tl.constexpr, NORM: tl.constexpr, AHEAD: tl.constexpr,
+    R: tl.constexpr, PARTS: tl.constexpr, DIVIDED: tl.constexpr, NORM: tl.constexpr, FIRST: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Mixed values of batch row b, out B x (H * E): of its new token, whose k and v go into the cache, over its own
-    pages and PARTS stretches that it shares, or that are DIVIDED from its own by parts_kernel."""
+    pages and PARTS stretches that it shares, or that are DIVIDED from its own by parts_kernel. Without parts the FIRST
+    tokens are fetched before the projection is there."""
     G: tl.constexpr = H // K
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)  # heads of a sequence lie side by side, and run so
     c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
@@ -152,27 +163,34 @@ def decode_kernel(
         first = part_start(L, PARTS, PARTS, PAGE)
     elif PARTS:
         first = tl.load(state + slot * FIELDS + OWN_PAGE).to(tl.int32) * PAGE
+    own, other = _turn(q_scale, cos, sin, position * E, E, NORM)
+    own_k, other_k = _turn(k_scale, cos, sin, position * E, E, NORM)
+    cell = ((tl.load(pages + L // PAGE).to(tl.int64) * PAGE + L % PAGE) * K + head) * E + e
+    if FIRST:
+        n = tl.arange(0, FIRST)[:, None]
+        seen = n < L
+        page = tl.load(pages + n // PAGE, seen, other=0).to(tl.int64) * PAGE + n % PAGE
+        there = (page * K + head) * E + tl.arange(0, E)[None, :]
+        first_k, first_v = tl.load(keys + there, seen, other=0.0), tl.load(values + there, seen, other=0.0)
     if PARTS == 0:  # with parts the kernel before is theirs, which has waited for the projection
-        if PDL and AHEAD:
-            n = tl.minimum(tl.arange(0, AHEAD), tl.maximum(L - 1, 0))
-            ahead = ((tl.load(pages + n // PAGE).to(tl.int64) * PAGE + n % PAGE) * K + head)[:, None] * E
-            prefetch(keys + ahead, E, (E + 63) // 64)
-            prefetch(values + ahead, E, (E + 63) // 64)
         wait_beside_next(PDL)
     is_q, is_k = (c < G)[None, :], (c == G)[None, :]  # k is one more column beside the queries
     row = b * (H + 2 * K) + head
     rows = tl.where(is_q, row + head * (G - 1) + c[None, :], row + H) * E
-    q = _turned(qkv, rows, is_q, is_q | is_k, q_scale, k_scale, cos, sin, position * E, eps, E, NORM)
+    own, other = tl.where(is_q, own, own_k), tl.where(is_q, other, other_k)
+    q = _turned(qkv, rows, is_q | is_k, own, other, eps, E, NORM)
     k = tl.sum(tl.where(is_k, q.to(tl.float32), 0.0), axis=1, keep_dims=True)
     v = tl.load(qkv + (row + H + K) * E + e)
-    cell = ((tl.load(pages + L // PAGE).to(tl.int64) * PAGE + L % PAGE) * K + head) * E + e
     tl.store(keys + cell, k.to(keys.dtype.element_ty))
     tl.store(values + cell, v)
     top = tl.sum(q.to(tl.float32) * k, axis=0) * scale_log2
+    weight, acc = tl.full((C,), 1.0, tl.float32), v.to(tl.float32) + tl.zeros((E, C), tl.float32)
+    if FIRST:
+        top, weight, acc = _tile(q, first_k, first_v, seen, scale_log2, top, weight, acc)
+        first = FIRST
     top, weight, acc = _mix(
-        q, scale_log2, keys, values, pages, first, L, head, top, tl.full((C,), 1.0, tl.float32),
-        v.to(tl.float32) + tl.zeros((E, C), tl.float32), K, E, PAGE, TILE, STAGES,
-    )  # fmt: skip
+        q, scale_log2, keys, values, pages, first, L, head, top, weight, acc, K, E, PAGE, TILE, STAGES
+    )
     at, inside = (b * H + head * G + c)[None, :] * E + e, is_q
     if PARTS:
         s = tl.arange(0, PARTS)
@@ -218,12 +236,13 @@ def shared_kernel(
     leader = tl.maximum(tl.load(members + i * R), 0)
     pages = table + tl.load(active + leader) * table_row
     b = tl.maximum(b, 0)
-    turn = (tl.load(state + tl.load(active + b) * FIELDS + LENGTH) * E)[None, :]
+    positions = tl.load(state + tl.load(active + b) * FIELDS + LENGTH)[None, :]
+    turn = _turn(q_scale, cos, sin, positions * E, E, NORM)
     wait(PDL)
     if first == end:
         return
     rows = ((b * (H + 2 * K) + head * G + g) * E)[None, :]
-    q = _turned(qkv, rows, True, inside[None, :], q_scale, k_scale, cos, sin, turn, eps, E, NORM)
+    q = _turned(qkv, rows, inside[None, :], *turn, eps, E, NORM)
     top, weight, acc = _nothing(C, E)
     top, weight, acc = _mix(
         q, scale_log2, keys, values, pages, first, end, head, top, weight, acc, K, E, PAGE, TILE, STAGES
@@ -338,6 +357,6 @@ def decode(
     decode_kernel[(K, B)](
         *inputs, out, *where, *partial, scale, **sizes, R=MEMBERS, TILE=min(tile, PAGE),
         C=max(8, power_of_2(H // K + 1)), STAGES=stages, PARTS=parts, DIVIDED=shared is None and parts > 0,
-        AHEAD=AHEAD, maxnreg=registers, **options(warps),
+        FIRST=FIRST if is_wide and not parts else 0, maxnreg=registers, **options(warps),
     )  # fmt: skip
     return out
