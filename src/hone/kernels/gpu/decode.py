@@ -36,7 +36,7 @@ FIRST = 128  # tokens that wide blocks of decode_kernel fetch before the project
 
 @triton.jit
 def _turn(scale, cos, sin, at, E: tl.constexpr, NORM: tl.constexpr):
-    """What a normalised head and its other half are multiplied by, to be scaled and rotated by cos and sin from `at`."""
+    """What a normalised head and its other half are multiplied by, to be scaled and turned by cos and sin from `at`."""
     e = tl.arange(0, E)[:, None]
     own, other = tl.load(cos + at + e).to(tl.float32), tl.load(sin + at + e).to(tl.float32)
     if NORM:
