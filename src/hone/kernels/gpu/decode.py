@@ -1,12 +1,11 @@
 """Attention of one new token a sequence over the pages of the cache.
 
-    qkv ─ norm, rope ─┬─► the new token, which goes into the cache, and own pages of a sequence (decode_kernel) ─┬─► out
-                      ├─► pages that several share (shared_kernel) ──────────────────────────────────────────────┤
-                      └─► or most of its own pages (parts_kernel) ───────────────────────────────────────────────┘
+    qkv ─ newest_heads: norm, rope, k and v into the cache ─► q ─┬─► own pages of a sequence (decode_kernel) ──┬─► out
+                                                                 ├─► pages that several share (shared_kernel) ─┤
+                                                                 └─► or most of its own pages (parts_kernel) ──┘
 
 A block of `decode_kernel` is one sequence and one k/v head; of `shared_kernel` one stretch of shared pages, one k/v
-head and up to MEMBERS sequences, for which it reads the pages once. Each makes the queries that it needs from the
-projection, which takes less than a kernel of their own. Where few sequences decode, `parts_kernel` divides
+head and up to MEMBERS sequences, for which it reads the pages once. Where few sequences decode, `parts_kernel` divides
 each among several blocks instead, by the length that it has by then. What runs beside `decode_kernel` leaves a partial
 result, which a block of that ends by adding. Softmax is online (Milakov & Gimelshein 2018), in base 2.
 """
@@ -31,37 +30,7 @@ FIELDS, LENGTH, OWN_PAGE = (
     tl.constexpr(row_state.OWN_PAGE),
 )
 MEMBERS = 16  # sequences that one block of shared_kernel serves
-FIRST = 128  # tokens that wide blocks of decode_kernel fetch before the projection is there
-
-
-@triton.jit
-def _turn(scale, cos, sin, at, E: tl.constexpr, NORM: tl.constexpr):
-    """What a normalised head and its other half are multiplied by, to be scaled and turned by cos and sin from `at`."""
-    e = tl.arange(0, E)[:, None]
-    own, other = tl.load(cos + at + e).to(tl.float32), tl.load(sin + at + e).to(tl.float32)
-    if NORM:
-        own *= tl.load(scale + e).to(tl.float32)
-        other *= tl.load(scale + (e + E // 2) % E).to(tl.float32)
-    return own, other
-
-
-@triton.jit
-def _turned(qkv, rows, inside, own, other, eps, E: tl.constexpr, NORM: tl.constexpr):
-    """Heads of the projection that begin at `rows`, 1 x C, as columns E x C: normed, scaled and rotated (`_turn`)."""
-    e = tl.arange(0, E)[:, None]
-    first = tl.load(qkv + rows + e, inside, other=0.0)
-    second = tl.load(qkv + rows + (e + E // 2) % E, inside, other=0.0)
-    x, y = first.to(tl.float32), second.to(tl.float32)
-    if NORM:
-        rstd = tl.rsqrt(tl.sum(x * x, axis=0) / E + eps)[None, :]
-        x, y = (x * rstd).to(first.dtype).to(tl.float32), (y * rstd).to(first.dtype).to(tl.float32)
-    return (x * own + y * other).to(first.dtype)
-
-
-@triton.jit
-def _nothing(C: tl.constexpr, E: tl.constexpr):
-    """What _mix has before the first token."""
-    return tl.full((C,), -1e30, tl.float32), tl.zeros((C,), tl.float32), tl.zeros((E, C), tl.float32)
+FIRST, WARPS = 128, 8  # tokens that a block of few_kernel fetches before the projection is there, and its warps
 
 
 @triton.jit
@@ -80,8 +49,8 @@ def _mix(
     q, scale_log2, keys, values, pages, first, L, head, top, weight, acc,
     K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Softmax(q k) v of C queries over positions first … L, before division: top C, weight C, acc E x C, each with what
-    it has so far; q is E x C.
+    """Softmax(q k) v of C queries over positions first … L, before division: top C, weight C, acc E x C, each on top of
+    what it is so far; q is E x C.
 
     Queries are columns: a sequence has few of them for a k/v head, and a matrix product's columns go down to 8.
     """
@@ -93,6 +62,12 @@ def _mix(
         k, v = tl.load(keys + at, seen, other=0.0), tl.load(values + at, seen, other=0.0)
         top, weight, acc = _tile(q, k, v, seen, scale_log2, top, weight, acc)
     return top, weight, acc
+
+
+@triton.jit
+def _nothing(C: tl.constexpr, E: tl.constexpr):
+    """What _mix has before the first token."""
+    return tl.full((C,), -1e30, tl.float32), tl.zeros((C,), tl.float32), tl.zeros((E, C), tl.float32)
 
 
 @triton.jit
@@ -112,86 +87,59 @@ def part_start(L, s, PARTS: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def parts_kernel(
-    qkv, q_scale, k_scale, cos, sin, eps, keys, values, active, state, table, table_row, part_acc, part_stats,
-    scale_log2,
+    q, keys, values, active, state, table, table_row, part_acc, part_stats, scale_log2,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
-    PARTS: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Stretch s of PARTS of batch row b, whose last tokens are left to decode_kernel."""
     G: tl.constexpr = H // K
     head, s, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    c = tl.arange(0, C)
+    c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
     slot = tl.load(active + b)
-    position = tl.load(state + slot * FIELDS + LENGTH)
-    L = position.to(tl.int32)
+    L = tl.load(state + slot * FIELDS + LENGTH).to(tl.int32) + 1
     first, end = part_start(L, s, PARTS, PAGE), part_start(L, s + 1, PARTS, PAGE)
     inside = c < G
-    turn = _turn(q_scale, cos, sin, position * E, E, NORM)
     wait(PDL)
     if first == end:
         return
-    rows = (b * (H + 2 * K) + head * G + c)[None, :] * E
-    q = _turned(qkv, rows, inside[None, :], *turn, eps, E, NORM)
+    columns = tl.load(q + (b * H + head * G + c)[None, :] * E + e, inside[None, :], other=0.0)
+    pages = table + slot * table_row
     top, weight, acc = _nothing(C, E)
     top, weight, acc = _mix(
-        q, scale_log2, keys, values, table + slot * table_row, first, end, head, top, weight, acc, K, E, PAGE, TILE,
-        STAGES,
-    )  # fmt: skip
+        columns, scale_log2, keys, values, pages, first, end, head, top, weight, acc, K, E, PAGE, TILE, STAGES
+    )
     row = ((b * K + head) * PARTS + s) * G + c
     _put_part(part_acc, part_stats, row, top, weight, acc, inside, E)
 
 
 @triton.jit
 def decode_kernel(
-    qkv, q_scale, k_scale, cos, sin, eps, keys, values, out, active, state, table, table_row, part_acc, part_stats,
-    parts, scale_log2,
+    q, keys, values, out, active, state, table, table_row, part_acc, part_stats, parts, scale_log2,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
-    R: tl.constexpr, PARTS: tl.constexpr, DIVIDED: tl.constexpr, NORM: tl.constexpr, FIRST: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, PARTS: tl.constexpr, DIVIDED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Mixed values of batch row b, out B x (H * E): of its new token, whose k and v go into the cache, over its own
-    pages and PARTS stretches that it shares, or that are DIVIDED from its own by parts_kernel. Without parts the FIRST
-    tokens are fetched before the projection is there."""
+    """Mixed values of batch row b, out B x (H * E): over its own pages and PARTS stretches that it shares, or that are
+    DIVIDED from its own by parts_kernel."""
     G: tl.constexpr = H // K
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)  # heads of a sequence lie side by side, and run so
     c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
     slot = tl.load(active + b)
-    position = tl.load(state + slot * FIELDS + LENGTH)
-    L, pages = position.to(tl.int32), table + slot * table_row  # tokens in the cache, and where
+    L = tl.load(state + slot * FIELDS + LENGTH).to(tl.int32) + 1
     first = 0
     if DIVIDED:
         first = part_start(L, PARTS, PARTS, PAGE)
     elif PARTS:
         first = tl.load(state + slot * FIELDS + OWN_PAGE).to(tl.int32) * PAGE
-    own, other = _turn(q_scale, cos, sin, position * E, E, NORM)
-    own_k, other_k = _turn(k_scale, cos, sin, position * E, E, NORM)
-    cell = ((tl.load(pages + L // PAGE).to(tl.int64) * PAGE + L % PAGE) * K + head) * E + e
-    if FIRST:
-        n = tl.arange(0, FIRST)[:, None]
-        seen = n < L
-        page = tl.load(pages + n // PAGE, seen, other=0).to(tl.int64) * PAGE + n % PAGE
-        there = (page * K + head) * E + tl.arange(0, E)[None, :]
-        first_k, first_v = tl.load(keys + there, seen, other=0.0), tl.load(values + there, seen, other=0.0)
-    if PARTS == 0:  # with parts the kernel before is theirs, which has waited for the projection
-        wait_beside_next(PDL)
-    is_q, is_k = (c < G)[None, :], (c == G)[None, :]  # k is one more column beside the queries
-    row = b * (H + 2 * K) + head
-    rows = tl.where(is_q, row + head * (G - 1) + c[None, :], row + H) * E
-    own, other = tl.where(is_q, own, own_k), tl.where(is_q, other, other_k)
-    q = _turned(qkv, rows, is_q | is_k, own, other, eps, E, NORM)
-    k = tl.sum(tl.where(is_k, q.to(tl.float32), 0.0), axis=1, keep_dims=True)
-    v = tl.load(qkv + (row + H + K) * E + e)
-    tl.store(keys + cell, k.to(keys.dtype.element_ty))
-    tl.store(values + cell, v)
-    top = tl.sum(q.to(tl.float32) * k, axis=0) * scale_log2
-    weight, acc = tl.full((C,), 1.0, tl.float32), v.to(tl.float32) + tl.zeros((E, C), tl.float32)
-    if FIRST:
-        top, weight, acc = _tile(q, first_k, first_v, seen, scale_log2, top, weight, acc)
-        first = FIRST
+    if PARTS == 0:  # with parts the kernel before is theirs, which has waited for the one that wrote q
+        wait(PDL)
+    at = (b * H + head * G + c)[None, :] * E + e
+    inside = (c < G)[None, :]
+    columns = tl.load(q + at, inside, other=0.0, cache_modifier=".cg")
+    top, weight, acc = _nothing(C, E)
     top, weight, acc = _mix(
-        q, scale_log2, keys, values, pages, first, L, head, top, weight, acc, K, E, PAGE, TILE, STAGES
-    )
-    at, inside = (b * H + head * G + c)[None, :] * E + e, is_q
+        columns, scale_log2, keys, values, table + slot * table_row, first, L, head, top, weight, acc, K, E, PAGE, TILE,
+        STAGES,
+    )  # fmt: skip
     if PARTS:
         s = tl.arange(0, PARTS)
         if DIVIDED:
@@ -218,34 +166,84 @@ def decode_kernel(
 
 
 @triton.jit
+def _turned(half, other_half, own, other, eps, E: tl.constexpr, NORM: tl.constexpr):
+    """Heads E x C, normalised, and the sum of them times `own` and their other halves times `other`, which scale and
+    rotate them."""
+    x, y = half.to(tl.float32), other_half.to(tl.float32)
+    if NORM:
+        rstd = tl.rsqrt(tl.sum(x * x, axis=0) / E + eps)[None, :]
+        x, y = (x * rstd).to(half.dtype).to(tl.float32), (y * rstd).to(half.dtype).to(tl.float32)
+    return (x * own + y * other).to(half.dtype)
+
+
+@triton.jit
+def few_kernel(
+    qkv, q_scale, k_scale, cos, sin, eps, keys, values, out, active, state, table, table_row, scale_log2,
+    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
+    FIRST: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What newest_heads and decode_kernel do, for few sequences, whose blocks have a multiprocessor each: keys and
+    values of the FIRST tokens are there when the projection is."""
+    G: tl.constexpr = H // K
+    head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    c, n, e = tl.arange(0, C)[None, :], tl.arange(0, FIRST)[:, None], tl.arange(0, E)[:, None]
+    slot = tl.load(active + b)
+    position = tl.load(state + slot * FIELDS + LENGTH)
+    L, pages = position.to(tl.int32), table + slot * table_row  # tokens in the cache, and where
+    seen = n < L
+    page = tl.load(pages + n // PAGE, seen, other=0).to(tl.int64) * PAGE + n % PAGE
+    at = (page * K + head) * E + tl.arange(0, E)[None, :]
+    first_k, first_v = tl.load(keys + at, seen, other=0.0), tl.load(values + at, seen, other=0.0)
+    cell = ((tl.load(pages + L // PAGE).to(tl.int64) * PAGE + L % PAGE) * K + head) * E + e
+    # All that follows is E x C, like the queries: changes of shape would take longer than the loads.
+    e, swapped = e + 0 * c, (e + E // 2) % E + 0 * c
+    own, other = tl.load(cos + position * E + e).to(tl.float32), tl.load(sin + position * E + e).to(tl.float32)
+    own_k, other_k = own, other
+    if NORM:
+        own_k, other_k = own * tl.load(k_scale + e).to(tl.float32), other * tl.load(k_scale + swapped).to(tl.float32)
+        own, other = own * tl.load(q_scale + e).to(tl.float32), other * tl.load(q_scale + swapped).to(tl.float32)
+    wait_beside_next(PDL)
+    row, inside = b * (H + 2 * K) + head, c < G
+    of_q, of_k = qkv + (row + head * (G - 1) + c) * E, qkv + (row + H) * E
+    q, q_other = tl.load(of_q + e, inside, other=0.0), tl.load(of_q + swapped, inside, other=0.0)
+    k, k_other, v = tl.load(of_k + e), tl.load(of_k + swapped), tl.load(of_k + K * E + e)
+    q = _turned(q, q_other, own, other, eps, E, NORM)
+    k = _turned(k, k_other, own_k, other_k, eps, E, NORM)
+    top = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=0) * scale_log2
+    weight = tl.full((C,), 1.0, tl.float32)
+    top, weight, acc = _tile(q, first_k, first_v, seen, scale_log2, top, weight, v.to(tl.float32))
+    top, weight, acc = _mix(
+        q, scale_log2, keys, values, pages, FIRST, L, head, top, weight, acc, K, E, PAGE, TILE, STAGES
+    )
+    tl.store(out + (b * H + head * G + c) * E + e, (acc / weight[None, :]).to(out.dtype.element_ty), inside)
+    tl.store(keys + cell + 0 * c, k, c == 0)
+    tl.store(values + cell + 0 * c, v, c == 0)
+
+
+@triton.jit
 def shared_kernel(
-    qkv, q_scale, k_scale, cos, sin, eps, keys, values, active, state, table, table_row, stretches, members, part_acc,
-    part_stats, scale_log2,
+    q, keys, values, active, table, table_row, stretches, members, part_acc, part_stats, scale_log2,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    R: tl.constexpr, GP: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, GP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Stretch i: pages stretches[i, 0] … stretches[i, 1] of its members' tables, all full; members[i] R batch rows."""
     G: tl.constexpr = H // K
     C: tl.constexpr = R * GP
     head, i = tl.program_id(0), tl.program_id(1)
-    c = tl.arange(0, C)
+    c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
     r, g = c // GP, c % GP
     first, end = tl.load(stretches + i * 2).to(tl.int32) * PAGE, tl.load(stretches + i * 2 + 1).to(tl.int32) * PAGE
     b = tl.load(members + i * R + r)
     inside = (b >= 0) & (g < G)
     leader = tl.maximum(tl.load(members + i * R), 0)
     pages = table + tl.load(active + leader) * table_row
-    b = tl.maximum(b, 0)
-    positions = tl.load(state + tl.load(active + b) * FIELDS + LENGTH)[None, :]
-    turn = _turn(q_scale, cos, sin, positions * E, E, NORM)
     wait(PDL)
     if first == end:
         return
-    rows = ((b * (H + 2 * K) + head * G + g) * E)[None, :]
-    q = _turned(qkv, rows, inside[None, :], *turn, eps, E, NORM)
+    columns = tl.load(q + ((tl.maximum(b, 0) * H + head * G + g) * E)[None, :] + e, inside[None, :], other=0.0)
     top, weight, acc = _nothing(C, E)
     top, weight, acc = _mix(
-        q, scale_log2, keys, values, pages, first, end, head, top, weight, acc, K, E, PAGE, TILE, STAGES
+        columns, scale_log2, keys, values, pages, first, end, head, top, weight, acc, K, E, PAGE, TILE, STAGES
     )
     row = ((i * K + head) * R + r) * G + g
     _put_part(part_acc, part_stats, row, top, weight, acc, inside, E)
@@ -326,37 +324,40 @@ def decode(
     """
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
-    qkv = qkv.contiguous()
     out = qkv.new_empty(B, H * E)
     scale = math.log2(math.e) / math.sqrt(E)
     sizes, width = {"H": H, "K": K, "E": E, "PAGE": PAGE}, power_of_2(H // K)
     where = (active, state, table, table.shape[1])
+    if B <= gpu.FUSED_TOKENS and shared is None and parts == 0 and not numerics.keeps_order("attention"):
+        scales, is_normed = head_scales(qkv, q_scale, k_scale)
+        few_kernel[(K, B)](
+            qkv.contiguous(), *scales, cos, sin, eps, keys, values, out, *where, scale, **sizes, TILE=min(64, PAGE),
+            C=max(8, width), FIRST=FIRST, NORM=is_normed, STAGES=3, **options(WARPS),
+        )  # fmt: skip
+        return out
+    q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)
     if numerics.keeps_order("attention"):
-        q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)
         ordered_kernel[(K, B)](
             q, keys, values, out, *where, scale, H=H, K=K, E=E, PAGE=PAGE, M=max(16, width), N=KEYS, STAGES=3,
             enable_fp_fusion=False, **options(1),
         )  # fmt: skip
         return out
-    scales, sizes["NORM"] = head_scales(qkv, q_scale, k_scale)
-    inputs = (qkv, *scales, cos, sin, eps, keys, values)
-    partial: tuple[Tensor, ...] = (qkv, qkv, qkv)
+    partial: tuple[Tensor, ...] = (q, q, q)
     if shared is not None:
         partial, parts = (shared.acc, shared.stats, shared.parts_BS), shared.parts_BS.shape[1]
         shared_kernel[(K, len(shared.stretches_I2))](
-            *inputs, *where, shared.stretches_I2, shared.members_IR, *partial[:2], scale, **sizes, R=MEMBERS,
-            TILE=min(64, PAGE), GP=width, STAGES=2, **options(4),
+            q, keys, values, active, table, table.shape[1], shared.stretches_I2, shared.members_IR, *partial[:2],
+            scale, **sizes, R=MEMBERS, TILE=min(64, PAGE), GP=width, STAGES=2, **options(4),
         )  # fmt: skip
     elif parts:
-        partial = (*(torch.empty(B * H * parts, n, device=qkv.device) for n in (E, 2)), qkv)
+        partial = (*(torch.empty(B * H * parts, n, device=q.device) for n in (E, 2)), q)
         parts_kernel[(K, parts, B)](
-            *inputs, *where, *partial[:2], scale, **sizes, PARTS=parts, TILE=min(64, PAGE), C=max(8, width), STAGES=2,
-            **options(4),
+            q, keys, values, *where, *partial[:2], scale, **sizes, PARTS=parts, TILE=min(64, PAGE), C=max(8, width),
+            STAGES=2, **options(4),
         )  # fmt: skip
     tile, warps, stages, registers = block_shape(is_wide, shared is not None, K * B)
     decode_kernel[(K, B)](
-        *inputs, out, *where, *partial, scale, **sizes, R=MEMBERS, TILE=min(tile, PAGE),
-        C=max(8, power_of_2(H // K + 1)), STAGES=stages, PARTS=parts, DIVIDED=shared is None and parts > 0,
-        FIRST=FIRST if is_wide and not parts else 0, maxnreg=registers, **options(warps),
+        q, keys, values, out, *where, *partial, scale, **sizes, R=MEMBERS, TILE=min(tile, PAGE), C=max(8, width),
+        STAGES=stages, PARTS=parts, DIVIDED=shared is None and parts > 0, maxnreg=registers, **options(warps),
     )  # fmt: skip
     return out

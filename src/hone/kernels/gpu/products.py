@@ -106,7 +106,7 @@ def swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def few(x: Tensor | Scaled, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
     """x W^T + b, T x O, or silu(g) * u where that is g and u side by side. For what `gpu.is_few` accepts."""
     rows = x if isinstance(x, Tensor) else x.scaled_TD
-    tile = few_tile(len(rows), len(weight) // (1 + is_swiglu), rows.shape[1], is_swiglu)
+    tile = few_tile(len(rows), len(weight) // (1 + is_swiglu), rows.shape[1])
     return _product(x, weight, bias, tile, is_swiglu=is_swiglu, is_early=True)[0][0]
 
 
@@ -114,7 +114,7 @@ def few_onto(
     residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float
 ) -> tuple[Tensor, Scaled | None]:
     """residual + x W^T + b, T x O, and its norm where there is the weight of one. For what `gpu.is_few` accepts."""
-    tile = few_tile(*residual.shape, x.shape[1], False)
+    tile = few_tile(*residual.shape, x.shape[1])
     out, made = _product(x, weight, bias, tile, residual=residual, norm=norm, eps=eps, is_early=True)
     return out[0], made
 
@@ -153,17 +153,22 @@ def tile_of(rows: int, inner: int, splits: int) -> Tile:
     return R, 1, 64 if splits > 1 else 32, 64, 2 if splits > 1 else 4, 6 if deep else 3
 
 
-def few_tile(rows: int, columns: int, inner: int, is_swiglu: bool) -> Tile:
+def few_tile(rows: int, columns: int, inner: int) -> Tile:
     """For `few` and `few_onto`, as measured (benchmarks/RESULTS.md)."""
-    R, is_short = max(power_of_2(rows), 2), columns < 16 * processors()
-    S, BN = 16 // R, 8
-    if R >= 8:
-        S, BN = (64 // R, 8) if is_short else (max(16 // R, 1), 16)
+    is_short = columns < 16 * processors()
+    R, S, BN, BK = (2 if rows <= 2 else 8, 8, 8, 128 if rows <= 2 else 64) if is_short else (4, 4, 8, 128)
+    if not is_short and rows > 4:
+        R, S, BN, BK = power_of_2(rows), max(16 // power_of_2(rows), 1), 16, 128
     while inner % (64 * S):
         S //= 2
-    R = max(R, 16 // S)
-    BK = 128 if inner % (128 * S) == 0 and (R < 8 or not is_short) else 64
-    return R, S, BN, BK, 64, (5 if is_short or R >= 8 else 3) if has_dependent_launch() else 2
+    return (
+        max(R, power_of_2(rows), 16 // S),
+        S,
+        BN,
+        BK if inner % (BK * S) == 0 else 64,
+        2,
+        5 if has_dependent_launch() else 2,
+    )
 
 
 @triton.jit(do_not_specialize=["M"])
