@@ -30,18 +30,19 @@ FIELDS, LENGTH, OWN_PAGE = (
     tl.constexpr(row_state.OWN_PAGE),
 )
 MEMBERS = 16  # sequences that one block of shared_kernel serves
+FEW_BLOCKS = 2  # a multiprocessor has so many of few_kernel's at once
 FIRST, WARPS = 128, 8  # tokens that a block of few_kernel fetches before the projection is there, and its warps
 
 
 @triton.jit
-def _tile(q, k, v, seen, scale_log2, top, weight, acc):
-    """_mix's step over the tokens of a tile that are seen: q E x C, k and v tokens x E."""
+def _weigh(q, k, seen, scale_log2, top, weight):
+    """_mix's weights of the tokens of a tile that are seen: q E x C, k tokens x E. Returns top and weight so far, the
+    weights relative to top, and by how much less what was before counts."""
     scores = tl.where(seen, tl.dot(k, q) * scale_log2, -1e30)
     best = tl.maximum(top, tl.max(scores, axis=0))
     p = tl.exp2(scores - best[None, :])
     shrink = tl.exp2(top - best)
-    acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * shrink[None, :])
-    return best, weight * shrink + tl.sum(p, axis=0), acc
+    return best, weight * shrink + tl.sum(p, axis=0), p.to(k.dtype), shrink[None, :]
 
 
 @triton.jit
@@ -59,8 +60,10 @@ def _mix(
         page = tl.load(pages + start // PAGE).to(tl.int64) * PAGE + start % PAGE
         at = (page * K + head) * E + n * (K * E) + e
         seen = n < L - start
-        k, v = tl.load(keys + at, seen, other=0.0), tl.load(values + at, seen, other=0.0)
-        top, weight, acc = _tile(q, k, v, seen, scale_log2, top, weight, acc)
+        k = tl.load(keys + at, seen, other=0.0)
+        top, weight, p, shrink = _weigh(q, k, seen, scale_log2, top, weight)
+        v = tl.load(values + at, seen, other=0.0)
+        acc = tl.dot(tl.trans(v), p, acc * shrink)
     return top, weight, acc
 
 
@@ -211,7 +214,8 @@ def few_kernel(
     k = _turned(k, k_other, own_k, other_k, eps, E, NORM)
     top = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=0) * scale_log2
     weight = tl.full((C,), 1.0, tl.float32)
-    top, weight, acc = _tile(q, first_k, first_v, seen, scale_log2, top, weight, v.to(tl.float32))
+    top, weight, p, shrink = _weigh(q, first_k, seen, scale_log2, top, weight)
+    acc = tl.dot(tl.trans(first_v), p, v.to(tl.float32) * shrink)
     top, weight, acc = _mix(
         q, scale_log2, keys, values, pages, FIRST, L, head, top, weight, acc, K, E, PAGE, TILE, STAGES
     )
@@ -328,7 +332,12 @@ def decode(
     scale = math.log2(math.e) / math.sqrt(E)
     sizes, width = {"H": H, "K": K, "E": E, "PAGE": PAGE}, power_of_2(H // K)
     where = (active, state, table, table.shape[1])
-    if B <= gpu.FUSED_TOKENS and shared is None and parts == 0 and not numerics.keeps_order("attention"):
+    if (
+        FEW_BLOCKS * gpu.processors() >= K * B
+        and shared is None
+        and parts == 0
+        and not numerics.keeps_order("attention")
+    ):
         scales, is_normed = head_scales(qkv, q_scale, k_scale)
         few_kernel[(K, B)](
             qkv.contiguous(), *scales, cos, sin, eps, keys, values, out, *where, scale, **sizes, TILE=min(64, PAGE),
@@ -336,7 +345,7 @@ def decode(
         )  # fmt: skip
         return out
     q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)
-    if numerics.keeps_order("attention"):
+    if is_exact:
         ordered_kernel[(K, B)](
             q, keys, values, out, *where, scale, H=H, K=K, E=E, PAGE=PAGE, M=max(16, width), N=KEYS, STAGES=3,
             enable_fp_fusion=False, **options(1),

@@ -51,10 +51,24 @@ def product_kernel(
         prefetch(starts[:, None], stretch, LINES)
         if SWIGLU:
             prefetch(starts[:, None] + to_up, stretch, LINES)
+    of_m, of_n = (pid_m * R + tl.arange(0, R))[:, None], (pid_n * BN + tl.arange(0, BN))[None, :]
+    inside, at = (of_m < M) & (of_n < N), (split * M + of_m).to(tl.int64) * N + of_n
+    # What is added after the loop is fetched before it. The weights do not depend on the kernel before.
+    if HAS_BIAS:
+        bias_1N = tl.load(bias + of_n, of_n < N, other=0.0).to(tl.float32)
+        if SWIGLU:
+            bias_up_1N = tl.load(bias + N + of_n, of_n < N, other=0.0).to(tl.float32)
+    if NORM:
+        norm_1N = tl.load(norm + of_n, of_n < N, other=0.0).to(tl.float32)
     if EARLY:
         wait_beside_next(PDL)
     else:
         wait(PDL)
+    if SQUARES:
+        p = tl.arange(0, SQUARES)[None, :]
+        squares_RP = tl.load(squares + p * M + of_m, (p < P) & (of_m < M), other=0.0)
+    if RESIDUAL:
+        before = tl.load(residual + at, inside, other=0.0).to(tl.float32)
     columns = starts[None, :] + k[:, None]
     acc, up = tl.zeros((R * S, BN * S), tl.float32), tl.zeros((R * S, BN * S), tl.float32)
     there = (m < M)[:, None]  # rows that do not exist are not read: all programs would read the same ones
@@ -64,23 +78,19 @@ def product_kernel(
         if SWIGLU:
             up = tl.dot(tile, tl.load(columns + to_up + t * BK), up)
     acc = _joined(acc, R, S, BN)
-    m, n = (pid_m * R + tl.arange(0, R))[:, None], (pid_n * BN + tl.arange(0, BN))[None, :]
     if SWIGLU:
         up = _joined(up, R, S, BN)
     if SQUARES:
-        p = tl.arange(0, SQUARES)[None, :]
-        of_row = tl.load(squares + p * M + m, (p < P) & (m < M), other=0.0)
-        rstd = tl.rsqrt(tl.sum(of_row, axis=1) / K + eps)[:, None]
+        rstd = tl.rsqrt(tl.sum(squares_RP, axis=1) / K + eps)[:, None]
         acc *= rstd
         if SWIGLU:
             up *= rstd
     if HAS_BIAS:
-        acc += tl.where(split == 0, tl.load(bias + n, n < N, other=0.0).to(tl.float32), 0.0)
+        acc += tl.where(split == 0, bias_1N, 0.0)
         if SWIGLU:
-            up += tl.load(bias + N + n, n < N, other=0.0).to(tl.float32)
-    inside, at = (m < M) & (n < N), (split * M + m).to(tl.int64) * N + n
+            up += bias_up_1N
     if RESIDUAL:
-        acc += tl.load(residual + at, inside, other=0.0).to(tl.float32)
+        acc += before
     result = acc.to(out.dtype.element_ty)
     if SWIGLU:  # rounded where the two kernels that this stands for round
         gate = result.to(tl.float32)
@@ -88,7 +98,7 @@ def product_kernel(
     tl.store(out + at, result, inside)
     if NORM:
         exact = result.to(tl.float32)
-        tl.store(scaled + at, (exact * tl.load(norm + n, n < N, other=0.0).to(tl.float32)).to(result.dtype), inside)
+        tl.store(scaled + at, (exact * norm_1N).to(result.dtype), inside)
         m = pid_m * R + tl.arange(0, R)
         tl.store(own_squares + pid_n * M + m, tl.sum(tl.where(inside, exact * exact, 0.0), axis=1), m < M)
 
@@ -106,7 +116,7 @@ def swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def few(x: Tensor | Scaled, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
     """x W^T + b, T x O, or silu(g) * u where that is g and u side by side. For what `gpu.is_few` accepts."""
     rows = x if isinstance(x, Tensor) else x.scaled_TD
-    tile = few_tile(len(rows), len(weight) // (1 + is_swiglu), rows.shape[1])
+    tile = few_tile(len(rows), len(weight) // (1 + is_swiglu), rows.shape[1], is_swiglu)
     return _product(x, weight, bias, tile, is_swiglu=is_swiglu, is_early=True)[0][0]
 
 
@@ -114,7 +124,7 @@ def few_onto(
     residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float
 ) -> tuple[Tensor, Scaled | None]:
     """residual + x W^T + b, T x O, and its norm where there is the weight of one. For what `gpu.is_few` accepts."""
-    tile = few_tile(*residual.shape, x.shape[1])
+    tile = few_tile(*residual.shape, x.shape[1], False)
     out, made = _product(x, weight, bias, tile, residual=residual, norm=norm, eps=eps, is_early=True)
     return out[0], made
 
@@ -153,22 +163,18 @@ def tile_of(rows: int, inner: int, splits: int) -> Tile:
     return R, 1, 64 if splits > 1 else 32, 64, 2 if splits > 1 else 4, 6 if deep else 3
 
 
-def few_tile(rows: int, columns: int, inner: int) -> Tile:
+def few_tile(rows: int, columns: int, inner: int, is_swiglu: bool) -> Tile:
     """For `few` and `few_onto`, as measured (benchmarks/RESULTS.md)."""
-    is_short = columns < 16 * processors()
-    R, S, BN, BK = (2 if rows <= 2 else 8, 8, 8, 128 if rows <= 2 else 64) if is_short else (4, 4, 8, 128)
-    if not is_short and rows > 4:
-        R, S, BN, BK = power_of_2(rows), max(16 // power_of_2(rows), 1), 16, 128
+    if columns < 16 * processors():
+        R, S, BN, BK, stages = (2, 8, 8, 128, 5) if rows <= 2 else (8, 8, 8, 64, 8)
+    elif rows <= 4:
+        R, S, BN, BK, stages = 4, 4, 16, 128, 4
+    else:
+        R, S, BN, BK, stages = 8, 2, 32, 128, 5 if is_swiglu else 8
     while inner % (64 * S):
         S //= 2
-    return (
-        max(R, power_of_2(rows), 16 // S),
-        S,
-        BN,
-        BK if inner % (BK * S) == 0 else 64,
-        2,
-        5 if has_dependent_launch() else 2,
-    )
+    R = max(R, power_of_2(rows), 16 // S)
+    return R, S, BN, BK if inner % (BK * S) == 0 else 64, 2, stages if has_dependent_launch() else 2
 
 
 @triton.jit(do_not_specialize=["M"])
