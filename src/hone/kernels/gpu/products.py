@@ -5,6 +5,8 @@ parts       of the inner dimension, by as many programs as fill the chip: the qu
 in_order    all of it by one program, from the first to the last: the bits that torch's own product has for many rows
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from hone.kernels.few import Scaled
 from hone.kernels.gpu import FEWEST_TOKENS, has_dependent_launch, options, power_of_2, processors
-from hone.kernels.gpu.launching import prefetch, wait, wait_beside_next
+from hone.kernels.gpu.launching import let_next_start, prefetch, wait, wait_for_data
 
 
 @triton.jit
@@ -29,7 +31,7 @@ def product_kernel(
     x, w, bias, squares, residual, norm, out, scaled, own_squares, M, N, K, k_split, stretch, P, eps,
     R: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, SWIGLU: tl.constexpr, SQUARES: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tile (m, n), R x BN, of x M x K times w N x K transposed, over the k of split s: out[s] M x N. Split 0 adds the
     bias, and where all of K is one split these may follow, in this order:
@@ -41,6 +43,8 @@ def product_kernel(
     the inner dimension is cut into S stretches, k_split = S * stretch, which are rows and columns of their own: row
     m * S + s is stretch s of row m, column n * S + s that of column n. What comes of two different ones is thrown away.
     """
+    if EARLY:
+        let_next_start(PDL)
     pid_n, pid_m, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i, j, k = tl.arange(0, R * S), tl.arange(0, BN * S), tl.arange(0, BK)
     m, n = pid_m * R + i // S, pid_n * BN + j // S
@@ -60,8 +64,13 @@ def product_kernel(
             bias_up_1N = tl.load(bias + N + of_n, of_n < N, other=0.0).to(tl.float32)
     if NORM:
         norm_1N = tl.load(norm + of_n, of_n < N, other=0.0).to(tl.float32)
+    columns = starts[None, :] + k[:, None]
+    if AHEAD:
+        first = tl.load(columns)
+        if SWIGLU:
+            first_up = tl.load(columns + to_up)
     if EARLY:
-        wait_beside_next(PDL)
+        wait_for_data(PDL)
     else:
         wait(PDL)
     if SQUARES:
@@ -69,10 +78,14 @@ def product_kernel(
         squares_RP = tl.load(squares + p * M + of_m, (p < P) & (of_m < M), other=0.0)
     if RESIDUAL:
         before = tl.load(residual + at, inside, other=0.0).to(tl.float32)
-    columns = starts[None, :] + k[:, None]
     acc, up = tl.zeros((R * S, BN * S), tl.float32), tl.zeros((R * S, BN * S), tl.float32)
     there = (m < M)[:, None]  # rows that do not exist are not read: all programs would read the same ones
-    for t in tl.range(0, stretch // BK, num_stages=STAGES):
+    if AHEAD:
+        tile = tl.load(rows, there, other=0.0)
+        acc = tl.dot(tile, first, acc)
+        if SWIGLU:
+            up = tl.dot(tile, first_up, up)
+    for t in tl.range(AHEAD, stretch // BK, num_stages=STAGES):
         tile = tl.load(rows + t * BK, there, other=0.0)
         acc = tl.dot(tile, tl.load(columns + t * BK), acc)
         if SWIGLU:
@@ -129,7 +142,16 @@ def few_onto(
     return out[0], made
 
 
-Tile = tuple[int, int, int, int, int, int]  # rows, stretches, columns, inner size, lines of weights, stages
+class Tile(NamedTuple):
+    """How product_kernel is cut."""
+
+    R: int
+    S: int
+    BN: int
+    BK: int
+    STAGES: int
+    LINES: int = 2  # of weights that are fetched ahead into the L2 cache, at most
+    AHEAD: int = 0  # 1: the first tile of weights is fetched ahead
 
 
 def _product(
@@ -141,16 +163,15 @@ def _product(
     x = x.contiguous()
     (M, K), N = x.shape, len(weight) // (1 + is_swiglu)
     out = x.new_empty(splits, M, N)
-    R, S, BN, BK, lines, stages = tile
-    tiles = -(-N // BN)
+    tiles, stretch = -(-N // tile.BN), K // splits // tile.S
+    tile = tile._replace(LINES=min(tile.LINES, power_of_2(stretch // 64)))
     made = Scaled(torch.empty_like(out[0]), x.new_empty(tiles, M, dtype=torch.float32), eps)
-    product_kernel[(tiles, -(-M // R), splits)](
+    product_kernel[(tiles, -(-M // tile.R), splits)](
         x, weight, weight if bias is None else bias, x if squares is None else squares,
         x if residual is None else residual.contiguous(), weight if norm is None else norm, out, made.scaled_TD,
-        made.squares_PT, M, N, K, K // splits, K // splits // S, 0 if squares is None else len(squares), eps,
-        R=R, S=S, BN=BN, BK=BK, LINES=min(lines, power_of_2(K // splits // S // 64)), STAGES=stages,
-        HAS_BIAS=bias is not None, SWIGLU=is_swiglu, SQUARES=0 if squares is None else power_of_2(len(squares)),
-        RESIDUAL=residual is not None, NORM=norm is not None, EARLY=is_early, **options(4),
+        made.squares_PT, M, N, K, K // splits, stretch, 0 if squares is None else len(squares), eps,
+        **tile._asdict(), HAS_BIAS=bias is not None, SWIGLU=is_swiglu,
+        SQUARES=0 if squares is None else power_of_2(len(squares)), RESIDUAL=residual is not None, NORM=norm is not None, EARLY=is_early, **options(4),
     )  # fmt: skip
     return out, None if norm is None else made
 
@@ -159,8 +180,8 @@ def tile_of(rows: int, inner: int, splits: int) -> Tile:
     """For `parts` and `swiglu`, as measured (benchmarks/RESULTS.md)."""
     R, deep = min(max(power_of_2(rows), 16), 128), has_dependent_launch()
     if R <= FEWEST_TOKENS:
-        return R, 1, 64, 128 if inner % 128 == 0 else 64, 2, 4 if deep else 2
-    return R, 1, 64 if splits > 1 else 32, 64, 2 if splits > 1 else 4, 6 if deep else 3
+        return Tile(R, 1, 64, 128 if inner % 128 == 0 else 64, 4 if deep else 2)
+    return Tile(R, 1, 64 if splits > 1 else 32, 64, 6 if deep else 3, 2 if splits > 1 else 4)
 
 
 def few_tile(rows: int, columns: int, inner: int, is_swiglu: bool) -> Tile:
@@ -174,7 +195,7 @@ def few_tile(rows: int, columns: int, inner: int, is_swiglu: bool) -> Tile:
     while inner % (64 * S):
         S //= 2
     R = max(R, power_of_2(rows), 16 // S)
-    return R, S, BN, BK if inner % (BK * S) == 0 else 64, 2, stages if has_dependent_launch() else 2
+    return Tile(R, S, BN, BK if inner % (BK * S) == 0 else 64, stages if has_dependent_launch() else 2)
 
 
 @triton.jit(do_not_specialize=["M"])
