@@ -24,7 +24,7 @@ from hone.kernels import numerics
 IS_AVAILABLE = importlib.util.find_spec("triton") is not None and os.environ.get("HONE_GPU_KERNELS", "1") != "0"
 HALF = (torch.bfloat16, torch.float16)
 FEW_TOKENS = 256  # up to here a product is bound by fetching weights
-FUSED_TOKENS = 8  # up to here norms and what else stands around products are made by the same kernels
+FUSED_TOKENS = 8  # up to here products also do what stands around them, and with small weights up to twice as many
 FEWEST_TOKENS = 32  # up to here by nothing else: the arithmetic of a tile is a small part of its time
 MANY_TOKENS, SMALL_WEIGHT = 128, 7 * 2**20  # up to here starting early is worth more than what torch's product gains
 
@@ -99,7 +99,8 @@ def is_few(x_TI: Tensor, weight_OI: Tensor) -> bool:
 
     Hidden states are multiplied by a norm's weight before they are divided by their size: float16 may not hold that.
     """
-    is_fused = x_TI.dim() == 2 and len(x_TI) <= FUSED_TOKENS and weight_OI.shape[1] % 64 == 0
+    most = FUSED_TOKENS if weight_OI.numel() > SMALL_WEIGHT else 2 * FUSED_TOKENS
+    is_fused = x_TI.dim() == 2 and len(x_TI) <= most and weight_OI.shape[1] % 64 == 0
     return is_fused and x_TI.dtype == torch.bfloat16 and takes(x_TI) and not numerics.is_exact()
 
 

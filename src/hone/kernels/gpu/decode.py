@@ -21,7 +21,7 @@ from torch import Tensor
 from hone.kernels import gpu, numerics, row_state
 from hone.kernels.gpu import options, power_of_2
 from hone.kernels.gpu.attention import KEYS, attend
-from hone.kernels.gpu.launching import let_next_start, wait, wait_for_data
+from hone.kernels.gpu.launching import wait, wait_beside_next
 from hone.kernels.gpu.rows import head_scales, newest_heads
 
 FIELDS, LENGTH, OWN_PAGE = (
@@ -187,7 +187,6 @@ def few_kernel(
 ):  # fmt: skip
     """What newest_heads and decode_kernel do, for few sequences, whose blocks have a multiprocessor each: keys and
     values of the FIRST tokens are there when the projection is."""
-    let_next_start(PDL)
     G: tl.constexpr = H // K
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     c, n, e = tl.arange(0, C)[None, :], tl.arange(0, FIRST)[:, None], tl.arange(0, E)[:, None]
@@ -206,7 +205,7 @@ def few_kernel(
     if NORM:
         own_k, other_k = own * tl.load(k_scale + e).to(tl.float32), other * tl.load(k_scale + swapped).to(tl.float32)
         own, other = own * tl.load(q_scale + e).to(tl.float32), other * tl.load(q_scale + swapped).to(tl.float32)
-    wait_for_data(PDL)
+    wait_beside_next(PDL)
     row, inside = b * (H + 2 * K) + head, c < G
     of_q, of_k = qkv + (row + head * (G - 1) + c) * E, qkv + (row + H) * E
     q, q_other = tl.load(of_q + e, inside, other=0.0), tl.load(of_q + swapped, inside, other=0.0)

@@ -6,29 +6,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def let_next_start(PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_data(PDL: tl.constexpr):
+def wait(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
-
-
-@triton.jit
-def wait(PDL: tl.constexpr):
-    wait_for_data(PDL)
-    let_next_start(PDL)
+        gdc_launch_dependents()
 
 
 @triton.jit
 def wait_beside_next(PDL: tl.constexpr):
     """`wait`, for a small kernel whose next one touches nothing before its own `wait` that a step writes: it starts at
     once, and a product fetches weights meanwhile."""
-    let_next_start(PDL)
-    wait_for_data(PDL)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

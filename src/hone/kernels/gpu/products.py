@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hone.kernels.few import Scaled
 from hone.kernels.gpu import FEWEST_TOKENS, has_dependent_launch, options, power_of_2, processors
-from hone.kernels.gpu.launching import let_next_start, prefetch, wait, wait_for_data
+from hone.kernels.gpu.launching import prefetch, wait, wait_beside_next
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def product_kernel(
     x, w, bias, squares, residual, norm, out, scaled, own_squares, M, N, K, k_split, stretch, P, eps,
     R: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, SWIGLU: tl.constexpr, SQUARES: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
-    EARLY: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tile (m, n), R x BN, of x M x K times w N x K transposed, over the k of split s: out[s] M x N. Split 0 adds the
     bias, and where all of K is one split these may follow, in this order:
@@ -43,8 +43,6 @@ def product_kernel(
     the inner dimension is cut into S stretches, k_split = S * stretch, which are rows and columns of their own: row
     m * S + s is stretch s of row m, column n * S + s that of column n. What comes of two different ones is thrown away.
     """
-    if EARLY:
-        let_next_start(PDL)
     pid_n, pid_m, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i, j, k = tl.arange(0, R * S), tl.arange(0, BN * S), tl.arange(0, BK)
     m, n = pid_m * R + i // S, pid_n * BN + j // S
@@ -65,12 +63,8 @@ def product_kernel(
     if NORM:
         norm_1N = tl.load(norm + of_n, of_n < N, other=0.0).to(tl.float32)
     columns = starts[None, :] + k[:, None]
-    if AHEAD:
-        first = tl.load(columns)
-        if SWIGLU:
-            first_up = tl.load(columns + to_up)
     if EARLY:
-        wait_for_data(PDL)
+        wait_beside_next(PDL)
     else:
         wait(PDL)
     if SQUARES:
@@ -80,12 +74,7 @@ def product_kernel(
         before = tl.load(residual + at, inside, other=0.0).to(tl.float32)
     acc, up = tl.zeros((R * S, BN * S), tl.float32), tl.zeros((R * S, BN * S), tl.float32)
     there = (m < M)[:, None]  # rows that do not exist are not read: all programs would read the same ones
-    if AHEAD:
-        tile = tl.load(rows, there, other=0.0)
-        acc = tl.dot(tile, first, acc)
-        if SWIGLU:
-            up = tl.dot(tile, first_up, up)
-    for t in tl.range(AHEAD, stretch // BK, num_stages=STAGES):
+    for t in tl.range(0, stretch // BK, num_stages=STAGES):
         tile = tl.load(rows + t * BK, there, other=0.0)
         acc = tl.dot(tile, tl.load(columns + t * BK), acc)
         if SWIGLU:
@@ -151,7 +140,6 @@ class Tile(NamedTuple):
     BK: int
     STAGES: int
     LINES: int = 2  # of weights that are fetched ahead into the L2 cache, at most
-    AHEAD: int = 0  # 1: the first tile of weights is fetched ahead
 
 
 def _product(
@@ -171,7 +159,8 @@ def _product(
         x if residual is None else residual.contiguous(), weight if norm is None else norm, out, made.scaled_TD,
         made.squares_PT, M, N, K, K // splits, stretch, 0 if squares is None else len(squares), eps,
         **tile._asdict(), HAS_BIAS=bias is not None, SWIGLU=is_swiglu,
-        SQUARES=0 if squares is None else power_of_2(len(squares)), RESIDUAL=residual is not None, NORM=norm is not None, EARLY=is_early, **options(4),
+        SQUARES=0 if squares is None else power_of_2(len(squares)), RESIDUAL=residual is not None,
+        NORM=norm is not None, EARLY=is_early, **options(4),
     )  # fmt: skip
     return out, None if norm is None else made
 
