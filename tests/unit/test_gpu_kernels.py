@@ -135,7 +135,7 @@ def rope(positions, E):
 
 
 @pytest.mark.parametrize("H, K, with_norm", [(4, 2, True), (6, 2, False), (3, 3, True)])
-@pytest.mark.parametrize("how", ["alone", "alone, wide", "divided, wide", "shared", "exact"])
+@pytest.mark.parametrize("how", ["alone", "alone, long", "divided, long", "shared", "exact"])
 def test_decoding_by_pages(H, K, with_norm, how, monkeypatch):
     from hone.kernels.gpu.decode import MEMBERS, Shared, decode
 
@@ -168,7 +168,7 @@ def test_decoding_by_pages(H, K, with_norm, how, monkeypatch):
             for place, row in enumerate((0, 1, 4)):
                 shared.members_IR[i, place] = row
                 shared.parts_BS[row, i] = i * MEMBERS + place
-    way = (shared, 4 if "divided" in how else 0, "wide" in how)  # more parts than pages, and nothing left at an end
+    way = (shared, 4 if "divided" in how else 0, "long" in how)  # more parts than pages, and nothing left at an end
     got = decode(qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, *way)
     close(got, expected)
     close(cache, expected_cache)

@@ -83,7 +83,7 @@ class DecodeAttention:
             where = (rows.active_B, rows.state, rows.table)
             return decode(
                 qkv_BNE, *scales, *tables, heads.eps, heads.H, keys, values, *where, rows.shared, rows.parts,
-                rows.is_wide,
+                rows.is_long,
             )  # fmt: skip
         q, k, v = heads(qkv_BNE)
         attend = attend_by_pages if takes_pages(q) else attend_by_pages_reference

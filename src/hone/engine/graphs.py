@@ -2,7 +2,7 @@
 
 A graph is captured, when it is first needed, for a number of rows (padded with the spare slot), a kind of sampling,
 with or without adapters, and a way to read the cache: alone or with the pages that groups share, each sequence in one
-piece or divided, in wide blocks or in narrow ones. All that changes between replays (who is active, pages, lengths)
+piece or divided, for long sequences or short ones. All that changes between replays (who is active, pages, lengths)
 stands in tensors that stay where they are. So do the weights.
 """
 
@@ -36,7 +36,7 @@ PART = 128  # tokens of a part at least
 DIVIDED = 192  # mean tokens of a sequence that is worth dividing
 MOST_PARTS = 32  # stretches of one shared prompt
 SOON = 64  # steps after which sequences have become so much longer that another way may be better
-LONG = 384  # mean tokens of a sequence from which wide blocks are faster
+LONG = 384  # mean tokens of a sequence from which larger blocks are faster
 
 
 class Key(NamedTuple):
@@ -45,7 +45,7 @@ class Key(NamedTuple):
     has_adapters: bool
     stretches: int  # room for so many stretches of shared pages; 0: every sequence reads its own
     parts: int  # of one sequence: so many of those; without them, so many that blocks of their own read (0: none)
-    is_wide: bool
+    is_long: bool
 
 
 def padded(rows: int) -> int:
@@ -78,10 +78,9 @@ class DecodeGraphs:
             for row in members:
                 taken[row] += 1
         parts = gpu.power_of_2(max(taken.values())) if taken else self._parts(B, mean)
-        is_wide = not plan and self.is_wide(B, mean)
         stretches = gpu.power_of_2(len(plan)) if plan else 0
         self.looks_again = math.inf if plan else step + SOON
-        self.key = Key(min(B, self.most_rows), kind, has_adapters, stretches, parts, is_wide)
+        self.key = Key(min(B, self.most_rows), kind, has_adapters, stretches, parts, not plan and mean > LONG)
         if stretches:
             self._write_plan(self.key, plan, sequences)
 
@@ -117,10 +116,6 @@ class DecodeGraphs:
             length //= 2
         return [(at, min(at + length, full), rows) for full, rows in crowds for at in range(0, full, length)]
 
-    def is_wide(self, rows: int, mean: float) -> bool:
-        """Whether wide blocks are the faster ones where nothing is shared."""
-        return mean > LONG or rows * self.heads <= 4 * gpu.processors()
-
     def _parts(self, rows: int, mean: float) -> int:
         """Into how many parts beside its end each sequence is divided: blocks then read it in parallel, on
         multiprocessors that would otherwise be idle."""
@@ -146,7 +141,7 @@ class DecodeGraphs:
     def rows_by(self, key: Key) -> Rows:
         """All slots, as graphs of this key read them."""
         slots, parts = self.slots, 0 if key.stretches else key.parts
-        return Rows(slots.active, slots.state, slots.table, self.shared_by(key), parts, key.is_wide)
+        return Rows(slots.active, slots.state, slots.table, self.shared_by(key), parts, key.is_long)
 
     def _write_plan(self, key: Key, plan: list[tuple[int, int, list[int]]], sequences: list[Sequence]) -> None:
         """Tells the kernels who shares what."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Rows:
     """Which sequences decode and where theirs stands: rows of `state` (`row_state.py`) and of the table of pages.
 
-    A sequence's position p is cell p % PAGE of page table[row, p // PAGE]. `shared`, `parts` and `is_wide` are for the
+    A sequence's position p is cell p % PAGE of page table[row, p // PAGE]. `shared`, `parts` and `is_long` are for the
     GPU (`gpu/decode.py`).
     """
 
@@ -26,7 +26,7 @@ class Rows:
     table: Tensor
     shared: "Shared | None" = None
     parts: int = 0
-    is_wide: bool = False
+    is_long: bool = False
 
 
 def takes_pages(x_THE: Tensor) -> bool:

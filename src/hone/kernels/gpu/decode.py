@@ -1,13 +1,14 @@
 """Attention of one new token a sequence over the pages of the cache.
 
-    qkv ─ newest_heads: norm, rope, k and v into the cache ─► q ─┬─► own pages of a sequence (decode_kernel) ──┬─► out
-                                                                 ├─► pages that several share (shared_kernel) ─┤
-                                                                 └─► or most of its own pages (parts_kernel) ──┘
+    qkv ─┬─ norm, rope, the new token, own pages of a sequence (alone_kernel) ─────────────────────────────────────► out
+         └─ newest_heads ─┬─► pages that several share (shared_kernel) ─┬─► what is left (decode_kernel) ──────────► out
+                          └─► or most of its own pages (parts_kernel) ──┘
 
-A block of `decode_kernel` is one sequence and one k/v head; of `shared_kernel` one stretch of shared pages, one k/v
-head and up to MEMBERS sequences, for which it reads the pages once. Where few sequences decode, `parts_kernel` divides
-each among several blocks instead, by the length that it has by then. What runs beside `decode_kernel` leaves a partial
-result, which a block of that ends by adding. Softmax is online (Milakov & Gimelshein 2018), in base 2.
+A block of `alone_kernel` and `decode_kernel` is one sequence and one k/v head; of `shared_kernel` one stretch of shared
+pages, one k/v head and up to MEMBERS sequences, for which it reads the pages once. Where few long sequences decode,
+`parts_kernel` divides each among several blocks instead, by the length that it has by then. What runs before
+`decode_kernel` leaves partial results, which a block of that ends by adding. Softmax is online (Milakov & Gimelshein
+2018), in base 2.
 """
 
 import math
@@ -30,8 +31,6 @@ FIELDS, LENGTH, OWN_PAGE = (
     tl.constexpr(row_state.OWN_PAGE),
 )
 MEMBERS = 16  # sequences that one block of shared_kernel serves
-FEW_BLOCKS = 2  # a multiprocessor has so many of few_kernel's at once
-FIRST, WARPS = 128, 8  # tokens that a block of few_kernel fetches before the projection is there, and its warps
 
 
 @triton.jit
@@ -121,20 +120,18 @@ def decode_kernel(
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
     R: tl.constexpr, PARTS: tl.constexpr, DIVIDED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Mixed values of batch row b, out B x (H * E): over its own pages and PARTS stretches that it shares, or that are
-    DIVIDED from its own by parts_kernel."""
+    """Mixed values of batch row b, out B x (H * E): over PARTS stretches that it shares, or that are DIVIDED from its
+    own by parts_kernel, and the pages after them."""
     G: tl.constexpr = H // K
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)  # heads of a sequence lie side by side, and run so
     c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
     slot = tl.load(active + b)
     L = tl.load(state + slot * FIELDS + LENGTH).to(tl.int32) + 1
-    first = 0
     if DIVIDED:
         first = part_start(L, PARTS, PARTS, PAGE)
-    elif PARTS:
+    else:
         first = tl.load(state + slot * FIELDS + OWN_PAGE).to(tl.int32) * PAGE
-    if PARTS == 0:  # with parts the kernel before is theirs, which has waited for the one that wrote q
-        wait(PDL)
+    # The kernel before made the partial results: it has waited for the one that wrote q.
     at = (b * H + head * G + c)[None, :] * E + e
     inside = (c < G)[None, :]
     columns = tl.load(q + at, inside, other=0.0, cache_modifier=".cg")
@@ -143,28 +140,27 @@ def decode_kernel(
         columns, scale_log2, keys, values, table + slot * table_row, first, L, head, top, weight, acc, K, E, PAGE, TILE,
         STAGES,
     )  # fmt: skip
-    if PARTS:
-        s = tl.arange(0, PARTS)
-        if DIVIDED:
-            rows = ((b * K + head) * PARTS + s)[:, None] * G + c[None, :]
-            is_there = part_start(L, s, PARTS, PAGE) < first
-        else:
-            part = tl.load(parts + b * PARTS + s)
-            rows = ((part // R * K + head) * R + part % R)[:, None] * G + c[None, :]
-            is_there = part >= 0
-        taken = is_there[:, None] & inside
-        wait(PDL)
-        other_top = tl.load(part_stats + rows * 2, taken, other=-1e30)
-        other_weight = tl.load(part_stats + rows * 2 + 1, taken, other=0.0)
-        best = tl.maximum(top, tl.max(other_top, axis=0))
-        mine, theirs = tl.exp2(top - best), tl.exp2(other_top - best[None, :])
-        weight = weight * mine + tl.sum(other_weight * theirs, axis=0)
-        acc *= mine[None, :]
-        for n in tl.static_range(PARTS):  # their loads do not wait for each other
-            row = tl.sum(tl.where((s == n)[:, None] & taken, rows, 0), axis=0)
-            share = tl.sum(tl.where((s == n)[:, None], theirs, 0.0), axis=0)
-            there = tl.max(tl.where((s == n)[:, None], taken.to(tl.int32), 0), axis=0) > 0
-            acc += tl.load(part_acc + row[None, :] * E + e, there[None, :], other=0.0) * share[None, :]
+    s = tl.arange(0, PARTS)
+    if DIVIDED:
+        rows = ((b * K + head) * PARTS + s)[:, None] * G + c[None, :]
+        is_there = part_start(L, s, PARTS, PAGE) < first
+    else:
+        part = tl.load(parts + b * PARTS + s)
+        rows = ((part // R * K + head) * R + part % R)[:, None] * G + c[None, :]
+        is_there = part >= 0
+    taken = is_there[:, None] & inside
+    wait(PDL)
+    other_top = tl.load(part_stats + rows * 2, taken, other=-1e30)
+    other_weight = tl.load(part_stats + rows * 2 + 1, taken, other=0.0)
+    best = tl.maximum(top, tl.max(other_top, axis=0))
+    mine, theirs = tl.exp2(top - best), tl.exp2(other_top - best[None, :])
+    weight = weight * mine + tl.sum(other_weight * theirs, axis=0)
+    acc *= mine[None, :]
+    for n in tl.static_range(PARTS):  # their loads do not wait for each other
+        row = tl.sum(tl.where((s == n)[:, None] & taken, rows, 0), axis=0)
+        share = tl.sum(tl.where((s == n)[:, None], theirs, 0.0), axis=0)
+        there = tl.max(tl.where((s == n)[:, None], taken.to(tl.int32), 0), axis=0) > 0
+        acc += tl.load(part_acc + row[None, :] * E + e, there[None, :], other=0.0) * share[None, :]
     tl.store(out + at, (acc / weight[None, :]).to(out.dtype.element_ty), inside)
 
 
@@ -180,13 +176,13 @@ def _turned(half, other_half, own, other, eps, E: tl.constexpr, NORM: tl.constex
 
 
 @triton.jit
-def few_kernel(
+def alone_kernel(
     qkv, q_scale, k_scale, cos, sin, eps, keys, values, out, active, state, table, table_row, scale_log2,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
     FIRST: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What newest_heads and decode_kernel do, for few sequences, whose blocks have a multiprocessor each: keys and
-    values of the FIRST tokens are there when the projection is."""
+    """Mixed values of the new token of batch row b, out B x (H * E), whose k and v go into the cache. Keys and values
+    of the FIRST tokens are on their way before the projection is there."""
     G: tl.constexpr = H // K
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     c, n, e = tl.arange(0, C)[None, :], tl.arange(0, FIRST)[:, None], tl.arange(0, E)[:, None]
@@ -306,25 +302,26 @@ class Shared:
         )  # fmt: skip
 
 
-def block_shape(is_wide: bool, is_shared: bool, blocks: int) -> tuple[int, int, int, int | None]:
-    """Tokens of a tile, warps, stages and registers of decode_kernel, as measured (benchmarks/RESULTS.md)."""
-    if is_wide:
-        return 64, 4, 3, None
-    if is_shared:
-        return 16, 1, 2, 144
-    # Wide tiles take 205 registers: 9 blocks fit a multiprocessor. More than that had to come in two waves.
-    return (32, 1, 1, None) if blocks <= 9 * gpu.processors() else (16, 1, 1, 128)
+def alone_shape(is_long: bool, blocks: int) -> tuple[int, int, int, int, int | None]:
+    """First tokens, tokens of a tile, warps, stages and registers of alone_kernel, as measured (RESULTS.md)."""
+    if blocks <= 2 * gpu.processors():
+        return 128, 64, 8, 3, None
+    if is_long:
+        return 64, 64, 4, 3, None
+    if blocks <= 4 * gpu.processors():
+        return 64, 32, 4, 2, None
+    return (16, 32, 1, 1, None) if blocks <= 8 * gpu.processors() else (16, 16, 1, 1, None)
 
 
 def decode(
     qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, cos: Tensor, sin: Tensor, eps: float, H: int,
     keys: Tensor, values: Tensor, active: Tensor, state: Tensor, table: Tensor, shared: Shared | None, parts: int,
-    is_wide: bool,
+    is_long: bool,
 ) -> Tensor:  # fmt: skip
     """Mixed values B x (H * E) of one new token a row, whose keys and values go into the cache: pages x PAGE x K x E.
 
-    is_wide: several warps a block, for few sequences or long ones. parts: of each sequence that is not shared, which
-    blocks of their own read beside its end; 0: none.
+    is_long: more warps a block, for long sequences. parts: of each sequence that is not shared, which blocks of their
+    own read beside its end; 0: none.
     """
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
@@ -332,37 +329,36 @@ def decode(
     scale = math.log2(math.e) / math.sqrt(E)
     sizes, width = {"H": H, "K": K, "E": E, "PAGE": PAGE}, power_of_2(H // K)
     where = (active, state, table, table.shape[1])
-    is_exact = numerics.keeps_order("attention")
-    if FEW_BLOCKS * gpu.processors() >= K * B and shared is None and parts == 0 and not is_exact:
+    if shared is None and parts == 0 and not numerics.keeps_order("attention"):
         scales, is_normed = head_scales(qkv, q_scale, k_scale)
-        few_kernel[(K, B)](
-            qkv.contiguous(), *scales, cos, sin, eps, keys, values, out, *where, scale, **sizes, TILE=min(64, PAGE),
-            C=max(8, width), FIRST=FIRST, NORM=is_normed, STAGES=3, **options(WARPS),
+        first, tile, warps, stages, registers = alone_shape(is_long, K * B)
+        alone_kernel[(K, B)](
+            qkv.contiguous(), *scales, cos, sin, eps, keys, values, out, *where, scale, **sizes, TILE=min(tile, PAGE),
+            C=max(8, width), FIRST=first, NORM=is_normed, STAGES=stages, maxnreg=registers, **options(warps),
         )  # fmt: skip
         return out
     q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)
-    if is_exact:
+    if numerics.keeps_order("attention"):
         ordered_kernel[(K, B)](
             q, keys, values, out, *where, scale, H=H, K=K, E=E, PAGE=PAGE, M=max(16, width), N=KEYS, STAGES=3,
             enable_fp_fusion=False, **options(1),
         )  # fmt: skip
         return out
-    partial: tuple[Tensor, ...] = (q, q, q)
+    tile, warps, stages, registers = (64, 4, 3, None) if shared is None else (16, 1, 2, 144)
     if shared is not None:
         partial, parts = (shared.acc, shared.stats, shared.parts_BS), shared.parts_BS.shape[1]
         shared_kernel[(K, len(shared.stretches_I2))](
             q, keys, values, active, table, table.shape[1], shared.stretches_I2, shared.members_IR, *partial[:2],
             scale, **sizes, R=MEMBERS, TILE=min(64, PAGE), GP=width, STAGES=2, **options(4),
         )  # fmt: skip
-    elif parts:
+    else:
         partial = (*(torch.empty(B * H * parts, n, device=q.device) for n in (E, 2)), q)
         parts_kernel[(K, parts, B)](
             q, keys, values, *where, *partial[:2], scale, **sizes, PARTS=parts, TILE=min(64, PAGE), C=max(8, width),
             STAGES=2, **options(4),
         )  # fmt: skip
-    tile, warps, stages, registers = block_shape(is_wide, shared is not None, K * B)
     decode_kernel[(K, B)](
         q, keys, values, out, *where, *partial, scale, **sizes, R=MEMBERS, TILE=min(tile, PAGE), C=max(8, width),
-        STAGES=stages, PARTS=parts, DIVIDED=shared is None and parts > 0, maxnreg=registers, **options(warps),
+        STAGES=stages, PARTS=parts, DIVIDED=shared is None, maxnreg=registers, **options(warps),
     )  # fmt: skip
     return out
