@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one launch a step instead of some 280, and several steps before the host looks.
+"""Decode steps as CUDA graphs: one launch a step instead of some 200, and several steps before the host looks.
 
 A graph is captured, when it is first needed, for a number of rows (padded with the spare slot), a kind of sampling,
 with or without adapters, and a way to read the cache: alone or with the pages that groups share, each sequence in one

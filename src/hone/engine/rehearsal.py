@@ -9,7 +9,7 @@ from hone.engine.sampler import Sampler
 
 PROMPT = 16  # tokens
 PROMPTS = (1, 2, 4, 8, 32)  # so many at once: products of more rows have other tiles
-ROWS = (16, 32, 64, 128)  # sequences that decode, the same
+ROWS = (1, 4, 8, 16, 32, 64, 128)  # sequences that decode, the same
 
 
 @torch.no_grad()

@@ -334,7 +334,7 @@ def decode(
         first, tile, warps, stages, registers = alone_shape(is_long, K * B)
         alone_kernel[(K, B)](
             qkv.contiguous(), *scales, cos, sin, eps, keys, values, out, *where, scale, **sizes, TILE=min(tile, PAGE),
-            C=max(8, width), FIRST=first, NORM=is_normed, STAGES=stages, maxnreg=registers, **options(warps),
+            C=max(8, width), FIRST=first if E <= 128 else first // 2, NORM=is_normed, STAGES=stages, maxnreg=registers, **options(warps),
         )  # fmt: skip
         return out
     q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)
