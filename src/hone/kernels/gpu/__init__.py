@@ -1,12 +1,12 @@
 """Kernels for the GPU, in Triton. Each has a plain-torch twin beside the function of `hone.kernels` that calls it.
 
-A decode step is 150 to 250 small kernels in a CUDA graph, so what counts is the time between them: each is launched with
-programmatic dependent launch (PDL), so that its blocks start while the kernel before it runs. `wait` stops until that
-kernel is complete and visible, then lets the next one start: before `wait` a kernel may touch what was written two
+A decode step is 150 to 250 small kernels in a CUDA graph, so what counts is the time between them: each is launched
+with programmatic dependent launch (PDL), so that its blocks start while the kernel before it runs. `wait` stops until
+that kernel is complete and visible, then lets the next one start: before `wait` a kernel may touch what was written two
 kernels earlier and never by the one before it, which is where weights are fetched into the L2 cache. Some kernels let
-the next one start before they wait themselves (`wait_beside_next`). What comes after them touches nothing before its own
-`wait` but weights, and in attention of new tokens what no kernel of a step changes before its end: who decodes, where
-their tokens are, and keys and values of those before the newest.
+the next one start before they wait themselves (`wait_beside_next`). What comes after them touches nothing before its
+own `wait` but weights, and in attention of new tokens what no kernel of a step changes before its end: who decodes,
+where their tokens are, and keys and values of those before the newest.
 
 They take half precision. Those of `training.py` and `attention.py` make gradients, for `kernels/gpu_training.py` and
 `kernels/head.py`.

@@ -302,8 +302,10 @@ class Shared:
         )  # fmt: skip
 
 
-def alone_shape(is_long: bool, blocks: int) -> tuple[int, int, int, int, int | None]:
+def alone_shape(is_long: bool, blocks: int, head_size: int) -> tuple[int, int, int, int, int | None]:
     """First tokens, tokens of a tile, warps, stages and registers of alone_kernel, as measured (RESULTS.md)."""
+    if head_size > 128:
+        return 32, 32, 4, 2, None
     if blocks <= 2 * gpu.processors():
         return 128, 64, 8, 3, None
     if is_long:
@@ -331,10 +333,10 @@ def decode(
     where = (active, state, table, table.shape[1])
     if shared is None and parts == 0 and not numerics.keeps_order("attention"):
         scales, is_normed = head_scales(qkv, q_scale, k_scale)
-        first, tile, warps, stages, registers = alone_shape(is_long, K * B)
+        first, tile, warps, stages, registers = alone_shape(is_long, K * B, E)
         alone_kernel[(K, B)](
             qkv.contiguous(), *scales, cos, sin, eps, keys, values, out, *where, scale, **sizes, TILE=min(tile, PAGE),
-            C=max(8, width), FIRST=first if E <= 128 else first // 2, NORM=is_normed, STAGES=stages, maxnreg=registers, **options(warps),
+            C=max(8, width), FIRST=first, NORM=is_normed, STAGES=stages, maxnreg=registers, **options(warps),
         )  # fmt: skip
         return out
     q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)
