@@ -308,11 +308,9 @@ def alone_shape(is_long: bool, blocks: int, head_size: int) -> tuple[int, int, i
         return 32, 32, 4, 2, None
     if blocks <= 2 * gpu.processors():
         return 128, 64, 8, 3, None
-    if is_long:
-        return 64, 64, 4, 3, None
-    if blocks <= 4 * gpu.processors():
-        return 64, 32, 4, 2, None
-    return (16, 32, 1, 1, None) if blocks <= 8 * gpu.processors() else (16, 16, 1, 1, None)
+    if is_long or blocks <= 4 * gpu.processors():
+        return 64, 64, 4, 2, 128
+    return (16, 32, 1, 1, None) if blocks <= 8 * gpu.processors() else (16, 16, 1, 1, 128)
 
 
 def decode(
