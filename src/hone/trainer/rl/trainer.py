@@ -43,6 +43,7 @@ from hone.transport.trained import Trained
 ALONE = Ranks()
 REHEARSED = 96  # tokens of a prompt, and of what follows it: over one tile of the attention's
 GROUP = 16
+SUMS = ("routing", "differs")  # numbers of micro-batches, not of tokens
 
 
 class RLTrainer:
@@ -142,6 +143,9 @@ class RLTrainer:
             loss, flops = loss + part, flops + work
             if len(split) > 1:
                 self.optimizer.accumulate()
+        # Copied before the optimiser's work, beside which they are made into numbers.
+        of_tokens = {name: torch.cat([*parts[name], loss.new_empty(0)]) for name in parts if name not in SUMS}
+        arrived = started_to_host(of_tokens | {"loss": loss[None]})
         meanwhile()
         grad_norm = self.optimizer.step(lr) if any(loss_lengths) else 0.0
         self.laps("optimizer")
@@ -155,12 +159,13 @@ class RLTrainer:
             )  # fmt: skip
         seconds = time.perf_counter() - start
         order = [samples[i] for _, members in split for i in members]
-        logprobs, is_masked = (torch.cat([*parts[name], loss.new_empty(0)]) for name in ("logprobs", "is_masked"))
-        self.trained = Trained(order, logprobs.float().cpu().numpy(), is_masked.cpu().numpy() > 0)
-        del parts["logprobs"]
+        here = arrived()
+        self.trained = Trained(order, here["logprobs"].float().numpy(), here["is_masked"].numpy() > 0)
+        del of_tokens["logprobs"]
+        numbers = here if self.ranks.count == 1 else {**of_tokens, "loss": loss[None]}
         tokens = sum(len(sample.ids) for sample in samples)
         values = {
-            "loss/mean": float(self.ranks.sum(loss)),
+            "loss/mean": float(self.ranks.sum(numbers["loss"])),
             "optim/lr": lr,
             "optim/grad_norm": grad_norm,
             "optim/skipped": float(is_bad),
@@ -169,12 +174,12 @@ class RLTrainer:
             "perf/peak_memory": peak_memory_gib(self.device),
         }
         if "routing" in parts:  # of the experts that were given and of those among them that differ, how many
-            differs, given = self.ranks.sum(sum(parts.pop("routing"), torch.zeros(2).to(loss).double())).tolist()
+            differs, given = self.ranks.sum(sum(parts["routing"], torch.zeros(2).to(loss).double())).tolist()
             values["routing/differs"] = differs / max(given, 1.0)
         if "differs" in parts:  # tokens whose logprob has other bits than the sampler's
-            values["exact/differs"] = self.ranks.sum(sum(parts.pop("differs"), torch.zeros(1).to(loss))).item()
-        for name, tensors in parts.items():
-            values |= summary(name, self.ranks.gather(torch.cat([*tensors, torch.empty(0, device=self.device)])))
+            values["exact/differs"] = self.ranks.sum(sum(parts["differs"], torch.zeros(1).to(loss))).item()
+        for name in of_tokens:
+            values |= summary(name, self.ranks.gather(numbers[name]))
         used = mfu(3 * flops / seconds, self.device)
         values |= {} if used is None else {"perf/mfu": used}
         return values
@@ -283,3 +288,19 @@ class RLTrainer:
         is_target = flatten([s.mask for s in samples], bool)
         is_target[np.cumsum([0, *(len(s.mask) for s in samples[:-1])])] = False  # a first token never is one
         return torch.from_numpy(flatten(values, np.float32)[is_target]).to(self.device)
+
+
+def started_to_host(tensors: dict[str, torch.Tensor]) -> Callable[[], dict[str, torch.Tensor]]:
+    """Starts copying them to the host, as they are after all work launched so far. The result waits for the copies."""
+    if all(x.device.type == "cpu" for x in tensors.values()):
+        return lambda: tensors
+    copies = {name: torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for name, x in tensors.items()}
+    for name, x in tensors.items():
+        copies[name].copy_(x, non_blocking=True)
+    arrival = torch.cuda.current_stream().record_event()
+
+    def arrived() -> dict[str, torch.Tensor]:
+        arrival.synchronize()
+        return copies
+
+    return arrived
