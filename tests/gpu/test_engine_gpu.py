@@ -90,6 +90,17 @@ def test_few_long_sequences_are_divided_among_blocks(model):
         assert_logprobs(model, some, done)
 
 
+def test_many_sequences_over_pages_that_lie_apart():
+    made = Transformer(ModelSpec(512, 256, 512, 2, 16, 8, 64, 1e-6, 10000.0, True, 2048, 0.06, False))
+    made.init_weights(torch.Generator().manual_seed(0))
+    made = made.to("cuda", torch.bfloat16)
+    engine = Engine(made, max_batch_size=256, max_model_len=512, kv_cache_gib=1)
+    for seed, count in enumerate((200, 20, 40, 100, 200)):  # pages lie apart after the first, in any order
+        lengths = np.random.default_rng(seed).integers(1, 250, count)
+        requests = [request(p, seed=i, max_tokens=90) for i, p in enumerate(prompts(lengths, seed))]
+        assert_logprobs(made, requests, engine.generate(requests))
+
+
 def test_a_long_prompt_in_pieces_and_a_prefix_that_is_known(model):
     (long,) = prompts([1500])
     engine = Engine(model, max_batch_size=8, max_model_len=2048, kv_cache_gib=1, prefill_tokens=256)

@@ -174,6 +174,28 @@ def test_decoding_by_pages(H, K, with_norm, how, monkeypatch):
     close(cache, expected_cache)
 
 
+@pytest.mark.parametrize("processors, is_long, E", [(5, False, 16), (3, False, 16), (2, False, 16), (1, False, 16),
+                                                    (1, True, 16), (1, False, 256)])  # fmt: skip
+def test_decoding_by_pages_that_lie_apart_in_blocks_of_every_shape(processors, is_long, E, monkeypatch):
+    from hone.kernels import gpu
+    from hone.kernels.gpu.decode import decode
+
+    monkeypatch.setattr(gpu, "processors", lambda: processors)
+    H, K, PAGE, lengths = 4, 2, 64, [150, 64, 3, 63, 130]
+    B, table = len(lengths), (1 + torch.randperm(15)).view(5, 3).to(DEVICE)
+    active, at = torch.arange(B, device=DEVICE), torch.tensor(lengths, device=DEVICE)
+    state = torch.zeros(B, column.FIELDS, dtype=torch.int64, device=DEVICE)
+    state[:, column.LENGTH] = at
+    cache = torch.randn(2, 16, PAGE, K, E, device=DEVICE)
+    qkv, (cos, sin) = torch.randn(B, H + 2 * K, E, device=DEVICE), rope(160, E)
+    scales = [torch.rand(E, device=DEVICE) for _ in "qk"]
+    turned, expected_cache = norm_rope(qkv, *scales, cos[at][:, None], sin[at][:, None], 1e-6, H), cache.clone()
+    expected = attend_by_pages_reference(*turned, *expected_cache, Rows(active, state, table))
+    got = decode(qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, None, 0, is_long)
+    close(got, expected, 1e-4)
+    close(cache, expected_cache)
+
+
 @pytest.mark.parametrize("source", ["logits", "filtered logits", "hidden states"])
 @pytest.mark.parametrize("advance", [False, True])
 def test_draw(source, advance):

@@ -303,14 +303,17 @@ class Shared:
 
 
 def alone_shape(is_long: bool, blocks: int, head_size: int) -> tuple[int, int, int, int, int | None]:
-    """First tokens, tokens of a tile, warps, stages and registers of alone_kernel, as measured (RESULTS.md)."""
+    """First tokens, tokens of a tile, warps, stages and registers of alone_kernel, as measured (RESULTS.md).
+
+    A tile lies in one page: the first tokens are a multiple of it.
+    """
     if head_size > 128:
         return 32, 32, 4, 2, None
     if blocks <= 2 * gpu.processors():
         return 128, 64, 8, 3, None
     if is_long or blocks <= 4 * gpu.processors():
         return 64, 64, 4, 2, 128
-    return (16, 32, 1, 1, None) if blocks <= 8 * gpu.processors() else (16, 16, 1, 1, 128)
+    return (32, 16, 2, 2, 128) if blocks <= 8 * gpu.processors() else (16, 16, 1, 1, 128)
 
 
 def decode(
