@@ -5,25 +5,16 @@
 The time between kernels is what counts there. `gpu.is_few` says whether a product is done so.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Scaled:
-    """The norm of a residual stream x, T x D, as far as the kernel that adds to the stream can make it."""
-
-    scaled_TD: Tensor  # x * weight, still to be divided by the root mean square of x
-    squares_PT: Tensor  # parts of the sum of x * x over D, fp32
-    eps: float
+from hone.kernels.gpu import Scaled
 
 
-def few_linear(x_TI: Tensor | Scaled, weight_OI: Tensor, bias_O: Tensor | None, is_swiglu: bool = False) -> Tensor:
-    """x W^T + b, T x O, of x or of what is normed; with `is_swiglu` silu(g) * u, where that is g and u side by side."""
+def few_linear(normed: Scaled, weight_OI: Tensor, bias_O: Tensor | None, is_swiglu: bool = False) -> Tensor:
+    """The projection of a norm, T x O; with `is_swiglu` silu(g) * u, where that is g and u side by side."""
     from hone.kernels.gpu import products
 
-    return products.few(x_TI, weight_OI, bias_O, is_swiglu)
+    return products.few(normed, weight_OI, bias_O, is_swiglu)
 
 
 def few_linear_onto(

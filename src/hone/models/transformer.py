@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hone.kernels import cpu, cpu_training, gpu
-from hone.kernels.few import Scaled, few_linear, few_linear_onto
+from hone.kernels.few import few_linear, few_linear_onto
 from hone.kernels.flat_attention import takes_heads
 from hone.kernels.gpu_training import norm_linear, swiglu_linear, whole_linear
 from hone.kernels.linear import is_multiplied_here, is_ordered, linear, linear_parts
@@ -32,7 +32,7 @@ from hone.models.attention import Heads, PackedAttention, Rotation
 from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.spec import Llama3Rope, ModelSpec
 
-Delta = Tensor | Scaled | None
+Delta = Tensor | gpu.Scaled | None
 
 
 class Attention(Protocol):
@@ -80,7 +80,9 @@ class Linear(nn.Module):
 
     def onto(self, stream_TO: Tensor, x_TI: Tensor, norm: "RMSNorm | None" = None) -> tuple[Tensor, Delta]:
         """The residual stream, and the result, which is to be added to it: for few tokens on a GPU as parts S x T x O.
-        For still fewer the stream has it already; then the result is the norm of the stream, where one is asked for."""
+
+        For still fewer the stream has it already, and what comes second is the norm of that, if one is given.
+        """
         if self.delta is not None:
             return stream_TO, self(x_TI)
         if gpu.is_few(x_TI, self.weight):
@@ -110,7 +112,7 @@ class RMSNorm(nn.Module):
 
     def through(self, linear: Linear, x_TD: Tensor, delta: Delta) -> tuple[Tensor, Tensor]:
         """x + delta, and the projection of its norm."""
-        if isinstance(delta, Scaled):
+        if isinstance(delta, gpu.Scaled):
             return x_TD, few_linear(delta, linear.weight, linear.bias)
         if gpu.trains(x_TD) and linear.is_plain:
             parts = (linear.weight, linear.bias, *linear.factors(), linear.whole())
@@ -118,9 +120,11 @@ class RMSNorm(nn.Module):
         total_TD, normed_TD = self(x_TD, delta)
         return total_TD, linear(normed_TD)
 
-    def before(self, linear: Linear, x_TD: Tensor) -> "RMSNorm | None":
-        """Itself, if this projection takes what the kernel makes of it that adds to x (`Linear.onto`)."""
-        return self if linear.delta is None and gpu.is_few(x_TD, linear.weight) else None
+    def before(self, projection: nn.Module, x_TD: Tensor) -> "RMSNorm | None":
+        """Itself, if the projection after it takes what is made of it by the kernel that adds to x (`Linear.onto`)."""
+        if not isinstance(projection, Linear) or projection.delta is not None:
+            return None
+        return self if gpu.is_few(x_TD, projection.weight) else None
 
 
 class SelfAttention(nn.Module):
@@ -149,10 +153,9 @@ class MLP(nn.Module):
     def through(
         self, norm: RMSNorm, x_TD: Tensor, delta: Delta, following: RMSNorm | None = None
     ) -> tuple[Tensor, Delta]:
-        """x + delta, and what comes of its norm, which is to be added. `following`: the norm after that, as for
-        `Linear.onto`."""
+        """x + delta, and what comes of its norm, as `Linear.onto` returns it before the norm that follows."""
         weights = (self.gate_up.weight, self.gate_up.bias)
-        if isinstance(delta, Scaled):
+        if isinstance(delta, gpu.Scaled):
             return self.down.onto(x_TD, few_linear(delta, *weights, is_swiglu=True), following)
         if self.gate_up.delta is None and gpu.takes(x_TD):
             x_TD, normed_TD = norm(x_TD, delta)
@@ -251,18 +254,15 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Delta]:
         """Takes and returns the residual stream and a pending delta, which the next norm adds to the stream, or what is
         made of that norm already."""
-        if isinstance(attend, PackedAttention) and not isinstance(delta, Scaled) and self.is_compiled(x_TD, keep_N):
+        if isinstance(attend, PackedAttention) and not isinstance(delta, gpu.Scaled) and self.is_compiled(x_TD, keep_N):
             return self.compiled(x_TD, delta, rotation, attend, keep_N)
         x_TD, qkv_TO = self.attention_norm.through(self.attention.qkv, x_TD, delta)
         mixed_TD = self.attention.mix(layer, qkv_TO, rotation, attend)
         if keep_N is not None:
             x_TD, mixed_TD = take_rows(x_TD, keep_N), take_rows(mixed_TD, keep_N)
-        own, after = self.mlp_norm, None
-        is_dense = isinstance(self.mlp, MLP)
-        x_TD, delta = self.attention.out.onto(x_TD, mixed_TD, own.before(self.mlp.gate_up, x_TD) if is_dense else None)
-        if following is not None:
-            after = following.attention_norm.before(following.attention.qkv, x_TD)
-        return self.mlp.through(own, x_TD, delta, after)
+        x_TD, delta = self.attention.out.onto(x_TD, mixed_TD, self.mlp_norm.before(self.mlp.gate_up, x_TD))
+        after = None if following is None else following.attention_norm.before(following.attention.qkv, x_TD)
+        return self.mlp.through(self.mlp_norm, x_TD, delta, after)
 
     def is_compiled(self, x_TD: Tensor, keep_N: Tensor | None = None) -> bool:
         """Whether `compiled` takes this: all weights of a dense block are trained on a CPU, none has a bias."""
@@ -322,8 +322,7 @@ class Transformer(nn.Module):
         last = len(self.blocks) - 1
         self._give_routing(keep_N)
         for layer, block in enumerate(self.blocks):
-            is_last = layer == last
-            kept_N, following = (keep_N, None) if is_last else (None, self.blocks[layer + 1])
+            kept_N, following = (keep_N, None) if layer == last else (None, self.blocks[layer + 1])
             inputs = (layer, x_TD, delta, rotation, attend, kept_N, following)
             if self.recomputes and torch.is_grad_enabled():
                 x_TD, delta = checkpoint(block, *inputs, use_reentrant=False)

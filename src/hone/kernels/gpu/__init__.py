@@ -15,6 +15,7 @@ They take half precision. Those of `training.py` and `attention.py` make gradien
 import functools
 import importlib.util
 import os
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,6 +28,15 @@ FEW_TOKENS = 256  # up to here a product is bound by fetching weights
 FUSED_TOKENS = 8  # up to here products also do what stands around them, and with small weights up to twice as many
 FEWEST_TOKENS = 32  # up to here by nothing else: the arithmetic of a tile is a small part of its time
 MANY_TOKENS, SMALL_WEIGHT = 128, 7 * 2**20  # up to here starting early is worth more than what torch's product gains
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The norm of a residual stream x, T x D, as far as the kernel that adds to the stream can make it."""
+
+    scaled_TD: Tensor  # x * weight, still to be divided by the root mean square of x
+    squares_PT: Tensor  # parts of the sum of x * x over D, fp32
+    eps: float
 
 
 def takes(x: Tensor) -> bool:

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels.few import Scaled
-from hone.kernels.gpu import FEWEST_TOKENS, has_dependent_launch, options, power_of_2, processors
+from hone.kernels.gpu import FEWEST_TOKENS, Scaled, has_dependent_launch, options, power_of_2, processors
 from hone.kernels.gpu.launching import prefetch, wait, wait_beside_next
 
 
@@ -115,11 +114,12 @@ def swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _product(x, weight, bias, tile_of(len(x), x.shape[1], 1), is_swiglu=True)[0][0]
 
 
-def few(x: Tensor | Scaled, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
-    """x W^T + b, T x O, or silu(g) * u where that is g and u side by side. For what `gpu.is_few` accepts."""
-    rows = x if isinstance(x, Tensor) else x.scaled_TD
-    tile = few_tile(len(rows), len(weight) // (1 + is_swiglu), rows.shape[1], is_swiglu)
-    return _product(x, weight, bias, tile, is_swiglu=is_swiglu, is_early=True)[0][0]
+def few(normed: Scaled, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
+    """The projection x W^T + b of a norm, T x O, or silu(g) * u where that is g and u side by side. For what
+    `gpu.is_few` accepts."""
+    (T, D), N = normed.scaled_TD.shape, len(weight) // (1 + is_swiglu)
+    tile = few_tile(T, N, D, is_swiglu)
+    return _product(normed, weight, bias, tile, is_swiglu=is_swiglu, is_early=True)[0][0]
 
 
 def few_onto(
