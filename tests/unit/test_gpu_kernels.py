@@ -25,6 +25,8 @@ from hone.kernels.norm import add_norm_reference
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
 from hone.kernels.swiglu import swiglu_reference
 from hone.models.attention import PackedAttention
+from hone.models.spec import ModelSpec
+from hone.models.transformer import Transformer
 from tests import twins
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -118,6 +120,24 @@ def test_products_of_few_rows_and_what_stands_around_them(rows, inner, with_bias
     close(products.few(scaled, following, other), normed, 1e-3)
     close(products.few(scaled, following, other, is_swiglu=True), swiglu_reference(normed), 1e-3)
     assert products.few_onto(residual, x, weight, bias, None, 0.0)[1] is None
+
+
+@torch.no_grad()
+def test_a_model_whose_products_do_what_stands_around_them(monkeypatch):
+    from hone.kernels import gpu
+    from hone.kernels.gpu import products
+
+    made = Transformer(ModelSpec(512, 128, 192, 3, 4, 2, 64, 1e-6, 1e4, True, 256, 0.1, False))
+    made.init_weights(torch.Generator().manual_seed(0))
+    made.to(DEVICE)
+    tokens, attention = torch.arange(6, device=DEVICE), PackedAttention([6], DEVICE)
+    expected = made(tokens, attention.positions(), attention)
+    calls, product = [], products._product
+    monkeypatch.setattr(gpu, "takes", lambda x: True)
+    monkeypatch.setattr(gpu, "is_few", lambda *_: True)
+    monkeypatch.setattr(products, "_product", lambda *inputs, **options: calls.append(1) or product(*inputs, **options))
+    close(made(tokens, attention.positions(), attention), expected, 1e-3)
+    assert len(calls) == 3 * 4 - 1  # the first norm comes before them
 
 
 @pytest.mark.parametrize("rows", [1, 20, 300])
