@@ -36,7 +36,7 @@ def keys_text(cls: type[Config]) -> str:
     for one in walk(cls):
         lines += (
             ["", f"[{one.key}]"] if one.is_section
-            else [f"  --{one.key.replace('_', '-')} {_annotation(one.field.annotation)}{_default(one.value)}"]
+            else [f"  --{one.key.replace('_', '-')} {_annotation(one.field.annotation)}{_in_brackets(one.value)}"]
         )  # fmt: skip
         indent = "" if one.is_section else INDENT
         lines += textwrap.wrap(_words(one), width, initial_indent=indent, subsequent_indent=indent)
@@ -51,9 +51,8 @@ def reference_table(cls: type[Config]) -> str:
         if one.is_section:
             rows += [f"| **`{one.key}`** | section | | {words} |"] if words else []
             continue
-        default = _default(one.value).removeprefix(" (").removesuffix(")").removeprefix("default ")
         kind = _annotation(one.field.annotation).replace("|", "\\|")
-        rows.append(f"| `{one.key}` | {kind} | {default} | {words} |")
+        rows.append(f"| `{one.key}` | {kind} | {_default(one.value)} | {words} |")
     return "\n".join(rows)
 
 
@@ -114,10 +113,14 @@ def _annotation(kind: Any) -> str:
 
 
 def _default(value: Any) -> str:
+    """A default in words; nothing for an empty text."""
     if value is PydanticUndefined:
-        return " (required)"
+        return "required"
     if value is None:
-        return " (default none)"
-    if isinstance(value, str):
-        return f" (default {value})" if value else ""
-    return f" (default {json.dumps(value) if isinstance(value, (bool, list, dict)) else value})"
+        return "none"
+    return json.dumps(value) if isinstance(value, (bool, list, dict)) else str(value)
+
+
+def _in_brackets(value: Any) -> str:
+    words = _default(value)
+    return f" ({words})" if value is PydanticUndefined else f" (default {words})" if words else ""
