@@ -31,11 +31,11 @@ def at_length(engine, length: int) -> None:
 def step_ms(engine, batch: int, length: int, parts: int) -> float:
     import torch
 
-    from hone.engine.graphs import LONG, Key, padded
+    from hone.engine.graphs import Key, padded
     from hone.engine.sampler import Sampler
 
     graphs, rows = engine.graphs, padded(batch)
-    graphs.key = Key(rows, Sampler.PLAIN, False, 0, parts, length > LONG)
+    graphs.key = Key(rows, Sampler.PLAIN, False, 0, parts, graphs.is_long(rows, length, parts))
     at_length(engine, length)
     graphs.run(2)  # captures
     times = []

@@ -3,6 +3,7 @@
 `make test-gpu` runs the same through the engine on a GPU.
 """
 
+import itertools
 import math
 import os
 
@@ -122,22 +123,48 @@ def test_products_of_few_rows_and_what_stands_around_them(rows, inner, with_bias
     assert products.few_onto(residual, x, weight, bias, None, 0.0)[1] is None
 
 
+@pytest.mark.parametrize("which, products_of_few, adapted", [
+    (lambda rows, columns: True, 11, False), (lambda rows, columns: True, 8, True),  # the first norm comes before them
+    (lambda rows, columns: rows == 128, 6, False), (lambda rows, columns: rows != 128, 0, False),
+    (lambda rows, columns: columns != 192, 6, False),
+])  # fmt: skip
 @torch.no_grad()
-def test_a_model_whose_products_do_what_stands_around_them(monkeypatch):
+def test_a_model_whose_products_do_what_stands_around_them(which, products_of_few, adapted, monkeypatch):
     from hone.kernels import gpu
     from hone.kernels.gpu import products
 
     made = Transformer(ModelSpec(512, 128, 192, 3, 4, 2, 64, 1e-6, 1e4, True, 256, 0.1, False))
     made.init_weights(torch.Generator().manual_seed(0))
     made.to(DEVICE)
-    tokens, attention = torch.arange(6, device=DEVICE), PackedAttention([6], DEVICE)
-    expected = made(tokens, attention.positions(), attention)
-    calls, product = [], products._product
+    if adapted:
+        for block in made.blocks:
+            block.mlp.gate_up.delta = lambda x: x[:, :1] * 0.1
+    tokens, attention, kept = torch.arange(6, device=DEVICE), PackedAttention([6], DEVICE), torch.tensor([1, 4, 5])
+    inputs = (tokens, attention.positions(), attention, kept.to(DEVICE))
+    expected = made(*inputs)
+    calls, few, few_onto = [], products.few, products.few_onto
     monkeypatch.setattr(gpu, "takes", lambda x: True)
-    monkeypatch.setattr(gpu, "is_few", lambda *_: True)
-    monkeypatch.setattr(products, "_product", lambda *inputs, **options: calls.append(1) or product(*inputs, **options))
-    close(made(tokens, attention.positions(), attention), expected, 1e-3)
-    assert len(calls) == 3 * 4 - 1  # the first norm comes before them
+    monkeypatch.setattr(gpu, "is_few", lambda x, weight: which(*weight.shape))
+    monkeypatch.setattr(products, "few", lambda *inputs: calls.append(1) or few(*inputs))
+    monkeypatch.setattr(products, "few_onto", lambda *inputs: calls.append(1) or few_onto(*inputs))
+    close(made(*inputs), expected, 1e-3)
+    assert len(calls) == products_of_few
+
+
+def test_tiles_of_few_rows_have_room_on_a_multiprocessor(monkeypatch):
+    from hone.kernels.gpu import products
+
+    monkeypatch.setattr(products, "has_dependent_launch", lambda: True)
+    monkeypatch.setattr(products, "processors", lambda: 132)
+    for memory in (99 * 1024, 227 * 1024):
+        monkeypatch.setattr(products, "shared_memory", lambda memory=memory: memory)
+        for rows in range(1, 17):
+            for columns, inner in itertools.product((256, 1024, 1536, 4096, 9728), (64, 192, 512, 2048, 2560, 4096)):
+                for is_swiglu in (False, True):
+                    tile = products.few_tile(rows, columns, inner, is_swiglu)
+                    numbers = tile.R * tile.S + tile.BN * tile.S * (1 + is_swiglu)
+                    assert tile.STAGES >= 2 and 2 * tile.BK * numbers * tile.STAGES <= memory
+                    assert inner % (tile.BK * tile.S) == 0 and rows <= tile.R and tile.R * tile.S >= 16
 
 
 @pytest.mark.parametrize("rows", [1, 20, 300])

@@ -17,8 +17,8 @@ from hone.models.attention import Heads
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 
-# A tile of the GPU's kernel is a page; on a CPU short prompts are worth sharing. In multiples of 16 the CPU's attention
-# gives the same bits however a sequence is cut.
+# Tiles of the GPU's kernels divide a page; on a CPU short prompts are worth sharing. In multiples of 16 the CPU's
+# attention gives the same bits however a sequence is cut.
 PAGE = {"cuda": 64, "cpu": 16}
 
 

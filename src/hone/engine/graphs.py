@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one launch a step instead of some 200, and several steps before the host looks.
+"""Decode steps as CUDA graphs: one launch a step instead of up to 280, and several steps before the host looks.
 
 A graph is captured, when it is first needed, for a number of rows (padded with the spare slot), a kind of sampling,
 with or without adapters, and a way to read the cache: alone or with the pages that groups share, each sequence in one
@@ -80,7 +80,8 @@ class DecodeGraphs:
         parts = gpu.power_of_2(max(taken.values())) if taken else self._parts(B, mean)
         stretches = gpu.power_of_2(len(plan)) if plan else 0
         self.looks_again = math.inf if plan else step + SOON
-        self.key = Key(min(B, self.most_rows), kind, has_adapters, stretches, parts, not plan and mean > LONG)
+        is_long = not plan and self.is_long(B, mean, parts)
+        self.key = Key(min(B, self.most_rows), kind, has_adapters, stretches, parts, is_long)
         if stretches:
             self._write_plan(self.key, plan, sequences)
 
@@ -115,6 +116,10 @@ class DecodeGraphs:
         while length > 1 and sum(-(-full // length) for full, _ in crowds) * heads < ENOUGH_BLOCKS:
             length //= 2
         return [(at, min(at + length, full), rows) for full, rows in crowds for at in range(0, full, length)]
+
+    def is_long(self, rows: int, mean: float, parts: int) -> bool:
+        """Whether sequences that share nothing are read by blocks for long ones; where these are few they are alike."""
+        return parts == 0 and mean > LONG and rows * self.heads > 4 * gpu.processors()
 
     def _parts(self, rows: int, mean: float) -> int:
         """Into how many parts beside its end each sequence is divided: blocks then read it in parallel, on

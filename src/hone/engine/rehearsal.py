@@ -21,7 +21,7 @@ def rehearse(engine: Engine, sequences: int) -> None:
     top = min(padded(sequences), engine.max_batch_size)
     rows = sorted({min(B, top) for B in (*ROWS, top)})
     ways = [Key(B, Sampler.PLAIN, False, 0, 0, is_long) for B in rows for is_long in (False, True)]
-    ways += [Key(rows[0], Sampler.PLAIN, False, 0, parts, True) for parts in PARTS]
+    ways += [Key(rows[0], Sampler.PLAIN, False, 0, parts, False) for parts in PARTS]
     ways.append(Key(top, Sampler.PLAIN, False, 8, 1, False))  # with prompts that groups share
     length = min(PROMPT, engine.max_model_len - 1)
     pages = list(range(engine.pool.needed(length)))

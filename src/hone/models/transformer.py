@@ -21,10 +21,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hone.kernels import cpu, cpu_training, gpu
-from hone.kernels.few import few_linear, few_linear_onto
 from hone.kernels.flat_attention import takes_heads
 from hone.kernels.gpu_training import norm_linear, swiglu_linear, whole_linear
-from hone.kernels.linear import is_multiplied_here, is_ordered, linear, linear_parts
+from hone.kernels.linear import (
+    few_linear,
+    few_linear_onto,
+    is_multiplied_here,
+    is_ordered,
+    linear,
+    linear_parts,
+)
 from hone.kernels.norm import add_norm
 from hone.kernels.rows import take_rows
 from hone.kernels.swiglu import linear_swiglu, swiglu, swiglu_reference
@@ -32,7 +38,9 @@ from hone.models.attention import Heads, PackedAttention, Rotation
 from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.spec import Llama3Rope, ModelSpec
 
-Delta = Tensor | gpu.Scaled | None
+# What is still to be added to the residual stream: a tensor or its parts, or nothing; a `Scaled` is the stream's norm,
+# where all has been added already.
+Pending = Tensor | gpu.Scaled | None
 
 
 class Attention(Protocol):
@@ -78,7 +86,7 @@ class Linear(nn.Module):
         weight: Tensor = merged(self.weight)
         return weight
 
-    def onto(self, stream_TO: Tensor, x_TI: Tensor, norm: "RMSNorm | None" = None) -> tuple[Tensor, Delta]:
+    def onto(self, stream_TO: Tensor, x_TI: Tensor, norm: "RMSNorm | None" = None) -> tuple[Tensor, Pending]:
         """The residual stream, and the result, which is to be added to it: for few tokens on a GPU as parts S x T x O.
 
         For still fewer the stream has it already, and what comes second is the norm of that, if one is given.
@@ -110,7 +118,7 @@ class RMSNorm(nn.Module):
         """x + delta, and its norm."""
         return add_norm(x_TD, delta_TD, self.weight, self.eps)
 
-    def through(self, linear: Linear, x_TD: Tensor, delta: Delta) -> tuple[Tensor, Tensor]:
+    def through(self, linear: Linear, x_TD: Tensor, delta: Pending) -> tuple[Tensor, Tensor]:
         """x + delta, and the projection of its norm."""
         if isinstance(delta, gpu.Scaled):
             return x_TD, few_linear(delta, linear.weight, linear.bias)
@@ -122,7 +130,8 @@ class RMSNorm(nn.Module):
 
     def before(self, projection: nn.Module, x_TD: Tensor) -> "RMSNorm | None":
         """Itself, if the projection after it takes what is made of it by the kernel that adds to x (`Linear.onto`)."""
-        if not isinstance(projection, Linear) or projection.delta is not None:
+        is_elsewhere = hasattr(self.weight, "to_local")  # ranks share it, and bring it together for its own block alone
+        if not isinstance(projection, Linear) or projection.delta is not None or is_elsewhere:
             return None
         return self if gpu.is_few(x_TD, projection.weight) else None
 
@@ -151,8 +160,8 @@ class MLP(nn.Module):
         self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
     def through(
-        self, norm: RMSNorm, x_TD: Tensor, delta: Delta, following: RMSNorm | None = None
-    ) -> tuple[Tensor, Delta]:
+        self, norm: RMSNorm, x_TD: Tensor, delta: Pending, following: RMSNorm | None = None
+    ) -> tuple[Tensor, Pending]:
         """x + delta, and what comes of its norm, as `Linear.onto` returns it before the norm that follows."""
         weights = (self.gate_up.weight, self.gate_up.bias)
         if isinstance(delta, gpu.Scaled):
@@ -184,7 +193,7 @@ class Experts(nn.Module):
         )
 
     def through(
-        self, norm: RMSNorm, x_TD: Tensor, delta_TD: Tensor, following: RMSNorm | None = None
+        self, norm: RMSNorm, x_TD: Tensor, delta_TD: Tensor | None, following: RMSNorm | None = None
     ) -> tuple[Tensor, Tensor]:
         x_TD, normed_TD = norm(x_TD, delta_TD)
         return x_TD, self(normed_TD)
@@ -246,15 +255,16 @@ class Block(nn.Module):
         self,
         layer: int,
         x_TD: Tensor,
-        delta: Delta,
+        delta: Pending,
         rotation: Rotation,
         attend: Attention,
         keep_N: Tensor | None,
         following: "Block | None" = None,
-    ) -> tuple[Tensor, Delta]:
+    ) -> tuple[Tensor, Pending]:
         """Takes and returns the residual stream and a pending delta, which the next norm adds to the stream, or what is
         made of that norm already."""
-        if isinstance(attend, PackedAttention) and not isinstance(delta, gpu.Scaled) and self.is_compiled(x_TD, keep_N):
+        if isinstance(attend, PackedAttention) and self.is_compiled(x_TD, keep_N):
+            assert not isinstance(delta, gpu.Scaled)  # made on a GPU alone
             return self.compiled(x_TD, delta, rotation, attend, keep_N)
         x_TD, qkv_TO = self.attention_norm.through(self.attention.qkv, x_TD, delta)
         mixed_TD = self.attention.mix(layer, qkv_TO, rotation, attend)

@@ -1,12 +1,12 @@
-"""Kernels for the GPU, in Triton. Each has a plain-torch twin beside the function of `hone.kernels` that calls it.
+"""Kernels for the GPU, in Triton. Each has a plain-torch twin, beside the function of `hone.kernels` that calls it or
+in tests.
 
-A decode step is 150 to 250 small kernels in a CUDA graph, so what counts is the time between them: each is launched
+A decode step is 150 to 280 small kernels in a CUDA graph, so what counts is the time between them: each is launched
 with programmatic dependent launch (PDL), so that its blocks start while the kernel before it runs. `wait` stops until
-that kernel is complete and visible, then lets the next one start: before `wait` a kernel may touch what was written two
-kernels earlier and never by the one before it, which is where weights are fetched into the L2 cache. Some kernels let
-the next one start before they wait themselves (`wait_beside_next`). What comes after them touches nothing before its
-own `wait` but weights, and in attention of new tokens what no kernel of a step changes before its end: who decodes,
-where their tokens are, and keys and values of those before the newest.
+that kernel is complete and visible, then lets the next one start. Some kernels let the next one start before they wait
+themselves (`wait_beside_next`), so that kernels far behind them may run too. So before its own `wait` a kernel touches
+nothing that its step has written: weights, which are fetched into the L2 cache there, and what stands before a step:
+who decodes, where their tokens are, keys and values of those before the newest.
 
 They take half precision. Those of `training.py` and `attention.py` make gradients, for `kernels/gpu_training.py` and
 `kernels/head.py`.
@@ -66,6 +66,13 @@ def processors() -> int:
     return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
 
 
+@functools.cache
+def shared_memory() -> int:
+    """Bytes of its multiprocessor that a block can have (CUDA's guide, by compute capability)."""
+    is_large = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
+    return (227 if is_large else 99) * 2**10
+
+
 def options(warps: int) -> dict[str, int | bool]:
     """Launch options, and the PDL constant of a kernel."""
     is_early = has_dependent_launch()
@@ -105,13 +112,14 @@ def is_short(x_TI: Tensor, weight_OI: Tensor) -> bool:
 
 
 def is_few(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Whether products of these rows do what stands around them (`kernels/few.py`): kernels for that would take longer.
+    """Whether products of these rows do what stands around them (`products.py`): kernels for that would take longer.
 
     Hidden states are multiplied by a norm's weight before they are divided by their size: float16 may not hold that.
     """
     most = FUSED_TOKENS if weight_OI.numel() > SMALL_WEIGHT else 2 * FUSED_TOKENS
     is_fused = x_TI.dim() == 2 and len(x_TI) <= most and weight_OI.shape[1] % 64 == 0
-    return is_fused and x_TI.dtype == torch.bfloat16 and takes(x_TI) and not numerics.is_exact()
+    is_taken = x_TI.dtype == torch.bfloat16 and takes(x_TI) and has_dependent_launch()
+    return is_fused and is_taken and not numerics.is_exact()
 
 
 def splits(x_TI: Tensor, weight_OI: Tensor) -> int:

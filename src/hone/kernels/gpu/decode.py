@@ -35,8 +35,8 @@ MEMBERS = 16  # sequences that one block of shared_kernel serves
 
 @triton.jit
 def _weigh(q, k, seen, scale_log2, top, weight):
-    """_mix's weights of the tokens of a tile that are seen: q E x C, k tokens x E. Returns top and weight so far, the
-    weights relative to top, and by how much less what was before counts."""
+    """Softmax weights of one more tile of keys, tokens x E, for queries E x C. Returns top and sum of weights so far,
+    the tile's weights relative to that top, and by how much less what came before counts."""
     scores = tl.where(seen, tl.dot(k, q) * scale_log2, -1e30)
     best = tl.maximum(top, tl.max(scores, axis=0))
     p = tl.exp2(scores - best[None, :])
@@ -255,7 +255,7 @@ def ordered_kernel(
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What decode_kernel gives, by the steps of training's forward_kernel (`attention.py`): a sequence's queries of a
+    """Mixed values of batch row b, by the steps of training's forward_kernel (`attention.py`): the queries of a
     k/v head are the rows of a tile of M, and one warp adds up what four add up there for rows of its own."""
     G: tl.constexpr = H // K
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -323,7 +323,7 @@ def decode(
 ) -> Tensor:  # fmt: skip
     """Mixed values B x (H * E) of one new token a row, whose keys and values go into the cache: pages x PAGE x K x E.
 
-    is_long: more warps a block, for long sequences. parts: of each sequence that is not shared, which blocks of their
+    is_long: blocks for long sequences. parts: of each sequence that is not shared, which blocks of their
     own read beside its end; 0: none.
     """
     B, N, E = qkv.shape

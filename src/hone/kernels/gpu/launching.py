@@ -14,8 +14,8 @@ def wait(PDL: tl.constexpr):
 
 @triton.jit
 def wait_beside_next(PDL: tl.constexpr):
-    """`wait`, for a small kernel whose next one touches nothing before its own `wait` that a step writes: it starts at
-    once, and a product fetches weights meanwhile."""
+    """`wait`, where the next kernel touches nothing before its own `wait` that the step has written: it starts at once,
+    and fetches what it needs of weights or of the cache meanwhile."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels.gpu import FEWEST_TOKENS, Scaled, has_dependent_launch, options, power_of_2, processors
+from hone.kernels.gpu import (
+    FEWEST_TOKENS,
+    Scaled,
+    has_dependent_launch,
+    options,
+    power_of_2,
+    processors,
+    shared_memory,
+)
 from hone.kernels.gpu.launching import prefetch, wait, wait_beside_next
 
 
@@ -32,11 +40,14 @@ def product_kernel(
     HAS_BIAS: tl.constexpr, SWIGLU: tl.constexpr, SQUARES: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tile (m, n), R x BN, of x M x K times w N x K transposed, over the k of split s: out[s] M x N. Split 0 adds the
-    bias, and where all of K is one split these may follow, in this order:
+    """Tile (m, n), R x BN, of x M x K times w N x K transposed, over the k of split s: out[s] M x N. After that come,
+    in this order, and all but the bias only where there is one split:
 
-    SQUARES: x is that of a `Scaled`, with P squares a row, up to so many. SWIGLU: w has twice as many rows, gates above
-    ups, and what comes of both is silu(gate) * up. RESIDUAL: M x N, is added. NORM: the result's `Scaled` is made too.
+    SQUARES   x is that of a `Scaled`: division by its root mean square, of P sums of squares a row (SQUARES: room for)
+    bias      in split 0
+    SWIGLU    w has twice as many rows, gates above ups: silu(gate) * up
+    RESIDUAL  M x N, is added
+    NORM      the `Scaled` of the result is made as well
 
     A matrix product on the chip has at least 16 rows, and each of its steps waits for the one before. So for fewer rows
     the inner dimension is cut into S stretches, k_split = S * stretch, which are rows and columns of their own: row
@@ -100,8 +111,8 @@ def product_kernel(
     if NORM:
         exact = result.to(tl.float32)
         tl.store(scaled + at, (exact * norm_1N).to(result.dtype), inside)
-        m = pid_m * R + tl.arange(0, R)
-        tl.store(own_squares + pid_n * M + m, tl.sum(tl.where(inside, exact * exact, 0.0), axis=1), m < M)
+        row = pid_m * R + tl.arange(0, R)
+        tl.store(own_squares + pid_n * M + row, tl.sum(tl.where(inside, exact * exact, 0.0), axis=1), row < M)
 
 
 def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int) -> Tensor:
@@ -153,16 +164,17 @@ def _product(
     out = x.new_empty(splits, M, N)
     tiles, stretch = -(-N // tile.BN), K // splits // tile.S
     tile = tile._replace(LINES=min(tile.LINES, power_of_2(stretch // 64)))
-    made = Scaled(torch.empty_like(out[0]), x.new_empty(tiles, M, dtype=torch.float32), eps)
+    made = None if norm is None else Scaled(x.new_empty(M, N), x.new_empty(tiles, M, dtype=torch.float32), eps)
     product_kernel[(tiles, -(-M // tile.R), splits)](
         x, weight, weight if bias is None else bias, x if squares is None else squares,
-        x if residual is None else residual.contiguous(), weight if norm is None else norm, out, made.scaled_TD,
-        made.squares_PT, M, N, K, K // splits, stretch, 0 if squares is None else len(squares), eps,
+        x if residual is None else residual.contiguous(), weight if norm is None else norm, out,
+        *((out, out) if made is None else (made.scaled_TD, made.squares_PT)), M, N, K, K // splits, stretch,
+        0 if squares is None else len(squares), eps,
         **tile._asdict(), HAS_BIAS=bias is not None, SWIGLU=is_swiglu,
         SQUARES=0 if squares is None else power_of_2(len(squares)), RESIDUAL=residual is not None,
         NORM=norm is not None, EARLY=is_early, **options(4),
     )  # fmt: skip
-    return out, None if norm is None else made
+    return out, made
 
 
 def tile_of(rows: int, inner: int, splits: int) -> Tile:
@@ -183,8 +195,9 @@ def few_tile(rows: int, columns: int, inner: int, is_swiglu: bool) -> Tile:
         R, S, BN, BK, stages = 8, 2, 32, 128, 5 if is_swiglu else 8
     while inner % (64 * S):
         S //= 2
-    R = max(R, power_of_2(rows), 16 // S)
-    return Tile(R, S, BN, BK if inner % (BK * S) == 0 else 64, stages if has_dependent_launch() else 2)
+    R, BK = max(R, power_of_2(rows), 16 // S), BK if inner % (BK * S) == 0 else 64
+    of_stage = 2 * BK * S * (R + BN * (1 + is_swiglu))
+    return Tile(R, S, BN, BK, max(min(stages, (shared_memory() - 2**14) // of_stage), 2))
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -18,7 +18,7 @@ def newest_embeddings_kernel(embed, active, state, out, D, BLOCK: tl.constexpr, 
     """Row of `embed` V x D of the newest token of the sequence active[b]."""
     b = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
-    wait(PDL)
+    wait(PDL)  # not beside the next: kernels after it read what the step before has written, ahead of their own wait
     token = tl.load(state + tl.load(active + b) * FIELDS + LAST)
     tl.store(out + b * D + d, tl.load(embed + token * D + d, d < D), d < D)
 

@@ -43,7 +43,7 @@ from hone.transport.trained import Trained
 ALONE = Ranks()
 REHEARSED = 96  # tokens of a prompt, and of what follows it: over one tile of the attention's
 GROUP = 16
-SUMS = ("routing", "differs")  # numbers of micro-batches, not of tokens
+SUMS = {"routing": 2, "differs": 1}  # so many numbers of a micro-batch, where others are of its tokens
 
 
 class RLTrainer:
@@ -144,8 +144,13 @@ class RLTrainer:
             if len(split) > 1:
                 self.optimizer.accumulate()
         # Copied before the optimiser's work, beside which they are made into numbers.
-        of_tokens = {name: torch.cat([*parts[name], loss.new_empty(0)]) for name in parts if name not in SUMS}
-        arrived = started_to_host(of_tokens | {"loss": loss[None]})
+        on_device = {"loss": loss} | {
+            name: sum(found, loss.new_zeros(SUMS[name], dtype=torch.float64))
+            if name in SUMS
+            else torch.cat([*found, loss.new_empty(0)])
+            for name, found in parts.items()
+        }
+        arrived = started_to_host(on_device)
         meanwhile()
         grad_norm = self.optimizer.step(lr) if any(loss_lengths) else 0.0
         self.laps("optimizer")
@@ -161,8 +166,7 @@ class RLTrainer:
         order = [samples[i] for _, members in split for i in members]
         here = arrived()
         self.trained = Trained(order, here["logprobs"].float().numpy(), here["is_masked"].numpy() > 0)
-        del of_tokens["logprobs"]
-        numbers = here if self.ranks.count == 1 else {**of_tokens, "loss": loss[None]}
+        numbers = here if self.ranks.count == 1 else on_device  # ranks add up and gather on the device
         tokens = sum(len(sample.ids) for sample in samples)
         values = {
             "loss/mean": float(self.ranks.sum(numbers["loss"])),
@@ -174,11 +178,11 @@ class RLTrainer:
             "perf/peak_memory": peak_memory_gib(self.device),
         }
         if "routing" in parts:  # of the experts that were given and of those among them that differ, how many
-            differs, given = self.ranks.sum(sum(parts["routing"], torch.zeros(2).to(loss).double())).tolist()
+            differs, given = self.ranks.sum(numbers["routing"]).tolist()
             values["routing/differs"] = differs / max(given, 1.0)
         if "differs" in parts:  # tokens whose logprob has other bits than the sampler's
-            values["exact/differs"] = self.ranks.sum(sum(parts["differs"], torch.zeros(1).to(loss))).item()
-        for name in of_tokens:
+            values["exact/differs"] = self.ranks.sum(numbers["differs"]).item()
+        for name in (name for name in parts if name not in (*SUMS, "logprobs")):
             values |= summary(name, self.ranks.gather(numbers[name]))
         used = mfu(3 * flops / seconds, self.device)
         values |= {} if used is None else {"perf/mfu": used}
