@@ -323,8 +323,8 @@ def decode(
 ) -> Tensor:  # fmt: skip
     """Mixed values B x (H * E) of one new token a row, whose keys and values go into the cache: pages x PAGE x K x E.
 
-    is_long: blocks for long sequences. parts: of each sequence that is not shared, which blocks of their
-    own read beside its end; 0: none.
+    is_long: blocks for long sequences. parts: of each sequence that is not shared, which blocks of their own read
+    beside its end; 0: none.
     """
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
