@@ -118,8 +118,8 @@ class DecodeGraphs:
         return [(at, min(at + length, full), rows) for full, rows in crowds for at in range(0, full, length)]
 
     def is_long(self, rows: int, mean: float, parts: int) -> bool:
-        """Whether sequences that share nothing are read by blocks for long ones; where these are few they are alike."""
-        return parts == 0 and mean > LONG and rows * self.heads > 4 * gpu.processors()
+        """Whether sequences that share nothing are read by blocks for long ones."""
+        return parts == 0 and mean > LONG and not gpu.are_few(rows * self.heads)
 
     def _parts(self, rows: int, mean: float) -> int:
         """Into how many parts beside its end each sequence is divided: blocks then read it in parallel, on

@@ -1,5 +1,7 @@
 """What the first requests will do, gone through before they come, for kernels to be compiled (`gpu/compiling.py`)."""
 
+import math
+
 import torch
 
 from hone.engine.engine import Engine
@@ -20,7 +22,8 @@ def rehearse(engine: Engine, sequences: int) -> None:
         return
     top = min(padded(sequences), engine.max_batch_size)
     rows = sorted({min(B, top) for B in (*ROWS, top)})
-    ways = [Key(B, Sampler.PLAIN, False, 0, 0, is_long) for B in rows for is_long in (False, True)]
+    ways = [Key(B, Sampler.PLAIN, False, 0, 0, False) for B in rows]
+    ways += [Key(B, Sampler.PLAIN, False, 0, 0, True) for B in rows if graphs.is_long(B, math.inf, 0)]
     ways += [Key(rows[0], Sampler.PLAIN, False, 0, parts, False) for parts in PARTS]
     ways.append(Key(top, Sampler.PLAIN, False, 8, 1, False))  # with prompts that groups share
     length = min(PROMPT, engine.max_model_len - 1)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hone.engine.sequence import Sequence
 from hone.kernels import row_state as column
+from hone.kernels.host import started_to_host
 
 # As the device has them (`row_state.PARAMETERS`); the second is the temperature of logprobs.
 PARAMETERS = attrgetter(
@@ -74,11 +75,8 @@ class Slots:
 
     def snapshot(self) -> "Snapshot":
         """Starts copying the state to the host, as it is after all work launched so far; a CPU needs no copy."""
-        if self.device.type == "cpu":
-            return Snapshot(self.state, None)
-        host = torch.empty(self.state.shape, dtype=self.state.dtype, pin_memory=True)
-        host.copy_(self.state, non_blocking=True)
-        return Snapshot(host, torch.cuda.current_stream().record_event())
+        (state,), arrival = started_to_host([self.state])
+        return Snapshot(state, arrival)
 
     def widen_stops(self, number: int) -> bool:
         """Makes room for that many stop tokens a sequence; whether the tensor is a new one."""

@@ -1,4 +1,4 @@
-"""Memory of the machine that a GPU's kernels read and write by themselves, as fast as the bus between them allows."""
+"""Memory of the machine that a GPU reads and writes: what kernels reach by themselves, and copies of what it has."""
 
 import contextlib
 import mmap
@@ -47,3 +47,14 @@ def brought(tensors: list[Tensor], device: torch.device) -> Iterator[list[Tensor
     for home, tensor in zip(tensors, there, strict=True):
         if home is not tensor:
             home.copy_(tensor)
+
+
+def started_to_host(tensors: list[Tensor]) -> "tuple[list[Tensor], torch.cuda.Event | None]":
+    """Starts copying them to the host, as they are after all work launched so far, and when that is done; on a CPU the
+    tensors themselves."""
+    if tensors[0].device.type == "cpu":
+        return tensors, None
+    copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
+    for copy, x in zip(copies, tensors, strict=True):
+        copy.copy_(x, non_blocking=True)
+    return copies, torch.cuda.current_stream().record_event()

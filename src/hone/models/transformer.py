@@ -23,14 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from hone.kernels import cpu, cpu_training, gpu
 from hone.kernels.flat_attention import takes_heads
 from hone.kernels.gpu_training import norm_linear, swiglu_linear, whole_linear
-from hone.kernels.linear import (
-    few_linear,
-    few_linear_onto,
-    is_multiplied_here,
-    is_ordered,
-    linear,
-    linear_parts,
-)
+from hone.kernels.linear import few_linear, few_linear_onto, is_multiplied_here, is_ordered, linear, linear_parts
 from hone.kernels.norm import add_norm
 from hone.kernels.rows import take_rows
 from hone.kernels.swiglu import linear_swiglu, swiglu, swiglu_reference

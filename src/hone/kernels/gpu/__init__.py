@@ -66,6 +66,11 @@ def processors() -> int:
     return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
 
 
+def are_few(blocks: int) -> bool:
+    """Whether so few blocks of attention are alike for long sequences and for short ones."""
+    return blocks <= 4 * processors()
+
+
 @functools.cache
 def shared_memory() -> int:
     """Bytes of its multiprocessor that a block can have (CUDA's guide, by compute capability)."""

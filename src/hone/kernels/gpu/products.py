@@ -12,15 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels.gpu import (
-    FEWEST_TOKENS,
-    Scaled,
-    has_dependent_launch,
-    options,
-    power_of_2,
-    processors,
-    shared_memory,
-)
+from hone.kernels.gpu import FEWEST_TOKENS, Scaled, has_dependent_launch, options, power_of_2, processors, shared_memory
 from hone.kernels.gpu.launching import prefetch, wait, wait_beside_next
 
 

@@ -17,6 +17,7 @@ import torch
 from hone.config.rl import TrainerConfig
 from hone.kernels import numerics
 from hone.kernels.gpu import trains_model
+from hone.kernels.host import started_to_host
 from hone.models.lora import add_lora, seed_dropout, without_lora
 from hone.models.transformer import Transformer
 from hone.monitors.statistics import summary
@@ -150,7 +151,7 @@ class RLTrainer:
             else torch.cat([*found, loss.new_empty(0)])
             for name, found in parts.items()
         }
-        arrived = started_to_host(on_device)
+        copies, arrival = started_to_host([*on_device.values()])
         meanwhile()
         grad_norm = self.optimizer.step(lr) if any(loss_lengths) else 0.0
         self.laps("optimizer")
@@ -164,7 +165,9 @@ class RLTrainer:
             )  # fmt: skip
         seconds = time.perf_counter() - start
         order = [samples[i] for _, members in split for i in members]
-        here = arrived()
+        if arrival is not None:
+            arrival.synchronize()
+        here = dict(zip(on_device, copies, strict=True))
         self.trained = Trained(order, here["logprobs"].float().numpy(), here["is_masked"].numpy() > 0)
         numbers = here if self.ranks.count == 1 else on_device  # ranks add up and gather on the device
         tokens = sum(len(sample.ids) for sample in samples)
@@ -182,8 +185,9 @@ class RLTrainer:
             values["routing/differs"] = differs / max(given, 1.0)
         if "differs" in parts:  # tokens whose logprob has other bits than the sampler's
             values["exact/differs"] = self.ranks.sum(numbers["differs"]).item()
-        for name in (name for name in parts if name not in (*SUMS, "logprobs")):
-            values |= summary(name, self.ranks.gather(numbers[name]))
+        for name in parts:
+            if name not in SUMS and name != "logprobs":
+                values |= summary(name, self.ranks.gather(numbers[name]))
         used = mfu(3 * flops / seconds, self.device)
         values |= {} if used is None else {"perf/mfu": used}
         return values
@@ -292,19 +296,3 @@ class RLTrainer:
         is_target = flatten([s.mask for s in samples], bool)
         is_target[np.cumsum([0, *(len(s.mask) for s in samples[:-1])])] = False  # a first token never is one
         return torch.from_numpy(flatten(values, np.float32)[is_target]).to(self.device)
-
-
-def started_to_host(tensors: dict[str, torch.Tensor]) -> Callable[[], dict[str, torch.Tensor]]:
-    """Starts copying them to the host, as they are after all work launched so far. The result waits for the copies."""
-    if all(x.device.type == "cpu" for x in tensors.values()):
-        return lambda: tensors
-    copies = {name: torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for name, x in tensors.items()}
-    for name, x in tensors.items():
-        copies[name].copy_(x, non_blocking=True)
-    arrival = torch.cuda.current_stream().record_event()
-
-    def arrived() -> dict[str, torch.Tensor]:
-        arrival.synchronize()
-        return copies
-
-    return arrived
