@@ -85,26 +85,31 @@ def test_heads_of_a_projection_and_their_place_in_the_cache(with_norm):
     close(values[cells], expected[2])
 
 
-@pytest.mark.parametrize("rows, splits, with_bias", [(1, 1, False), (20, 2, True), (40, 1, True), (200, 4, False)])
-def test_parts_of_a_product(rows, splits, with_bias):
+@pytest.mark.parametrize("rows, splits, width, with_bias", [
+    (1, 1, 64, False), (20, 2, 64, True), (40, 1, 64, True), (200, 4, 128, False),
+])  # fmt: skip
+def test_parts_of_a_product(rows, splits, width, with_bias):
     from hone.kernels.gpu.products import parts
 
     x, weight = torch.randn(rows, 256, device=DEVICE), torch.randn(96, 256, device=DEVICE)
     bias = torch.randn(96, device=DEVICE) if with_bias else None
-    close(parts(x, weight, bias, splits), twins.linear_parts(x, weight, bias, splits), 1e-3)
-    close(parts(x, weight, bias, splits).sum(0), F.linear(x, weight, bias), 1e-3)
+    found = parts(x, weight, bias, splits, width)
+    close(found, twins.linear_parts(x, weight, bias, splits), 1e-3)
+    close(found.sum(0), F.linear(x, weight, bias), 1e-3)
 
 
 @pytest.mark.parametrize("rows, F_, with_bias", [(40, 40, True), (100, 32, False)])
 def test_swiglu_of_a_product(rows, F_, with_bias):
-    from hone.kernels.gpu.products import swiglu
+    from hone.kernels.gpu.products import short
 
     x, weight = torch.randn(rows, 192, device=DEVICE), torch.randn(2 * F_, 192, device=DEVICE) * 0.1
     bias = torch.randn(2 * F_, device=DEVICE) if with_bias else None
-    close(swiglu(x, weight, bias), swiglu_reference(F.linear(x, weight, bias)), 1e-3)
+    expected = F.linear(x, weight, bias)
+    close(short(x, weight, bias), expected, 1e-3)
+    close(short(x, weight, bias, is_swiglu=True), swiglu_reference(expected), 1e-3)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 6, 16])
+@pytest.mark.parametrize("rows", [1, 3, 6, 16, 20])
 @pytest.mark.parametrize("inner", [64, 512])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_products_of_few_rows_and_what_stands_around_them(rows, inner, with_bias, monkeypatch):
@@ -151,20 +156,26 @@ def test_a_model_whose_products_do_what_stands_around_them(which, products_of_fe
     assert len(calls) == products_of_few
 
 
-def test_tiles_of_few_rows_have_room_on_a_multiprocessor(monkeypatch):
+def test_tiles_of_few_rows(monkeypatch):
     from hone.kernels.gpu import products
 
-    monkeypatch.setattr(products, "has_dependent_launch", lambda: True)
     monkeypatch.setattr(products, "processors", lambda: 132)
-    for memory in (99 * 1024, 227 * 1024):
-        monkeypatch.setattr(products, "shared_memory", lambda memory=memory: memory)
-        for rows in range(1, 17):
-            for columns, inner in itertools.product((256, 1024, 1536, 4096, 9728), (64, 192, 512, 2048, 2560, 4096)):
-                for is_swiglu in (False, True):
-                    tile = products.few_tile(rows, columns, inner, is_swiglu)
-                    numbers = tile.R * tile.S + tile.BN * tile.S * (1 + is_swiglu)
-                    assert tile.STAGES >= 2 and 2 * tile.BK * numbers * tile.STAGES <= memory
-                    assert inner % (tile.BK * tile.S) == 0 and rows <= tile.R and tile.R * tile.S >= 16
+    for rows in range(1, 33):
+        for columns, inner in itertools.product((256, 1024, 1536, 2048, 4096, 8192), (64, 192, 512, 2048, 2560, 4096)):
+            for is_swiglu in (False, True):
+                tile = products.few_tile(rows, columns, inner, is_swiglu)
+                assert inner % (tile.BK * tile.S) == 0 and tile.R * tile.S >= 16
+                programs = -(-columns // tile.BN) * -(-rows // tile.R)
+                assert programs <= 132 or rows <= 2 or columns > 1056
+
+
+@pytest.mark.parametrize("memory, stages", [(99, 3), (163, 6), (227, 8)])
+def test_stages_have_room_on_a_multiprocessor(memory, stages, monkeypatch):
+    from hone.kernels import gpu
+
+    monkeypatch.setattr(gpu, "shared_memory", lambda: memory * 1024)
+    assert gpu.stages_of(9, 2 * (64 + 32), 64) == stages
+    assert gpu.stages_of(2, 128, 64) == 2 and gpu.stages_of(4, 512, 128) == 2
 
 
 @pytest.mark.parametrize("rows", [1, 20, 300])

@@ -21,7 +21,9 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
         out_TO: Tensor = _Ordered.apply(x_TI, weight_OI)  # type: ignore[no-untyped-call]
         return out_TO if bias_O is None else out_TO + bias_O
     if gpu.is_short(x_TI, weight_OI):
-        return _parts(x_TI, weight_OI, bias_O, 1)[0]
+        from hone.kernels.gpu import products
+
+        return products.short(x_TI, weight_OI, bias_O)
     if not is_multiplied_here(x_TI, weight_OI):
         return F.linear(x_TI, weight_OI, bias_O)
     if torch.is_grad_enabled() and (x_TI.requires_grad or weight_OI.requires_grad):
@@ -38,10 +40,12 @@ def is_multiplied_here(x_TI: Tensor, weight_OI: Tensor) -> bool:
 
 def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """T x O, or for few tokens on a GPU parts S x T x O to be added up, so that all of the chip fetches weights."""
-    splits = gpu.splits(x_TI, weight_OI)
+    splits, width = gpu.splits(x_TI, weight_OI)
     if splits == 1 or is_ordered(x_TI):
         return linear(x_TI, weight_OI, bias_O)
-    return _parts(x_TI, weight_OI, bias_O, splits)
+    from hone.kernels.gpu import products
+
+    return products.parts(x_TI, weight_OI, bias_O, splits, width)
 
 
 def few_linear(normed: gpu.Scaled, weight_OI: Tensor, bias_O: Tensor | None, is_swiglu: bool = False) -> Tensor:
@@ -58,12 +62,6 @@ def few_linear_onto(
     from hone.kernels.gpu import products
 
     return products.few_onto(stream_TO, x_TI, weight_OI, bias_O, norm_O, eps)
-
-
-def _parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int) -> Tensor:
-    from hone.kernels.gpu import products
-
-    return products.parts(x_TI, weight_OI, bias_O, splits)
 
 
 def exact_logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:

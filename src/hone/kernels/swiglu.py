@@ -21,7 +21,7 @@ def linear_swiglu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Ten
     if gpu.is_short(x_TI, weight_OI) and not is_ordered(x_TI):
         from hone.kernels.gpu import products
 
-        return products.swiglu(x_TI, weight_OI, bias_O)
+        return products.short(x_TI, weight_OI, bias_O, is_swiglu=True)
     return swiglu(linear(x_TI, weight_OI, bias_O))
 
 

@@ -25,8 +25,8 @@ from hone.kernels import numerics
 IS_AVAILABLE = importlib.util.find_spec("triton") is not None and os.environ.get("HONE_GPU_KERNELS", "1") != "0"
 HALF = (torch.bfloat16, torch.float16)
 FEW_TOKENS = 256  # up to here a product is bound by fetching weights
-FUSED_TOKENS = 8  # up to here products also do what stands around them, and with small weights up to twice as many
-FEWEST_TOKENS = 32  # up to here by nothing else: the arithmetic of a tile is a small part of its time
+FUSED_TOKENS = 8  # up to here products also do what stands around them
+FEWEST_TOKENS = 32  # up to here with small weights, too; the arithmetic of a tile is a small part of its time
 MANY_TOKENS, SMALL_WEIGHT = 128, 7 * 2**20  # up to here starting early is worth more than what torch's product gains
 
 
@@ -74,8 +74,16 @@ def are_few(blocks: int) -> bool:
 @functools.cache
 def shared_memory() -> int:
     """Bytes of its multiprocessor that a block can have (CUDA's guide, by compute capability)."""
-    is_large = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
-    return (227 if is_large else 99) * 2**10
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if capability[0] in (9, 10):
+        return 227 * 2**10
+    return (163 if capability in ((8, 0), (8, 7)) else 99) * 2**10
+
+
+def stages_of(wanted: int, rows: int, inner: int) -> int:
+    """As many stages of a tile of half precision, so many rows by so many numbers, as there is room for."""
+    room = shared_memory() - 2**14  # for what becomes of a tile
+    return max(min(wanted, room // (2 * rows * inner)), 2)
 
 
 def options(warps: int) -> dict[str, int | bool]:
@@ -121,19 +129,26 @@ def is_few(x_TI: Tensor, weight_OI: Tensor) -> bool:
 
     Hidden states are multiplied by a norm's weight before they are divided by their size: float16 may not hold that.
     """
-    most = FUSED_TOKENS if weight_OI.numel() > SMALL_WEIGHT else 2 * FUSED_TOKENS
+    most = FUSED_TOKENS if weight_OI.numel() > SMALL_WEIGHT else FEWEST_TOKENS
     is_fused = x_TI.dim() == 2 and len(x_TI) <= most and weight_OI.shape[1] % 64 == 0
     is_taken = x_TI.dtype == torch.bfloat16 and takes(x_TI) and has_dependent_launch()
     return is_fused and is_taken and not numerics.is_exact()
 
 
-def splits(x_TI: Tensor, weight_OI: Tensor) -> int:
-    """Into how many parts of its inner dimension a product of few tokens is cut, so that all of the chip has a part."""
-    rows, columns = weight_OI.shape
-    if x_TI.dim() != 2 or len(x_TI) > FEW_TOKENS or not takes(x_TI):
-        return 1
-    parts, tiles = 1, -(-rows // 64) * -(-len(x_TI) // 128)
-    most = 200 if len(x_TI) <= FEWEST_TOKENS else 144  # programs; with few tokens more of them fit the chip
-    while parts < 8 and tiles * parts * 2 <= most and columns % (parts * 128) == 0:
-        parts *= 2
-    return parts
+def splits(x_TI: Tensor, weight_OI: Tensor) -> tuple[int, int]:
+    """Into how many parts of its inner dimension a product of few tokens is cut, so that all of the chip has a part,
+    and how many columns a tile then has."""
+    (rows, inner), T = weight_OI.shape, len(x_TI)
+    if x_TI.dim() != 2 or T > FEW_TOKENS or not takes(x_TI):
+        return 1, 64
+
+    def cut(width: int) -> tuple[int, int]:  # parts, programs
+        parts, tiles = 1, -(-rows // width) * -(-T // 128)
+        while parts < 8 and tiles * parts * 2 <= most and inner % (parts * 128) == 0:
+            parts *= 2
+        return parts, tiles * parts
+
+    most = 200 if T <= FEWEST_TOKENS else 144  # programs; with few tokens more of them fit the chip
+    (parts, programs), (wide, fewer) = cut(64), cut(128)
+    is_wide = T > 64 and 1 < parts < wide <= 4 and fewer == programs  # and each stretch is long enough
+    return (wide, 128) if is_wide else (parts, 64)

@@ -310,7 +310,7 @@ def alone_shape(is_long: bool, blocks: int, head_size: int) -> tuple[int, int, i
     if head_size > 128:
         return 32, 32, 4, 2, None
     if blocks <= 2 * gpu.processors():
-        return 128, 64, 8, 3, None
+        return 128, 32, 8, 2, 128
     if is_long or gpu.are_few(blocks):
         return 64, 64, 4, 2, 128
     return (32, 16, 2, 2, 128) if blocks <= 8 * gpu.processors() else (16, 16, 1, 1, 128)

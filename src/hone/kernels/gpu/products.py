@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels.gpu import FEWEST_TOKENS, Scaled, has_dependent_launch, options, power_of_2, processors, shared_memory
+from hone.kernels.gpu import FEWEST_TOKENS, Scaled, has_dependent_launch, options, power_of_2, processors, stages_of
 from hone.kernels.gpu.launching import prefetch, wait, wait_beside_next
 
 
@@ -30,7 +30,7 @@ def product_kernel(
     x, w, bias, squares, residual, norm, out, scaled, own_squares, M, N, K, k_split, stretch, P, eps,
     R: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, SWIGLU: tl.constexpr, SQUARES: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Tile (m, n), R x BN, of x M x K times w N x K transposed, over the k of split s: out[s] M x N. After that come,
     in this order, and all but the bias only where there is one split:
@@ -65,10 +65,7 @@ def product_kernel(
     if NORM:
         norm_1N = tl.load(norm + of_n, of_n < N, other=0.0).to(tl.float32)
     columns = starts[None, :] + k[:, None]
-    if EARLY:
-        wait_beside_next(PDL)
-    else:
-        wait(PDL)
+    wait_beside_next(PDL)
     if SQUARES:
         p = tl.arange(0, SQUARES)[None, :]
         squares_RP = tl.load(squares + p * M + of_m, (p < P) & (of_m < M), other=0.0)
@@ -107,22 +104,20 @@ def product_kernel(
         tl.store(own_squares + pid_n * M + row, tl.sum(tl.where(inside, exact * exact, 0.0), axis=1), row < M)
 
 
-def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int) -> Tensor:
-    """Parts S x T x O of x W^T + b, each over a stretch of the inner dimension."""
-    return _product(x, weight, bias, tile_of(len(x), x.shape[1] // splits, splits), splits)[0]
+def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int, width: int = 64) -> Tensor:
+    """Parts S x T x O of x W^T + b, each over a stretch of the inner dimension, in tiles of so many columns."""
+    return _product(x, weight, bias, part_tile(len(x), width, x.shape[1] // splits), splits)[0]
 
 
-def swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """silu(g) * u, T x F, where x W^T + b is g and u side by side."""
-    return _product(x, weight, bias, tile_of(len(x), x.shape[1], 1), is_swiglu=True)[0][0]
+def short(x: Tensor, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
+    """x W^T + b, T x O, or silu(g) * u where that is g and u side by side. For what `gpu.is_short` accepts."""
+    return _product(x, weight, bias, short_tile(len(x), is_swiglu), is_swiglu=is_swiglu)[0][0]
 
 
 def few(normed: Scaled, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
-    """The projection x W^T + b of a norm, T x O, or silu(g) * u where that is g and u side by side. For what
-    `gpu.is_few` accepts."""
+    """`short` of a norm. For what `gpu.is_few` accepts."""
     (T, D), N = normed.scaled_TD.shape, len(weight) // (1 + is_swiglu)
-    tile = few_tile(T, N, D, is_swiglu)
-    return _product(normed, weight, bias, tile, is_swiglu=is_swiglu, is_early=True)[0][0]
+    return _product(normed, weight, bias, few_tile(T, N, D, is_swiglu), is_swiglu=is_swiglu)[0][0]
 
 
 def few_onto(
@@ -130,7 +125,7 @@ def few_onto(
 ) -> tuple[Tensor, Scaled | None]:
     """residual + x W^T + b, T x O, and its norm where there is the weight of one. For what `gpu.is_few` accepts."""
     tile = few_tile(*residual.shape, x.shape[1], False)
-    out, made = _product(x, weight, bias, tile, residual=residual, norm=norm, eps=eps, is_early=True)
+    out, made = _product(x, weight, bias, tile, residual=residual, norm=norm, eps=eps)
     return out[0], made
 
 
@@ -143,11 +138,12 @@ class Tile(NamedTuple):
     BK: int
     STAGES: int
     LINES: int = 2  # of weights that are fetched ahead into the L2 cache, at most
+    num_warps: int = 4
 
 
 def _product(
     x: Tensor | Scaled, weight: Tensor, bias: Tensor | None, tile: Tile, splits: int = 1, is_swiglu: bool = False,
-    residual: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0, is_early: bool = False,
+    residual: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
 ) -> tuple[Tensor, Scaled | None]:  # fmt: skip
     squares = None if isinstance(x, Tensor) else x.squares_PT
     x, eps = (x, eps) if isinstance(x, Tensor) else (x.scaled_TD, x.eps)
@@ -155,41 +151,55 @@ def _product(
     (M, K), N = x.shape, len(weight) // (1 + is_swiglu)
     out = x.new_empty(splits, M, N)
     tiles, stretch = -(-N // tile.BN), K // splits // tile.S
-    tile = tile._replace(LINES=min(tile.LINES, power_of_2(stretch // 64)))
+    stages = stages_of(tile.STAGES, tile.S * (tile.R + tile.BN * (1 + is_swiglu)), tile.BK)
+    tile = tile._replace(LINES=min(tile.LINES, power_of_2(stretch // 64)), STAGES=stages)
     made = None if norm is None else Scaled(x.new_empty(M, N), x.new_empty(tiles, M, dtype=torch.float32), eps)
     product_kernel[(tiles, -(-M // tile.R), splits)](
         x, weight, weight if bias is None else bias, x if squares is None else squares,
         x if residual is None else residual.contiguous(), weight if norm is None else norm, out,
         *((out, out) if made is None else (made.scaled_TD, made.squares_PT)), M, N, K, K // splits, stretch,
         0 if squares is None else len(squares), eps,
-        **tile._asdict(), HAS_BIAS=bias is not None, SWIGLU=is_swiglu,
+        **(options(tile.num_warps) | tile._asdict()), HAS_BIAS=bias is not None, SWIGLU=is_swiglu,
         SQUARES=0 if squares is None else power_of_2(len(squares)), RESIDUAL=residual is not None,
-        NORM=norm is not None, EARLY=is_early, **options(4),
+        NORM=norm is not None,
     )  # fmt: skip
     return out, made
 
 
-def tile_of(rows: int, inner: int, splits: int) -> Tile:
-    """For `parts` and `swiglu`, as measured (benchmarks/RESULTS.md)."""
-    R, deep = min(max(power_of_2(rows), 16), 128), has_dependent_launch()
+# Tiles as measured (benchmarks/RESULTS.md), with fewer stages where there is no room for them.
+
+
+def part_tile(rows: int, width: int, inner: int) -> Tile:
+    R = min(max(power_of_2(rows), 16), 128)
     if R <= FEWEST_TOKENS:
-        return Tile(R, 1, 64, 128 if inner % 128 == 0 else 64, 4 if deep else 2)
-    return Tile(R, 1, 64 if splits > 1 else 32, 64, 6 if deep else 3, 2 if splits > 1 else 4)
+        return Tile(R, 1, width, 128 if inner % 128 == 0 else 64, 4)
+    return Tile(R, 1, width, 64, 6, num_warps=8 if R == 128 else 4)
+
+
+def short_tile(rows: int, is_swiglu: bool) -> Tile:
+    if rows <= 64:
+        return Tile(64, 1, 32, 64, 6, 4)
+    return Tile(64, 1, 64, 64, 5) if is_swiglu else Tile(64, 1, 64, 64, 8, 4)
+
+
+# R, S, BN, BK and stages of a product's tile by how many rows it takes at most: for few columns, for many, with SwiGLU.
+NARROW = {2: (2, 8, 8, 128, 5), 8: (8, 8, 8, 64, 8), 16: (16, 4, 8, 128, 5), 32: (16, 4, 16, 128, 4)}
+WIDE = {4: (4, 4, 16, 128, 4), 8: (8, 2, 32, 128, 8), 16: (16, 4, 32, 64, 5), 32: (32, 2, 32, 128, 4)}
+GATED = {4: (4, 4, 16, 128, 4), 8: (8, 2, 32, 128, 5), 16: (16, 2, 32, 128, 4), 32: (32, 2, 32, 64, 5)}
 
 
 def few_tile(rows: int, columns: int, inner: int, is_swiglu: bool) -> Tile:
-    """For `few` and `few_onto`, as measured (benchmarks/RESULTS.md)."""
-    if columns < 16 * processors():
-        R, S, BN, BK, stages = (2, 8, 8, 128, 5) if rows <= 2 else (8, 8, 8, 64, 8)
-    elif rows <= 4:
-        R, S, BN, BK, stages = 4, 4, 16, 128, 4
-    else:
-        R, S, BN, BK, stages = 8, 2, 32, 128, 5 if is_swiglu else 8
+    """Of `few` and `few_onto`: where there are few columns, one for each multiprocessor."""
+    is_narrow = columns < 16 * processors()
+    table = NARROW if is_narrow else GATED if is_swiglu else WIDE
+    R, S, BN, BK, stages = table[min(most for most in table if rows <= most)]
+    if is_narrow and rows > 2 and -(-columns // BN) * -(-rows // R) > processors():
+        stages, BN = -(-stages * (R + BN) // (R + 2 * BN)), 2 * BN
+    elif is_swiglu and R == 8 and 32 * processors() < columns <= 64 * processors():
+        BN, BK = 64, 64
     while inner % (64 * S):
         S //= 2
-    R, BK = max(R, power_of_2(rows), 16 // S), BK if inner % (BK * S) == 0 else 64
-    of_stage = 2 * BK * S * (R + BN * (1 + is_swiglu))
-    return Tile(R, S, BN, BK, max(min(stages, (shared_memory() - 2**14) // of_stage), 2))
+    return Tile(max(R, 16 // S), S, BN, BK if inner % (BK * S) == 0 else 64, stages)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -226,7 +236,7 @@ def in_order(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     while BN > 16 and enough > -(-N // BN) * -(-M // BM):
         BN //= 2
     BK = min(64 if BN == 64 else 128, K & -K)
-    stages = 5 if has_dependent_launch() else 3
+    stages = stages_of(5 if has_dependent_launch() else 3, BM + BN, BK)
     in_order_kernel[(-(-M // BM) * -(-N // BN),)](
         x, weight, out, M, N, K, BM=BM, BN=BN, BK=BK, STAGES=stages, GROUP=8, LINES=min(power_of_2(-(-K // 64)), 16),
         **options(4),

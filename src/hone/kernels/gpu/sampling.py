@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hone.kernels import row_state
-from hone.kernels.gpu import has_dependent_launch, options, power_of_2
+from hone.kernels.gpu import has_dependent_launch, options, power_of_2, stages_of
 from hone.kernels.gpu.launching import prefetch, wait
 
 FIELDS, PARAMETERS = tl.constexpr(row_state.FIELDS), tl.constexpr(row_state.PARAMETERS)
@@ -218,9 +218,10 @@ def draw_from_hidden(
     stats = torch.empty(B, 4, power_of_2(-(-V // CELL)), device=hidden.device)
     sizes = {"D": D, "C": CELL, "STRETCHES": stats.shape[2]}
     BM = min(max(power_of_2(B), 16), 128)
-    BV, BK, stages, warps = head_tile(BM, D)
+    BV, BK, stages, warps = head_tile(B, D)
     head_kernel[(-(-B // BM), -(-V // BV))](
-        hidden, weight, parameters, active, stats, B, V, **sizes, BM=BM, BV=BV, BK=BK, STAGES=stages, **options(warps),
+        hidden, weight, parameters, active, stats, B, V, **sizes, BM=BM, BV=BV, BK=BK,
+        STAGES=stages_of(stages, BM + BV, BK), **options(warps),
     )  # fmt: skip
     sample_kernel[(B,)](
         hidden, weight, weight, parameters, state, active, stops, tokens, logprobs, tokens.shape[1], stops.shape[1],
@@ -230,6 +231,6 @@ def draw_from_hidden(
 
 def head_tile(rows: int, inner: int) -> tuple[int, int, int, int]:
     """Words and inner size of a tile of head_kernel, stages and warps, as measured (benchmarks/RESULTS.md)."""
-    if rows <= 16 and inner % 128 == 0 and has_dependent_launch():
+    if rows <= 32 and inner % 128 == 0 and has_dependent_launch():
         return 64, 128, 5, 4
-    return 128, 64, 3, 8
+    return 256 if rows > 128 and has_dependent_launch() else 128, 64, 3, 8
