@@ -106,7 +106,7 @@ def test_an_environment_that_gives_no_rollout_fails_that_rollout(answer):
         await made.close()
         return collected
 
-    assert run(program()).metrics["progress/failed"] == 8
+    assert run(program()).measure()["progress/failed"] == 8
 
 
 def test_on_policy_the_groups_of_a_step_follow_from_its_number():
@@ -130,7 +130,7 @@ def test_on_policy_the_groups_of_a_step_follow_from_its_number():
         other.go_on(4, {**start[-1].progress, "of": of})
     for one, two in zip(whole, start + rest, strict=True):
         assert [s.ids for s in one.batch.samples] == [s.ids for s in two.batch.samples]
-        assert one.metrics["batch/off_policy_level/max"] == two.metrics["batch/off_policy_level/max"] == 0
+        assert one.measure()["batch/off_policy_level/max"] == two.measure()["batch/off_policy_level/max"] == 0
 
 
 @pytest.mark.parametrize(("level", "oversampling"), [(1, 1.0), (1, 1.5), (3, 1.25)])
@@ -156,7 +156,7 @@ def test_ahead_of_training_nothing_is_older_than_allowed_lost_or_doubled(level, 
 
     found = run(steps(1, 60, None))
     found += run(steps(61, 60, found[-1].progress))
-    assert max(c.metrics["batch/off_policy_level/max"] for c in found) <= bound
+    assert max(c.measure()["batch/off_policy_level/max"] for c in found) <= bound
     trained = Counter(g.task.number for c in found for g in c.groups)
     assert set(trained.values()) == {1} and sum(trained.values()) == 120 * 4
     missing = set(range(found[-1].progress["next"])) - set(trained)
@@ -179,7 +179,7 @@ def test_what_has_become_too_old_is_begun_again():
         return found
 
     found = run(program())
-    assert [c.metrics["batch/groups_stale"] for c in found] == [0, 0, 0, 1, 0, 0]
+    assert [c.measure()["batch/groups_stale"] for c in found] == [0, 0, 0, 1, 0, 0]
     steps_of_0 = [step for step, c in enumerate(found, 1) for g in c.groups if g.task.number == 0]
     assert len(steps_of_0) == 1 and steps_of_0[0] >= 4
 
@@ -196,7 +196,7 @@ def test_what_is_cancelled_from_outside_ends_in_silence_and_from_inside_is_a_fai
         made.adopted(0)
         return await made.collect(1)
 
-    assert run(inside()).metrics["progress/failed"] == 4
+    assert run(inside()).measure()["progress/failed"] == 4
 
     async def outside():
         made = orchestrator(Model(lambda seed: 30.0))
@@ -220,7 +220,7 @@ def test_groups_without_signal_are_replaced_up_to_a_limit():
 
     collected, progress = run(program(rare))
     used = [g for g in collected.groups if not g.unused]
-    assert len(used) == 4 and collected.metrics["batch/groups_replaced"] == len(collected.groups) - 4 > 0
+    assert len(used) == 4 and collected.measure()["batch/groups_replaced"] == len(collected.groups) - 4 > 0
     assert progress["next"] == len(collected.groups) and progress["untrained"] == []
     solved, _ = run(program(Digits(reward=lambda digit: 1.0)))
     assert len(solved.groups) == 20 and not solved.batch.samples  # four batches replaced, then without
@@ -265,8 +265,8 @@ def test_failures_of_ten_thousand_rollouts_are_counted_by_cause():
     found = run(program())
     expected = Counter(fate(seed) for seed in range(10_000))
     for kind in kinds:
-        assert sum(c.metrics[f"failures/{kind}"] for c in found) == expected[kind] > 50
-    assert sum(c.metrics["progress/samples"] for c in found) == expected["well"]
+        assert sum(c.measure()[f"failures/{kind}"] for c in found) == expected[kind] > 50
+    assert sum(c.measure()["progress/samples"] for c in found) == expected["well"]
     errors = Counter(r.error for c in found for g in c.groups for r in g.rollouts if r.error)
     assert errors["the reward is nan"] == expected["not_finite"] and errors["KeyError: 'x'"] == expected["raised"]
 
@@ -287,7 +287,7 @@ def test_a_rollout_that_fails_once_is_tried_again_with_its_seed():
         return await made.collect(1)
 
     again, plain = run(collected(Once())), run(collected(Digits()))
-    assert again.metrics["failures/raised"] == 6 and again.metrics["progress/failed"] == 0
+    assert again.measure()["failures/raised"] == 6 and again.measure()["progress/failed"] == 0
     assert [s.ids for s in again.batch.samples] == [s.ids for s in plain.batch.samples]
 
 
@@ -372,7 +372,7 @@ def test_each_environment_has_its_share_its_group_size_and_its_sampling():
     found = run(program())
     for collected in found:
         sizes = Counter((g.task.env, len(g.rollouts)) for g in collected.groups)
-        assert sizes == {("digits", 4): 6, ("few", 2): 2} and collected.metrics["batch/few/groups"] == 2
+        assert sizes == {("digits", 4): 6, ("few", 2): 2} and collected.measure()["batch/few/groups"] == 2
         assert {(s.env, s.temperature) for s in collected.batch.samples} == {("digits", 1.0), ("few", 0.5)}
         few = next(g for g in collected.groups if g.task.env == "few")
         (one, two), rewards = few.advantages, few.rewards
@@ -402,12 +402,12 @@ def test_useful_groups_of_earlier_steps_stand_in_also_in_a_run_that_goes_on(tmp_
         return found
 
     found = run(steps(1, 7, None))
-    counts = [c.metrics["batch/groups_replayed"] for c in found]
+    counts = [c.measure()["batch/groups_replayed"] for c in found]
     fresh = [sum(not g.unused for g in c.groups) for c in found]
     assert fresh == [4, 4, 0, 0, 0, 0, 0] and counts == [0, 0, 4, 4, 4, 0, 0]
     assert found[2].batch.samples == found[3].batch.samples == found[1].batch.samples  # twice those of step 2,
     assert found[4].batch.samples == found[0].batch.samples  # then of step 1, which are too old after that
-    assert [c.metrics["batch/off_policy_level/max"] for c in found] == [0, 0, 1, 2, 4, 0, 0]
+    assert [c.measure()["batch/off_policy_level/max"] for c in found] == [0, 0, 1, 2, 4, 0, 0]
     again = run(steps(4, 4, json.loads(json.dumps(found[2].progress))))
     for one, two in zip(found[3:], again, strict=True):
         assert [s.ids for s in one.batch.samples] == [s.ids for s in two.batch.samples]

@@ -29,10 +29,11 @@ from hone.engine.graphs import DecodeGraphs
 from hone.engine.prefill import Prefill
 from hone.engine.sampler import Sampler
 from hone.engine.sequence import Sequence
-from hone.engine.slots import Slots, Snapshot, to_device
+from hone.engine.slots import Slots, Snapshot
 from hone.kernels import numerics
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows
+from hone.kernels.host import to_device
 from hone.models.adapters import read_adapter
 from hone.models.lora import loras
 from hone.models.transformer import Transformer

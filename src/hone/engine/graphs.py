@@ -17,10 +17,10 @@ from torch import Tensor
 from hone.engine.captured import Captured
 from hone.engine.decoder import Decoder
 from hone.engine.sequence import Sequence
-from hone.engine.slots import to_device
 from hone.kernels import gpu, numerics
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows
+from hone.kernels.host import to_device
 
 if TYPE_CHECKING:
     from hone.kernels.gpu.decode import Shared

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hone.engine.cache import KVCache
 from hone.engine.captured import Captured
-from hone.engine.slots import to_device
 from hone.kernels import gpu
+from hone.kernels.host import to_device
 from hone.models.adapters import Adapters
 from hone.models.attention import ContinuedAttention, Heads, PackedAttention, varlen
 from hone.models.transformer import Transformer

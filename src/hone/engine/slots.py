@@ -6,7 +6,7 @@ steps run before the host looks (`kernels/row_state.py` has the columns).
 
 import math
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hone.engine.sequence import Sequence
 from hone.kernels import row_state as column
-from hone.kernels.host import started_to_host
+from hone.kernels.host import started_to_host, to_device
 
 # As the device has them (`row_state.PARAMETERS`); the second is the temperature of logprobs.
 PARAMETERS = attrgetter(
@@ -103,7 +103,9 @@ class Slots:
             assert snapshot.arrival is not None
             self.reader.wait_event(snapshot.arrival)
             index = to_device(slots, self.device)
-            tokens, logprobs = self.tokens[index, :width].cpu(), self.logprobs[index, :width].cpu()
+            (tokens, logprobs), arrival = started_to_host([self.tokens[index, :width], self.logprobs[index, :width]])
+        assert arrival is not None
+        arrival.synchronize()
         # numpy's lists take a third of the time that torch's take
         return tokens.numpy().tolist(), nine_digits(logprobs.numpy()).tolist()
 
@@ -130,12 +132,6 @@ def nine_digits(x: NDArray[np.float32]) -> NDArray[np.float64]:
     scale = 10.0 ** (8 - np.floor(np.log10(np.where(is_usual, size, 1.0))))
     found: NDArray[np.float64] = np.where(is_usual, np.rint(exact * scale) / scale, exact)
     return found
-
-
-def to_device(values: Any, device: torch.device) -> Tensor:
-    """int64 (or what an array holds) on the device, without waiting for what the device is doing."""
-    host = torch.from_numpy(np.asarray(values) if len(values) else np.zeros(0, dtype=np.int64))
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -3,7 +3,9 @@
 import contextlib
 import mmap
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,3 +60,9 @@ def started_to_host(tensors: list[Tensor]) -> "tuple[list[Tensor], torch.cuda.Ev
     for copy, x in zip(copies, tensors, strict=True):
         copy.copy_(x, non_blocking=True)
     return copies, torch.cuda.current_stream().record_event()
+
+
+def to_device(values: Any, device: torch.device) -> Tensor:
+    """int64 (or what an array holds) on the device, without waiting for what the device is doing."""
+    host = torch.from_numpy(values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64))
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

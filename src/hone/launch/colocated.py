@@ -188,7 +188,7 @@ async def train(
         trained = await service.run(partial(learn, trainer, sampled, service, collected, place, begin))
         now = time.perf_counter()
         seconds, start = now - start, now
-        values = {**collected.metrics, **trained, "time/step": seconds}
+        values = {**trained, "time/step": seconds}
         of_rollouts.sampled(step, values)
         of_rollouts.rollouts(step, partial(shown, step, collected.groups), config.orchestrator.log_samples)
         of_training.trained(step, values)
@@ -225,15 +225,17 @@ def learn(
     trainer: RLTrainer, sampled: Merged, service: EngineService, collected: Collected, directory: Path,
     begin: Callable[[], None] | None,
 ) -> dict[str, float]:  # fmt: skip
-    """A step of the trainer, which the sampler follows; the rollouts go to disk, and the event loop may `begin` what is
-    sampled next."""
+    """A step of the trainer, which the sampler follows. Meanwhile the rollouts are counted and go to disk, and the
+    event loop may `begin` what is sampled next."""
+    values: dict[str, float] = {}
 
     def meanwhile() -> None:
+        values.update(collected.measure())
         write_rollouts(collected.groups, directory)
         if begin is not None:
             service.on_loop(begin)
 
-    values = trainer.step(collected.batch, meanwhile)
+    values |= trainer.step(collected.batch, meanwhile)
     sampled.follow()
     if trainer.trained is not None:
         trainer.trained.write(directory)

@@ -36,9 +36,10 @@ class Group:
     def rewards(self) -> list[float]:
         return [r.reward for r in self.rollouts if not r.error]
 
-    @property
-    def versions(self) -> list[int]:
-        return [v for r in self.rollouts for t in r.turns for v in t.completion.versions]
+    def oldest(self, default: int) -> int:
+        """Version of its oldest token, if it has one."""
+        found = (t.completion.versions for r in self.rollouts for t in r.turns)
+        return min(map(min, filter(None, found)), default=default)
 
 
 def judge(group: Group, advantage: Advantage, settings: GroupConfig, buffer: BufferConfig) -> None:

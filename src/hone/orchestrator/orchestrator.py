@@ -39,12 +39,12 @@ REFILLS = 4  # batches of groups without signal that a step replaces, before it 
 
 @dataclass
 class Collected:
-    """What a step gathered: the batch for the trainer, the groups behind it, the numbers about it, and what a run that
-    goes on after it needs to know."""
+    """What a step gathered: the batch for the trainer, the groups behind it, and what a run that goes on after it needs
+    to know. `measure` makes the numbers about it, which can wait until the trainer has the batch."""
 
     batch: Batch
     groups: list[Group]
-    metrics: dict[str, float]
+    measure: Callable[[], dict[str, float]]
     progress: dict[str, Any]
 
 
@@ -164,17 +164,21 @@ class Orchestrator:
         self.step = step + 1
         self._begin()
         samples = [sample for group in [*used, *again] for sample in group.samples]
-        metrics = metrics_of(groups, replaced, again, step, list(self.environments)) | {
+        now = {
             "batch/groups_stale": self.stale,
             "batch/groups_under_way": len(self.under_way),
             "batch/async_level": step - 1 - self.version,
             "progress/epoch": self.schedule.epoch,
             "time/generate": time.perf_counter() - start,
-        }
-        metrics |= {f"pool/{name}": share for name, share in self.schedule.pools().items()}
-        metrics["perf/generate_throughput"] = metrics["completion_len/total"] / metrics["time/generate"]
+        } | {f"pool/{name}": share for name, share in self.schedule.pools().items()}
         self.stale = 0
-        return Collected(Batch(step, samples), [*groups, *replaced], metrics, self.progress())
+
+        def measure() -> dict[str, float]:
+            found = metrics_of(groups, replaced, again, step, list(self.environments)) | now
+            found["perf/generate_throughput"] = found["completion_len/total"] / found["time/generate"]
+            return found
+
+        return Collected(Batch(step, samples), [*groups, *replaced], measure, self.progress())
 
     def progress(self) -> dict[str, Any]:
         """What a run that goes on after the step before needs to know."""
@@ -223,7 +227,7 @@ class Orchestrator:
             self._error = self._error or error
             return
         group = work.result()
-        group.version = min(group.versions, default=begun.version)
+        group.version = group.oldest(begun.version)
         room = REFILLS * self.config.prompts_per_step
         if self.settings[group.task.env].refill and group.unused and len(self.without_signal) < room:
             self.without_signal.append(group)

@@ -66,5 +66,5 @@ def read_group(directory: Path, number: int, temperatures: dict[str, float]) -> 
         for sample in own:
             sample.group, sample.member = number, row["member"]
         group.samples += own
-    group.version = min(group.versions)
+    group.version = group.oldest(0)
     return group

@@ -138,7 +138,7 @@ async def work(
         waited = time.perf_counter() - start
         collected = await orchestrator.collect(step, config.max_steps)
         times = {"time/wait_for_weights": waited, "time/step": time.perf_counter() - start}
-        values = {**collected.metrics, **times, **lag.take()}
+        values = {**collected.measure(), **times, **lag.take()}
         rows.report.sampled(step, values)
         rows.report.rollouts(step, partial(shown, step, collected.groups), config.log_samples)
         await weights.proven.wait()

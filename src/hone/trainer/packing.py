@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.kernels.head import Loss, head_logprobs, head_loss
+from hone.kernels.host import to_device
 from hone.models.attention import PackedAttention
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
@@ -42,6 +43,7 @@ class Packed:
     targets_N: Tensor
     sequence_N: Tensor  # which sequence each target belongs to
     source_T: np.ndarray  # where in all sequences, end to end, each input token is from
+    source_N: np.ndarray  # the same of each target
 
     def target_hidden(self, model: Transformer) -> Tensor:
         """Hidden states that predict the targets, N x D; no other position leaves the last block."""
@@ -49,6 +51,10 @@ class Packed:
         if self.row_N is None:
             return hidden_KD
         return F.embedding(self.row_N, hidden_KD)  # its gradient adds up in one order, index_select's on a GPU does not
+
+    def of_targets(self, values: Sequence[Sequence[float]]) -> Tensor:
+        """What the targets have of values of all tokens, N. Does not wait for what the device is doing."""
+        return to_device(flatten(values, np.float32)[self.source_N], self.tokens_T.device)
 
     def flops(self, spec: ModelSpec) -> float:
         """That the model needs for it, forward: all tokens, those that each attends to, the head for targets."""
@@ -77,15 +83,17 @@ def pack(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str =
     flat, ends = flatten(ids, np.int64), np.cumsum(lengths)
     source = np.delete(np.arange(len(flat)), ends - 1)
     tokens, following = flat[source], np.delete(flat, ends - lengths)
-    wanted = np.delete(flatten(masks, bool), ends - lengths)
-    keep = np.flatnonzero(wanted)
+    is_target = flatten(masks, bool)
+    keep = np.flatnonzero(np.delete(is_target, ends - lengths))
     sequence = np.repeat(np.arange(len(lengths)), lengths - 1)[keep]
     tokens_T, keep_K, targets_N, sequence_N = _tensors(device, tokens, keep, following[keep], sequence)
-    return Packed(attention, tokens_T, keep_K, None, targets_N, sequence_N, source)
+    return Packed(attention, tokens_T, keep_K, None, targets_N, sequence_N, source, source[keep] + 1)
 
 
 def flatten(rows: Sequence[Sequence[Any]], dtype: type) -> np.ndarray:
     """Rows end to end: one pass, where an array of each row would cost as much as the rest of packing."""
+    if dtype is bool:
+        return np.frombuffer(b"".join(map(bytes, rows)), bool)
     return np.fromiter(chain.from_iterable(rows), dtype, sum(map(len, rows)))
 
 
@@ -129,7 +137,7 @@ def pack_shared(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device 
     tokens_T, keep_K, row_N, targets_N, sequence_N = _tensors(
         device, flat[source], np.flatnonzero(is_kept), (np.cumsum(is_kept) - 1)[rows], flat[target], of
     )
-    return Packed(attention, tokens_T, keep_K, row_N, targets_N, sequence_N, source)
+    return Packed(attention, tokens_T, keep_K, row_N, targets_N, sequence_N, source, target)
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -208,4 +216,4 @@ def _evenly(split: Callable[[int], list[list[int]]], budget: int) -> list[list[i
 
 
 def _tensors(device: torch.device | str, *arrays: np.ndarray) -> tuple[Tensor, ...]:
-    return tuple(torch.from_numpy(array).to(device) for array in arrays)
+    return tuple(to_device(array, torch.device(device)) for array in arrays)

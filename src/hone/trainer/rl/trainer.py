@@ -8,10 +8,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from hone.config.rl import TrainerConfig
@@ -27,7 +26,6 @@ from hone.trainer.loss import Loss, make_loss, policy_loss, token_weights
 from hone.trainer.memory import Estimate, estimate_rl, micro_batch_tokens
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import (
-    flatten,
     pack,
     pack_shared,
     prompt_of,
@@ -248,11 +246,16 @@ class RLTrainer:
         if "reference" in loss.needs:
             with torch.no_grad(), without_lora(self.model) if self.reference is None else nullcontext():
                 reference_N, _ = packed.target_logprobs(self.reference or self.model, temperature_N)
-        teachers = [s.teacher_logprobs for s in samples]
-        teacher_N = None if None in teachers else self._of_targets(samples, teachers)  # type: ignore[arg-type]
-        sampled_N = self._of_targets(samples, [s.logprobs for s in samples])
+
+        @cache
+        def given() -> tuple[torch.Tensor, torch.Tensor | None]:
+            """Logprobs of the sampler and of the teacher, made while a GPU goes through the model."""
+            teachers = [s.teacher_logprobs for s in samples if s.teacher_logprobs is not None]
+            teacher_N = packed.of_targets(teachers) if len(teachers) == len(samples) else None
+            return packed.of_targets([s.logprobs for s in samples]), teacher_N
 
         def loss_of(part: slice, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+            sampled_N, teacher_N = given()
             found = policy_loss(
                 logprobs, sampled_N[part], advantage_N[part], sequence_N[part], weight_N[part], loss, entropy,
                 None if reference_N is None else reference_N[part], None if teacher_N is None else teacher_N[part],
@@ -290,9 +293,3 @@ class RLTrainer:
 
     def _backward_alone(self, samples: list[Sample], weights: list[float], i: int) -> None:
         self._backward(self._loss_of(samples[i]), [samples[i]], [weights[i]], defaultdict(list))
-
-    def _of_targets(self, samples: list[Sample], values: list[list[float]]) -> torch.Tensor:
-        """What the samples' targets have, end to end."""
-        is_target = flatten([s.mask for s in samples], bool)
-        is_target[np.cumsum([0, *(len(s.mask) for s in samples[:-1])])] = False  # a first token never is one
-        return torch.from_numpy(flatten(values, np.float32)[is_target]).to(self.device)
