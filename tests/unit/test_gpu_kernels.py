@@ -195,7 +195,7 @@ def rope(positions, E):
 @pytest.mark.parametrize("H, K, with_norm", [(4, 2, True), (6, 2, False), (3, 3, True)])
 @pytest.mark.parametrize("how", ["alone", "alone, long", "divided, long", "shared", "exact"])
 def test_decoding_by_pages(H, K, with_norm, how, monkeypatch):
-    from hone.kernels.gpu.decode import MEMBERS, Shared, decode
+    from hone.kernels.gpu.decode import MEMBERS, Divided, Shared, decode
 
     is_shared, is_exact = "shared" in how, how == "exact"
     monkeypatch.setattr(numerics, "_kept", numerics.PARTS if is_exact else frozenset())
@@ -226,19 +226,22 @@ def test_decoding_by_pages(H, K, with_norm, how, monkeypatch):
             for place, row in enumerate((0, 1, 4)):
                 shared.members_IR[i, place] = row
                 shared.parts_BS[row, i] = i * MEMBERS + place
-    way = (shared, 4 if "divided" in how else 0, "long" in how)  # more parts than pages, and nothing left at an end
-    got = decode(qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, *way)
+    arrived = torch.zeros(B * K, dtype=torch.int32, device=DEVICE)
+    divided = Divided(4, arrived) if "divided" in how else None  # more parts than some have pages
+    got = decode(qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, shared, divided, "long" in how)
     close(got, expected)
     close(cache, expected_cache)
+    assert not arrived.any()
 
 
+@pytest.mark.parametrize("parts", [1, 2, 8])
 @pytest.mark.parametrize("processors, is_long, E", [(5, False, 16), (3, False, 16), (2, False, 16), (1, False, 16),
                                                     (1, True, 16), (1, False, 256)])  # fmt: skip
-def test_decoding_by_pages_that_lie_apart_in_blocks_of_every_shape(processors, is_long, E, monkeypatch):
+def test_decoding_by_pages_that_lie_apart_in_blocks_of_every_shape(processors, is_long, E, parts, monkeypatch):
     from hone.kernels import gpu
-    from hone.kernels.gpu.decode import decode
+    from hone.kernels.gpu.decode import Divided, decode
 
-    monkeypatch.setattr(gpu, "processors", lambda: processors)
+    monkeypatch.setattr(gpu, "processors", lambda: processors * parts)
     H, K, PAGE, lengths = 4, 2, 64, [150, 64, 3, 63, 130]
     B, table = len(lengths), (1 + torch.randperm(15)).view(5, 3).to(DEVICE)
     active, at = torch.arange(B, device=DEVICE), torch.tensor(lengths, device=DEVICE)
@@ -249,9 +252,12 @@ def test_decoding_by_pages_that_lie_apart_in_blocks_of_every_shape(processors, i
     scales = [torch.rand(E, device=DEVICE) for _ in "qk"]
     turned, expected_cache = norm_rope(qkv, *scales, cos[at][:, None], sin[at][:, None], 1e-6, H), cache.clone()
     expected = attend_by_pages_reference(*turned, *expected_cache, Rows(active, state, table))
-    got = decode(qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, None, 0, is_long)
+    arrived = torch.zeros(B * K, dtype=torch.int32, device=DEVICE)
+    divided = None if parts == 1 else Divided(parts, arrived)
+    got = decode(qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, None, divided, is_long)
     close(got, expected, 1e-4)
     close(cache, expected_cache)
+    assert not arrived.any()
 
 
 @pytest.mark.parametrize("source", ["logits", "filtered logits", "hidden states"])

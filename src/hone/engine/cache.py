@@ -83,8 +83,8 @@ class DecodeAttention:
             scales, tables = (heads.q_scale_E, heads.k_scale_E), (heads.rotation.cos_PE, heads.rotation.sin_PE)
             where = (rows.active_B, rows.state, rows.table)
             return decode(
-                qkv_BNE, *scales, *tables, heads.eps, heads.H, keys, values, *where, rows.shared, rows.parts,
-                rows.is_long,
+                qkv_BNE, *scales, *tables, heads.eps, heads.H, keys, values, *where, rows.shared,
+                rows.divided, rows.is_long,
             )  # fmt: skip
         q, k, v = heads(qkv_BNE)
         attend = attend_by_pages if takes_pages(q) else attend_by_pages_reference

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hone.engine.captured import Captured
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 WORTH_SHARING = 4096  # tokens that a step must be spared, to pay for the kernel that reads pages for groups
 ENOUGH_BLOCKS = 100  # of the kernel that reads shared pages: shorter stretches cost more to put together
 FEW_BLOCKS = 2.5  # a multiprocessor has so many of those that read own pages, or fewer: then sequences are divided
-# Into how many parts a sequence is divided, beside its end: the first of these that makes no more than ENOUGH_PARTS
-# blocks, of PART tokens or longer, or else the last.
+# Into how many parts a sequence is divided: the first of these that makes no more than ENOUGH_PARTS blocks, of PART
+# tokens or longer, or else the last.
 PARTS = (32, 8, 4, 2)
 ENOUGH_PARTS = 4  # blocks a multiprocessor
 PART = 128  # tokens of a part at least
@@ -44,7 +45,7 @@ class Key(NamedTuple):
     kind: int
     has_adapters: bool
     stretches: int  # room for so many stretches of shared pages; 0: every sequence reads its own
-    parts: int  # of one sequence: so many of those; without them, so many that blocks of their own read (0: none)
+    parts: int  # of one sequence: so many of those; without them, so many blocks read it (0: one)
     is_long: bool
 
 
@@ -63,6 +64,7 @@ class DecodeGraphs:
         self.decoder, self.captured, self.most_rows = decoder, captured, most_rows
         self.slots, self.heads = decoder.slots, decoder.model.spec.num_key_value_heads
         self.shared: dict[tuple[int, int], Shared] = {}
+        self.arrived = torch.zeros((most_rows + 1) * self.heads, dtype=torch.int32, device=self.slots.device)
         self.key: Key | None = None
         self.looks_again: float = 0  # at this step of the engine
 
@@ -122,8 +124,8 @@ class DecodeGraphs:
         return parts == 0 and mean > LONG and not gpu.are_few(rows * self.heads)
 
     def _parts(self, rows: int, mean: float) -> int:
-        """Into how many parts beside its end each sequence is divided: blocks then read it in parallel, on
-        multiprocessors that would otherwise be idle."""
+        """Into how many parts each sequence is divided: blocks then read it in parallel, on multiprocessors that would
+        otherwise be idle."""
         blocks = rows * self.heads
         if mean < DIVIDED or blocks > FEW_BLOCKS * gpu.processors() or numerics.keeps_order("attention"):
             return 0
@@ -145,8 +147,10 @@ class DecodeGraphs:
 
     def rows_by(self, key: Key) -> Rows:
         """All slots, as graphs of this key read them."""
-        slots, parts = self.slots, 0 if key.stretches else key.parts
-        return Rows(slots.active, slots.state, slots.table, self.shared_by(key), parts, key.is_long)
+        from hone.kernels.gpu.decode import Divided
+
+        slots, divided = self.slots, Divided(key.parts, self.arrived) if key.parts and not key.stretches else None
+        return Rows(slots.active, slots.state, slots.table, self.shared_by(key), divided, key.is_long)
 
     def _write_plan(self, key: Key, plan: list[tuple[int, int, list[int]]], sequences: list[Sequence]) -> None:
         """Tells the kernels who shares what."""

@@ -5,9 +5,10 @@ import math
 import torch
 
 from hone.engine.engine import Engine
-from hone.engine.graphs import PARTS, Key, padded
+from hone.engine.graphs import ENOUGH_PARTS, PARTS, Key, padded
 from hone.engine.prefill import Stretch
 from hone.engine.sampler import Sampler
+from hone.kernels import gpu
 
 PROMPT = 16  # tokens
 PROMPTS = (1, 2, 4, 8, 32)  # so many at once: products of more rows have other tiles
@@ -24,7 +25,9 @@ def rehearse(engine: Engine, sequences: int) -> None:
     rows = sorted({min(B, top) for B in (*ROWS, top)})
     ways = [Key(B, Sampler.PLAIN, False, 0, 0, False) for B in rows]
     ways += [Key(B, Sampler.PLAIN, False, 0, 0, True) for B in rows if graphs.is_long(B, math.inf, 0)]
-    ways += [Key(rows[0], Sampler.PLAIN, False, 0, parts, False) for parts in PARTS]
+    for parts in PARTS:
+        most = min(int(ENOUGH_PARTS * gpu.processors() / (graphs.heads * parts)), top)
+        ways += [Key(B, Sampler.PLAIN, False, 0, parts, False) for B in sorted({1, max(most, 1)})]
     ways.append(Key(top, Sampler.PLAIN, False, 8, 1, False))  # with prompts that groups share
     length = min(PROMPT, engine.max_model_len - 1)
     pages = list(range(engine.pool.needed(length)))

@@ -10,22 +10,22 @@ from torch import Tensor
 from hone.kernels import cpu, gpu, row_state
 
 if TYPE_CHECKING:
-    from hone.kernels.gpu.decode import Shared
+    from hone.kernels.gpu.decode import Divided, Shared
 
 
 @dataclass(frozen=True)
 class Rows:
     """Which sequences decode and where theirs stands: rows of `state` (`row_state.py`) and of the table of pages.
 
-    A sequence's position p is cell p % PAGE of page table[row, p // PAGE]. `shared`, `parts` and `is_long` are for the
-    GPU (`gpu/decode.py`).
+    A sequence's position p is cell p % PAGE of page table[row, p // PAGE]. `shared`, `divided` and `is_long` are for
+    the GPU (`gpu/decode.py`).
     """
 
     active_B: Tensor
     state: Tensor
     table: Tensor
     shared: "Shared | None" = None
-    parts: int = 0
+    divided: "Divided | None" = None
     is_long: bool = False
 
 

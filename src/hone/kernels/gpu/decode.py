@@ -1,14 +1,13 @@
 """Attention of one new token a sequence over the pages of the cache.
 
-    qkv ─┬─ norm, rope, the new token, own pages of a sequence (alone_kernel) ─────────────────────────────────────► out
-         └─ newest_heads ─┬─► pages that several share (shared_kernel) ─┬─► what is left (decode_kernel) ──────────► out
-                          └─► or most of its own pages (parts_kernel) ──┘
+    qkv ─┬─ norm, rope, the new token, own pages of a sequence (alone_kernel) ──────────────────────────────► out
+         └─ newest_heads ─► pages that several share (shared_kernel) ─► what is left (decode_kernel) ───────► out
 
 A block of `alone_kernel` and `decode_kernel` is one sequence and one k/v head; of `shared_kernel` one stretch of shared
-pages, one k/v head and up to MEMBERS sequences, for which it reads the pages once. Where few long sequences decode,
-`parts_kernel` divides each among several blocks instead, by the length that it has by then. What runs before
-`decode_kernel` leaves partial results, which a block of that ends by adding. Softmax is online (Milakov & Gimelshein
-2018), in base 2.
+pages, one k/v head and up to MEMBERS sequences, for which it reads the pages once and leaves results that a block of
+`decode_kernel` ends by adding. Where few long sequences decode, `alone_kernel` divides each among several blocks, by
+the length that it has by then; the block that is done last adds up what they found. Softmax is online (Milakov &
+Gimelshein 2018), in base 2.
 """
 
 import math
@@ -81,56 +80,40 @@ def _put_part(part_acc, part_stats, row, top, weight, acc, inside, E: tl.constex
 
 
 @triton.jit
-def part_start(L, s, PARTS: tl.constexpr, PAGE: tl.constexpr):
-    """Where stretch s of PARTS begins in a sequence of L tokens: whole pages, as long as what is left at the end."""
-    pages = L // PAGE
-    return tl.minimum(s * tl.cdiv(pages, PARTS + 1), pages) * PAGE
-
-
-@triton.jit
-def parts_kernel(
-    q, keys, values, active, state, table, table_row, part_acc, part_stats, scale_log2,
-    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+def _with_parts(
+    part_acc, part_stats, rows, taken, top, weight, acc, PARTS: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Stretch s of PARTS of batch row b, whose last tokens are left to decode_kernel."""
-    G: tl.constexpr = H // K
-    head, s, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
-    slot = tl.load(active + b)
-    L = tl.load(state + slot * FIELDS + LENGTH).to(tl.int32) + 1
-    first, end = part_start(L, s, PARTS, PAGE), part_start(L, s + 1, PARTS, PAGE)
-    inside = c < G
-    wait(PDL)
-    if first == end:
-        return
-    columns = tl.load(q + (b * H + head * G + c)[None, :] * E + e, inside[None, :], other=0.0)
-    pages = table + slot * table_row
-    top, weight, acc = _nothing(C, E)
-    top, weight, acc = _mix(
-        columns, scale_log2, keys, values, pages, first, end, head, top, weight, acc, K, E, PAGE, TILE, STAGES
-    )
-    row = ((b * K + head) * PARTS + s) * G + c
-    _put_part(part_acc, part_stats, row, top, weight, acc, inside, E)
+    """What _mix gives, with partial results added that others have put into these `rows`, PARTS x C, if `taken`."""
+    s, e = tl.arange(0, PARTS), tl.arange(0, E)[:, None]
+    # Not from the L1 cache, which does not know what others have written.
+    other_top = tl.load(part_stats + rows * 2, taken, other=-1e30, cache_modifier=".cg")
+    other_weight = tl.load(part_stats + rows * 2 + 1, taken, other=0.0, cache_modifier=".cg")
+    best = tl.maximum(top, tl.max(other_top, axis=0))
+    mine, theirs = tl.exp2(top - best), tl.exp2(other_top - best[None, :])
+    weight = weight * mine + tl.sum(other_weight * theirs, axis=0)
+    acc *= mine[None, :]
+    for n in tl.static_range(PARTS):  # their loads do not wait for each other
+        row = tl.sum(tl.where((s == n)[:, None] & taken, rows, 0), axis=0)
+        share = tl.sum(tl.where((s == n)[:, None], theirs, 0.0), axis=0)
+        there = tl.max(tl.where((s == n)[:, None], taken.to(tl.int32), 0), axis=0) > 0
+        found = tl.load(part_acc + row[None, :] * E + e, there[None, :], other=0.0, cache_modifier=".cg")
+        acc += found * share[None, :]
+    return best, weight, acc
 
 
 @triton.jit
 def decode_kernel(
     q, keys, values, out, active, state, table, table_row, part_acc, part_stats, parts, scale_log2,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
-    R: tl.constexpr, PARTS: tl.constexpr, DIVIDED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Mixed values of batch row b, out B x (H * E): over PARTS stretches that it shares, or that are DIVIDED from its
-    own by parts_kernel, and the pages after them."""
+    """Mixed values of batch row b, out B x (H * E): over PARTS stretches that it shares, and its pages after them."""
     G: tl.constexpr = H // K
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)  # heads of a sequence lie side by side, and run so
     c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
     slot = tl.load(active + b)
     L = tl.load(state + slot * FIELDS + LENGTH).to(tl.int32) + 1
-    if DIVIDED:
-        first = part_start(L, PARTS, PARTS, PAGE)
-    else:
-        first = tl.load(state + slot * FIELDS + OWN_PAGE).to(tl.int32) * PAGE
+    first = tl.load(state + slot * FIELDS + OWN_PAGE).to(tl.int32) * PAGE
     # The kernel before made the partial results: it has waited for the one that wrote q.
     at = (b * H + head * G + c)[None, :] * E + e
     inside = (c < G)[None, :]
@@ -140,27 +123,12 @@ def decode_kernel(
         columns, scale_log2, keys, values, table + slot * table_row, first, L, head, top, weight, acc, K, E, PAGE, TILE,
         STAGES,
     )  # fmt: skip
-    s = tl.arange(0, PARTS)
-    if DIVIDED:
-        rows = ((b * K + head) * PARTS + s)[:, None] * G + c[None, :]
-        is_there = part_start(L, s, PARTS, PAGE) < first
-    else:
-        part = tl.load(parts + b * PARTS + s)
-        rows = ((part // R * K + head) * R + part % R)[:, None] * G + c[None, :]
-        is_there = part >= 0
-    taken = is_there[:, None] & inside
+    part = tl.load(parts + b * PARTS + tl.arange(0, PARTS))
+    rows = ((part // R * K + head) * R + part % R)[:, None] * G + c[None, :]
     wait(PDL)
-    other_top = tl.load(part_stats + rows * 2, taken, other=-1e30)
-    other_weight = tl.load(part_stats + rows * 2 + 1, taken, other=0.0)
-    best = tl.maximum(top, tl.max(other_top, axis=0))
-    mine, theirs = tl.exp2(top - best), tl.exp2(other_top - best[None, :])
-    weight = weight * mine + tl.sum(other_weight * theirs, axis=0)
-    acc *= mine[None, :]
-    for n in tl.static_range(PARTS):  # their loads do not wait for each other
-        row = tl.sum(tl.where((s == n)[:, None] & taken, rows, 0), axis=0)
-        share = tl.sum(tl.where((s == n)[:, None], theirs, 0.0), axis=0)
-        there = tl.max(tl.where((s == n)[:, None], taken.to(tl.int32), 0), axis=0) > 0
-        acc += tl.load(part_acc + row[None, :] * E + e, there[None, :], other=0.0) * share[None, :]
+    top, weight, acc = _with_parts(
+        part_acc, part_stats, rows, (part >= 0)[:, None] & inside, top, weight, acc, PARTS, E
+    )
     tl.store(out + at, (acc / weight[None, :]).to(out.dtype.element_ty), inside)
 
 
@@ -177,19 +145,23 @@ def _turned(half, other_half, own, other, eps, E: tl.constexpr, NORM: tl.constex
 
 @triton.jit
 def alone_kernel(
-    qkv, q_scale, k_scale, cos, sin, eps, keys, values, out, active, state, table, table_row, scale_log2,
+    qkv, q_scale, k_scale, cos, sin, eps, keys, values, out, active, state, table, table_row, part_acc, part_stats,
+    arrived, scale_log2,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
-    FIRST: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    FIRST: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Mixed values of the new token of batch row b, out B x (H * E), whose k and v go into the cache. Keys and values
-    of the FIRST tokens are on their way before the projection is there."""
+    """Mixed values of the new token of batch row b, out B x (H * E), whose k and v go into the cache. A block has one
+    of PARTS stretches of the sequence, the last one has the new token, too. Keys and values of its FIRST tokens are on
+    their way before the projection is there. `arrived` counts the blocks that are done; it is left at 0."""
     G: tl.constexpr = H // K
-    head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, b, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     c, n, e = tl.arange(0, C)[None, :], tl.arange(0, FIRST)[:, None], tl.arange(0, E)[:, None]
     slot = tl.load(active + b)
     position = tl.load(state + slot * FIELDS + LENGTH)
     L, pages = position.to(tl.int32), table + slot * table_row  # tokens in the cache, and where
-    seen = n < L
+    size = tl.cdiv(tl.cdiv(L, TILE), PARTS) * TILE
+    start, end = tl.minimum(part * size, L), tl.minimum((part + 1) * size, L)
+    seen, n = start + n < end, start + n
     page = tl.load(pages + n // PAGE, seen, other=0).to(tl.int64) * PAGE + n % PAGE
     at = (page * K + head) * E + tl.arange(0, E)[None, :]
     first_k, first_v = tl.load(keys + at, seen, other=0.0), tl.load(values + at, seen, other=0.0)
@@ -202,22 +174,34 @@ def alone_kernel(
         own_k, other_k = own * tl.load(k_scale + e).to(tl.float32), other * tl.load(k_scale + swapped).to(tl.float32)
         own, other = own * tl.load(q_scale + e).to(tl.float32), other * tl.load(q_scale + swapped).to(tl.float32)
     wait_beside_next(PDL)
-    row, inside = b * (H + 2 * K) + head, c < G
+    row, inside, is_newest = b * (H + 2 * K) + head, c < G, part == PARTS - 1
     of_q, of_k = qkv + (row + head * (G - 1) + c) * E, qkv + (row + H) * E
     q, q_other = tl.load(of_q + e, inside, other=0.0), tl.load(of_q + swapped, inside, other=0.0)
     k, k_other, v = tl.load(of_k + e), tl.load(of_k + swapped), tl.load(of_k + K * E + e)
     q = _turned(q, q_other, own, other, eps, E, NORM)
     k = _turned(k, k_other, own_k, other_k, eps, E, NORM)
-    top = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=0) * scale_log2
+    top = tl.where(is_newest, tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=0) * scale_log2, -1e30)
     weight = tl.full((C,), 1.0, tl.float32)
     top, weight, p, shrink = _weigh(q, first_k, seen, scale_log2, top, weight)
     acc = tl.dot(tl.trans(first_v), p, v.to(tl.float32) * shrink)
     top, weight, acc = _mix(
-        q, scale_log2, keys, values, pages, FIRST, L, head, top, weight, acc, K, E, PAGE, TILE, STAGES
+        q, scale_log2, keys, values, pages, start + FIRST, end, head, top, weight, acc, K, E, PAGE, TILE, STAGES
     )
-    tl.store(out + (b * H + head * G + c) * E + e, (acc / weight[None, :]).to(out.dtype.element_ty), inside)
-    tl.store(keys + cell + 0 * c, k, c == 0)
-    tl.store(values + cell + 0 * c, v, c == 0)
+    tl.store(keys + cell + 0 * c, k, (c == 0) & is_newest)
+    tl.store(values + cell + 0 * c, v, (c == 0) & is_newest)
+    at_out = out + (b * H + head * G + c) * E + e
+    if PARTS == 1:
+        tl.store(at_out, (acc / weight[None, :]).to(out.dtype.element_ty), inside)
+    else:
+        c, s, mine = tl.arange(0, C), tl.arange(0, PARTS)[:, None], b * K + head
+        _put_part(part_acc, part_stats, (mine * PARTS + part) * G + c, top, weight, acc, c < G, E)
+        tl.debug_barrier()  # all threads have put their numbers
+        if tl.atomic_add(arrived + mine, 1) == PARTS - 1:
+            tl.store(arrived + mine, 0)
+            rows, taken = (mine * PARTS + s) * G + c[None, :], (s < PARTS) & (c < G)[None, :]
+            top, weight, acc = _nothing(C, E)
+            top, weight, acc = _with_parts(part_acc, part_stats, rows, taken, top, weight, acc, PARTS, E)
+            tl.store(at_out, (acc / weight[None, :]).to(out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -302,6 +286,15 @@ class Shared:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Divided:
+    """How many blocks read a sequence, of a k/v head each, and for every row and k/v head how many of them are done,
+    which is none before and after a kernel."""
+
+    parts: int
+    arrived: Tensor
+
+
 def alone_shape(is_long: bool, blocks: int, head_size: int) -> tuple[int, int, int, int, int | None]:
     """First tokens, tokens of a tile, warps, stages and registers of alone_kernel, as measured (RESULTS.md).
 
@@ -318,13 +311,12 @@ def alone_shape(is_long: bool, blocks: int, head_size: int) -> tuple[int, int, i
 
 def decode(
     qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, cos: Tensor, sin: Tensor, eps: float, H: int,
-    keys: Tensor, values: Tensor, active: Tensor, state: Tensor, table: Tensor, shared: Shared | None, parts: int,
-    is_long: bool,
+    keys: Tensor, values: Tensor, active: Tensor, state: Tensor, table: Tensor, shared: Shared | None,
+    divided: Divided | None, is_long: bool,
 ) -> Tensor:  # fmt: skip
     """Mixed values B x (H * E) of one new token a row, whose keys and values go into the cache: pages x PAGE x K x E.
 
-    is_long: blocks for long sequences. parts: of each sequence that is not shared, which blocks of their own read
-    beside its end; 0: none.
+    is_long: blocks for long sequences. divided: those that are not shared.
     """
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
@@ -332,36 +324,32 @@ def decode(
     scale = math.log2(math.e) / math.sqrt(E)
     sizes, width = {"H": H, "K": K, "E": E, "PAGE": PAGE}, power_of_2(H // K)
     where = (active, state, table, table.shape[1])
-    if shared is None and parts == 0 and not numerics.keeps_order("attention"):
+    if shared is None and not numerics.keeps_order("attention"):
         scales, is_normed = head_scales(qkv, q_scale, k_scale)
-        first, tile, warps, stages, registers = alone_shape(is_long, K * B, E)
-        alone_kernel[(K, B)](
-            qkv.contiguous(), *scales, cos, sin, eps, keys, values, out, *where, scale, **sizes, TILE=min(tile, PAGE),
-            C=max(8, width), FIRST=first, NORM=is_normed, STAGES=stages, maxnreg=registers, **options(warps),
+        parts, results = 1, (out, out, out)
+        if divided is not None:
+            parts = divided.parts
+            results = (*(torch.empty(B * H * parts, n, device=out.device) for n in (E, 2)), divided.arrived)
+        first, tile, warps, stages, registers = alone_shape(is_long, K * B * parts, E)
+        alone_kernel[(K, B, parts)](
+            qkv.contiguous(), *scales, cos, sin, eps, keys, values, out, *where, *results, scale, **sizes,
+            TILE=min(tile, PAGE), C=max(8, width), FIRST=first, PARTS=parts, NORM=is_normed, STAGES=stages,
+            maxnreg=registers, **options(warps),
         )  # fmt: skip
         return out
     q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)
-    if numerics.keeps_order("attention"):
+    if shared is None:
         ordered_kernel[(K, B)](
             q, keys, values, out, *where, scale, H=H, K=K, E=E, PAGE=PAGE, M=max(16, width), N=KEYS, STAGES=3,
             enable_fp_fusion=False, **options(1),
         )  # fmt: skip
         return out
-    tile, warps, stages, registers = (64, 4, 3, None) if shared is None else (16, 1, 2, 144)
-    if shared is not None:
-        partial, parts = (shared.acc, shared.stats, shared.parts_BS), shared.parts_BS.shape[1]
-        shared_kernel[(K, len(shared.stretches_I2))](
-            q, keys, values, active, table, table.shape[1], shared.stretches_I2, shared.members_IR, *partial[:2],
-            scale, **sizes, R=MEMBERS, TILE=min(64, PAGE), GP=width, STAGES=2, **options(4),
-        )  # fmt: skip
-    else:
-        partial = (*(torch.empty(B * H * parts, n, device=q.device) for n in (E, 2)), q)
-        parts_kernel[(K, parts, B)](
-            q, keys, values, *where, *partial[:2], scale, **sizes, PARTS=parts, TILE=min(64, PAGE), C=max(8, width),
-            STAGES=2, **options(4),
-        )  # fmt: skip
+    shared_kernel[(K, len(shared.stretches_I2))](
+        q, keys, values, active, table, table.shape[1], shared.stretches_I2, shared.members_IR, shared.acc,
+        shared.stats, scale, **sizes, R=MEMBERS, TILE=min(64, PAGE), GP=width, STAGES=2, **options(4),
+    )  # fmt: skip
     decode_kernel[(K, B)](
-        q, keys, values, out, *where, *partial, scale, **sizes, R=MEMBERS, TILE=min(tile, PAGE), C=max(8, width),
-        STAGES=stages, PARTS=parts, DIVIDED=shared is None, maxnreg=registers, **options(warps),
+        q, keys, values, out, *where, shared.acc, shared.stats, shared.parts_BS, scale, **sizes, R=MEMBERS,
+        TILE=min(16, PAGE), C=max(8, width), STAGES=2, PARTS=shared.parts_BS.shape[1], maxnreg=144, **options(1),
     )  # fmt: skip
     return out
