@@ -33,8 +33,8 @@ FEW_BLOCKS = 2.5  # a multiprocessor has so many of those that read own pages, o
 # tokens or longer, or else the last.
 PARTS = (32, 8, 4, 2)
 ENOUGH_PARTS = 4  # blocks a multiprocessor
-PART = 128  # tokens of a part at least
-DIVIDED = 192  # mean tokens of a sequence that is worth dividing
+PART = 64  # tokens of a part at least
+DIVIDED = 144  # mean tokens of a sequence that is worth dividing
 MOST_PARTS = 32  # stretches of one shared prompt
 SOON = 64  # steps after which sequences have become so much longer that another way may be better
 LONG = 384  # mean tokens of a sequence from which larger blocks are faster
@@ -73,7 +73,7 @@ class DecodeGraphs:
 
         To be told again from step `looks_again` on: the best way to read what they do not share depends on its length.
         """
-        mean = sum(len(s.prompt) + step - s.first_step for s in sequences) / len(sequences)
+        mean = sum(len(s.prompt) + step - s.first_step for s in sequences) / len(sequences) + SOON / 2  # halfway there
         B, plan = padded(len(sequences)), self._stretches(sequences)
         taken: dict[int, int] = defaultdict(int)
         for _, _, members in plan:
