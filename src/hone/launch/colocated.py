@@ -5,7 +5,8 @@
 
 On-policy: step N is sampled by version N - 1. Rollouts are written to disk while a GPU computes what the trainer has
 launched; in a thread beside it they would keep it from launching. Meanwhile the requests of the next step are made, if
-nothing else is to be done before it, so that the engine begins when the trainer ends.
+nothing else is to be done before it, so that the engine begins when the trainer ends. The trainer's numbers are read
+after that.
 """
 
 import asyncio
@@ -185,9 +186,10 @@ async def train(
         is_plain = leads_on(step)
         begin = partial(orchestrator.adopted, step) if is_plain else None
         place = run.rollouts / f"step_{step}"
-        trained = await service.run(partial(learn, trainer, sampled, service, collected, place, begin))
+        numbers = await service.run(partial(learn, trainer, sampled, service, collected, place, begin))
         now = time.perf_counter()
         seconds, start = now - start, now
+        trained = await service.run(numbers)
         values = {**trained, "time/step": seconds}
         of_rollouts.sampled(step, values)
         of_rollouts.rollouts(step, partial(shown, step, collected.groups), config.orchestrator.log_samples)
@@ -224,9 +226,9 @@ async def train(
 def learn(
     trainer: RLTrainer, sampled: Merged, service: EngineService, collected: Collected, directory: Path,
     begin: Callable[[], None] | None,
-) -> dict[str, float]:  # fmt: skip
-    """A step of the trainer, which the sampler follows. Meanwhile the rollouts are counted and go to disk, and the
-    event loop may `begin` what is sampled next."""
+) -> Callable[[], dict[str, float]]:  # fmt: skip
+    """A step of the trainer, which the sampler follows, and what waits for its numbers. Meanwhile the rollouts are
+    counted and go to disk, and the event loop may `begin` what is sampled next."""
     values: dict[str, float] = {}
 
     def meanwhile() -> None:
@@ -235,12 +237,17 @@ def learn(
         if begin is not None:
             service.on_loop(begin)
 
-    values |= trainer.step(collected.batch, meanwhile)
+    numbers = trainer.begin(collected.batch, meanwhile)
     sampled.follow()
-    if trainer.trained is not None:
-        trainer.trained.write(directory)
     service.engine.set_version(collected.batch.step)
-    return values
+
+    def read() -> dict[str, float]:
+        values.update(numbers())
+        assert trainer.trained is not None
+        trainer.trained.write(directory)
+        return values
+
+    return read
 
 
 async def unless_asked(work: Coroutine[Any, Any, T]) -> T | None:

@@ -107,11 +107,16 @@ class RLTrainer:
         if self.optimizer.is_own:
             self.optimizer.own.rehearse()
 
-    def step(self, batch: Batch, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
-        """One optimiser step. The loss is normalised by the loss tokens of the whole batch, however it is split.
+    def step(self, batch: Batch) -> dict[str, float]:
+        """One optimiser step, and its numbers."""
+        return self.begin(batch)()
 
-        A batch without samples (no group had a signal) leaves the weights as they are. `meanwhile` is called when all
-        passes through the model have been launched, which a GPU then still computes.
+    def begin(self, batch: Batch, meanwhile: Callable[[], object] = lambda: None) -> Callable[[], dict[str, float]]:
+        """One optimiser step, which a GPU may still be computing; what is returned waits for its numbers, once.
+
+        The loss is normalised by the loss tokens of the whole batch, however it is split. A batch without samples (no
+        group had a signal) leaves the weights as they are. `meanwhile` is called when all passes through the model have
+        been launched.
         """
         start = time.perf_counter()
         seed_dropout(self.model, self.seed, batch.step, self.ranks.rank)
@@ -162,32 +167,38 @@ class RLTrainer:
                 self.config.on_bad_step, self.ranks,
             )  # fmt: skip
         seconds = time.perf_counter() - start
-        order = [samples[i] for _, members in split for i in members]
-        if arrival is not None:
-            arrival.synchronize()
-        here = dict(zip(on_device, copies, strict=True))
-        self.trained = Trained(order, here["logprobs"].float().numpy(), here["is_masked"].numpy() > 0)
-        numbers = here if self.ranks.count == 1 else on_device  # ranks add up and gather on the device
-        tokens = sum(len(sample.ids) for sample in samples)
-        values = {
-            "loss/mean": float(self.ranks.sum(numbers["loss"])),
-            "optim/lr": lr,
-            "optim/grad_norm": grad_norm,
-            "optim/skipped": float(is_bad),
-            "time/train": seconds,
-            "perf/train_throughput": tokens / seconds,
-            "perf/peak_memory": peak_memory_gib(self.device),
-        }
-        if "routing" in parts:  # of the experts that were given and of those among them that differ, how many
-            differs, given = self.ranks.sum(numbers["routing"]).tolist()
+
+        def numbers() -> dict[str, float]:
+            if arrival is not None:
+                arrival.synchronize()
+            here = dict(zip(on_device, copies, strict=True))
+            order = [samples[i] for _, members in split for i in members]
+            self.trained = Trained(order, here["logprobs"].float().numpy(), here["is_masked"].numpy() > 0)
+            found = self._numbers(here if self.ranks.count == 1 else on_device)  # ranks add up and gather on the device
+            used = mfu(3 * flops / seconds, self.device)
+            return found | {
+                "optim/lr": lr,
+                "optim/grad_norm": grad_norm,
+                "optim/skipped": float(is_bad),
+                "time/train": seconds,
+                "perf/train_throughput": sum(len(sample.ids) for sample in samples) / seconds,
+                "perf/peak_memory": peak_memory_gib(self.device),
+                **({} if used is None else {"perf/mfu": used}),
+            }
+
+        return numbers
+
+    def _numbers(self, found: dict[str, torch.Tensor]) -> dict[str, float]:
+        """The metrics that a step's loss and what its tokens have come to, over all ranks."""
+        values = {"loss/mean": float(self.ranks.sum(found["loss"]))}
+        if "routing" in found:  # of the experts that were given and of those among them that differ, how many
+            differs, given = self.ranks.sum(found["routing"]).tolist()
             values["routing/differs"] = differs / max(given, 1.0)
-        if "differs" in parts:  # tokens whose logprob has other bits than the sampler's
-            values["exact/differs"] = self.ranks.sum(numbers["differs"]).item()
-        for name in parts:
-            if name not in SUMS and name != "logprobs":
-                values |= summary(name, self.ranks.gather(numbers[name]))
-        used = mfu(3 * flops / seconds, self.device)
-        values |= {} if used is None else {"perf/mfu": used}
+        if "differs" in found:  # tokens whose logprob has other bits than the sampler's
+            values["exact/differs"] = self.ranks.sum(found["differs"]).item()
+        for name in found:
+            if name not in (*SUMS, "loss", "logprobs"):
+                values |= summary(name, self.ranks.gather(found[name]))
         return values
 
     def _replays(self, samples: list[Sample]) -> bool:
