@@ -6,6 +6,7 @@
 import itertools
 import math
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -111,11 +112,11 @@ def test_swiglu_of_a_product(rows, F_, with_bias):
 
 @pytest.mark.parametrize("rows", [1, 3, 6, 16, 20])
 @pytest.mark.parametrize("inner", [64, 512])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_products_of_few_rows_and_what_stands_around_them(rows, inner, with_bias, monkeypatch):
+@pytest.mark.parametrize("processors, with_bias", [(1, False), (4, True), (16, False)])
+def test_products_of_few_rows_and_what_stands_around_them(rows, inner, processors, with_bias, monkeypatch):
     from hone.kernels.gpu import products
 
-    monkeypatch.setattr(products, "processors", lambda: 4)
+    monkeypatch.setattr(products, "processors", lambda: processors)
     x, residual, norm = (torch.randn(*shape, device=DEVICE) for shape in ((rows, inner), (rows, 192), (192,)))
     weight, following = torch.randn(192, inner, device=DEVICE) * 0.1, torch.randn(2 * 40, 192, device=DEVICE) * 0.1
     bias, other = (torch.randn(n, device=DEVICE) if with_bias else None for n in (192, 2 * 40))
@@ -166,7 +167,7 @@ def test_tiles_of_few_rows(monkeypatch):
                 tile = products.few_tile(rows, columns, inner, is_swiglu)
                 assert inner % (tile.BK * tile.S) == 0 and tile.R * tile.S >= 16
                 programs = -(-columns // tile.BN) * -(-rows // tile.R)
-                assert programs <= 132 or rows <= 2 or columns > 1056
+                assert programs <= 132 or rows <= 2 or columns >= 16 * 132
 
 
 @pytest.mark.parametrize("memory, stages", [(99, 3), (163, 6), (227, 8)])
@@ -174,8 +175,52 @@ def test_stages_have_room_on_a_multiprocessor(memory, stages, monkeypatch):
     from hone.kernels import gpu
 
     monkeypatch.setattr(gpu, "shared_memory", lambda: memory * 1024)
-    assert gpu.stages_of(9, 2 * (64 + 32), 64) == stages
-    assert gpu.stages_of(2, 128, 64) == 2 and gpu.stages_of(4, 512, 128) == 2
+    assert gpu.stages_of(9, 2 * (64 + 32), 64) == stages and gpu.stages_of(2, 128, 64) == 2
+
+
+def test_measured_tiles_have_room_on_a_hopper(monkeypatch):
+    from hone.kernels import gpu
+    from hone.kernels.gpu import products, sampling
+
+    monkeypatch.setattr(gpu, "shared_memory", lambda: 227 * 1024)
+    for module in (products, sampling):
+        monkeypatch.setattr(module, "has_dependent_launch", lambda: True)
+    monkeypatch.setattr(products, "processors", lambda: 132)
+    tiles = [
+        (products.few_tile(rows, columns, 2048, is_swiglu), is_swiglu)
+        for rows, columns, is_swiglu in itertools.product((1, 4, 8, 16, 32), (1024, 2048, 4096, 8192), (False, True))
+        if columns > 2048 or not is_swiglu
+    ]
+    tiles += [(products.short_tile(rows, is_swiglu), is_swiglu) for rows in (40, 128) for is_swiglu in (False, True)]
+    tiles += [(products.part_tile(rows, width, 512), False) for rows in (8, 32, 64, 256) for width in (64, 128)]
+    for tile, is_swiglu in tiles:
+        assert gpu.stages_of(tile.STAGES, tile.S * (tile.R + tile.BN * (1 + is_swiglu)), tile.BK) == tile.STAGES
+    for rows in (16, 32, 128, 256):
+        columns, inner, stages, _ = sampling.head_tile(rows, 1024)
+        assert gpu.stages_of(stages, min(rows, 128) + columns, inner) == stages
+
+
+@pytest.mark.parametrize("rows, columns, inner, expected", [
+    (32, 1024, 2048, (8, 64)), (128, 1024, 3072, (8, 64)), (256, 1024, 3072, (4, 64)),  # Qwen3-0.6B
+    (128, 2048, 6144, (4, 64)), (256, 2048, 6144, (4, 128)), (128, 2560, 9728, (4, 128)), (256, 2560, 9728, (1, 64)),
+    (300, 1024, 2048, (1, 64)), (32, 1024, 192, (1, 64)),
+])  # fmt: skip
+def test_into_how_many_parts_a_product_is_cut(rows, columns, inner, expected, monkeypatch):
+    from hone.kernels import gpu
+
+    monkeypatch.setattr(gpu, "takes", lambda x: True)
+    assert gpu.splits(torch.empty(rows, inner, device="meta"), torch.empty(columns, inner, device="meta")) == expected
+
+
+@pytest.mark.parametrize("rows, length, expected", [
+    (1, 100, 0), (1, 150, 2), (8, 256, 4), (1, 800, 8), (1, 3000, 32), (8, 3000, 8), (32, 800, 2), (48, 3000, 0),
+])  # fmt: skip
+def test_into_how_many_parts_a_sequence_is_cut(rows, length, expected, monkeypatch):
+    from hone.engine.graphs import DecodeGraphs
+    from hone.kernels import gpu
+
+    monkeypatch.setattr(gpu, "processors", lambda: 132)
+    assert DecodeGraphs._parts(SimpleNamespace(heads=8), rows, length) == expected
 
 
 @pytest.mark.parametrize("rows", [1, 20, 300])

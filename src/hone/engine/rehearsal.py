@@ -1,11 +1,9 @@
 """What the first requests will do, gone through before they come, for kernels to be compiled (`gpu/compiling.py`)."""
 
-import math
-
 import torch
 
 from hone.engine.engine import Engine
-from hone.engine.graphs import ENOUGH_PARTS, PARTS, Key, padded
+from hone.engine.graphs import ENOUGH_PARTS, PART, PARTS, Key, padded
 from hone.engine.prefill import Stretch
 from hone.engine.sampler import Sampler
 from hone.kernels import gpu
@@ -24,8 +22,8 @@ def rehearse(engine: Engine, sequences: int) -> None:
     top = min(padded(sequences), engine.max_batch_size)
     rows = sorted({min(B, top) for B in (*ROWS, top)})
     ways = [Key(B, Sampler.PLAIN, False, 0, 0, False) for B in rows]
-    ways += [Key(B, Sampler.PLAIN, False, 0, 0, True) for B in rows if graphs.is_long(B, math.inf, 0)]
-    for parts in PARTS:
+    ways += [Key(B, Sampler.PLAIN, False, 0, 0, True) for B in rows if graphs.is_long(B, engine.max_model_len, 0)]
+    for parts in (parts for parts in PARTS if parts * PART <= engine.max_model_len):
         most = min(int(ENOUGH_PARTS * gpu.processors() / (graphs.heads * parts)), top)
         ways += [Key(B, Sampler.PLAIN, False, 0, parts, False) for B in sorted({1, max(most, 1)})]
     ways.append(Key(top, Sampler.PLAIN, False, 8, 1, False))  # with prompts that groups share

@@ -1,4 +1,4 @@
-"""Memory of the machine that a GPU reads and writes: what kernels reach by themselves, and copies of what it has."""
+"""Memory of the machine that a GPU reads and writes: what kernels reach by themselves, and copies to it and from it."""
 
 import contextlib
 import mmap

@@ -37,7 +37,7 @@ class Group:
         return [r.reward for r in self.rollouts if not r.error]
 
     def oldest(self, default: int) -> int:
-        """Version of its oldest token, if it has one."""
+        """Version of its oldest token; `default` where it has no tokens."""
         found = (t.completion.versions for r in self.rollouts for t in r.turns)
         return min(map(min, filter(None, found)), default=default)
 

@@ -81,7 +81,7 @@ def shared_memory() -> int:
 
 
 def stages_of(wanted: int, rows: int, inner: int) -> int:
-    """As many stages of a tile of half precision, so many rows by so many numbers, as there is room for."""
+    """How many stages of a tile of half precision, so many rows by so many numbers, there is room for: two at least."""
     room = shared_memory() - 2**14  # for what becomes of a tile
     return max(min(wanted, room // (2 * rows * inner)), 2)
 
@@ -150,5 +150,5 @@ def splits(x_TI: Tensor, weight_OI: Tensor) -> tuple[int, int]:
 
     most = 200 if T <= FEWEST_TOKENS else 144  # programs; with few tokens more of them fit the chip
     (parts, programs), (wide, fewer) = cut(64), cut(128)
-    is_wide = T > 64 and 1 < parts < wide <= 4 and fewer == programs  # and each stretch is long enough
+    is_wide = T > 64 and 1 < parts < wide <= 4 and fewer == programs
     return (wide, 128) if is_wide else (parts, 64)

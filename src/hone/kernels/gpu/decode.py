@@ -73,7 +73,7 @@ def _nothing(C: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def _put_part(part_acc, part_stats, row, top, weight, acc, inside, E: tl.constexpr):
-    """What _mix gives, as rows of partial results that decode_kernel adds up."""
+    """What _mix gives, as rows of partial results for _with_parts."""
     tl.store(part_stats + row * 2, top, inside)
     tl.store(part_stats + row * 2 + 1, weight, inside)
     tl.store(part_acc + row[None, :] * E + tl.arange(0, E)[:, None], acc, inside[None, :])
@@ -316,7 +316,7 @@ def decode(
 ) -> Tensor:  # fmt: skip
     """Mixed values B x (H * E) of one new token a row, whose keys and values go into the cache: pages x PAGE x K x E.
 
-    is_long: blocks for long sequences. divided: those that are not shared.
+    is_long: blocks for long sequences. divided: given where several blocks read one, and none is shared.
     """
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
@@ -330,7 +330,7 @@ def decode(
         if divided is not None:
             parts = divided.parts
             results = (*(torch.empty(B * H * parts, n, device=out.device) for n in (E, 2)), divided.arrived)
-        first, tile, warps, stages, registers = alone_shape(is_long, K * B * parts, E)
+        first, tile, warps, stages, registers = alone_shape(is_long or parts > 1, K * B * parts, E)
         alone_kernel[(K, B, parts)](
             qkv.contiguous(), *scales, cos, sin, eps, keys, values, out, *where, *results, scale, **sizes,
             TILE=min(tile, PAGE), C=max(8, width), FIRST=first, PARTS=parts, NORM=is_normed, STAGES=stages,
@@ -338,7 +338,7 @@ def decode(
         )  # fmt: skip
         return out
     q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)
-    if shared is None:
+    if shared is None or numerics.keeps_order("attention"):
         ordered_kernel[(K, B)](
             q, keys, values, out, *where, scale, H=H, K=K, E=E, PAGE=PAGE, M=max(16, width), N=KEYS, STAGES=3,
             enable_fp_fusion=False, **options(1),

@@ -1,7 +1,8 @@
 """y = x W^T for few rows: the weights pass through the chip once, so the work is spread over their rows and columns.
 
 few         with what stands before and after it in the same kernel (RMS norm, SwiGLU, residual): for the fewest rows
-parts       of the inner dimension, by as many programs as fill the chip: the quickest for more of them
+short       with SwiGLU or nothing, for more rows of small weights: it starts while the kernel before it runs
+parts       of the inner dimension, by as many programs as fill the chip: the quickest for more rows
 in_order    all of it by one program, from the first to the last: the bits that torch's own product has for many rows
 """
 
@@ -104,7 +105,7 @@ def product_kernel(
         tl.store(own_squares + pid_n * M + row, tl.sum(tl.where(inside, exact * exact, 0.0), axis=1), row < M)
 
 
-def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int, width: int = 64) -> Tensor:
+def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int, width: int) -> Tensor:
     """Parts S x T x O of x W^T + b, each over a stretch of the inner dimension, in tiles of so many columns."""
     return _product(x, weight, bias, part_tile(len(x), width, x.shape[1] // splits), splits)[0]
 
@@ -170,26 +171,27 @@ def _product(
 
 
 def part_tile(rows: int, width: int, inner: int) -> Tile:
-    R = min(max(power_of_2(rows), 16), 128)
+    R, deep = min(max(power_of_2(rows), 16), 128), has_dependent_launch()
     if R <= FEWEST_TOKENS:
-        return Tile(R, 1, width, 128 if inner % 128 == 0 else 64, 4)
-    return Tile(R, 1, width, 64, 6, num_warps=8 if R == 128 else 4)
+        return Tile(R, 1, width, 128 if inner % 128 == 0 else 64, 4 if deep else 2)
+    return Tile(R, 1, width, 64, 6 if deep else 3, num_warps=8 if R == 128 else 4)
 
 
 def short_tile(rows: int, is_swiglu: bool) -> Tile:
     if rows <= 64:
-        return Tile(64, 1, 32, 64, 6, 4)
-    return Tile(64, 1, 64, 64, 5) if is_swiglu else Tile(64, 1, 64, 64, 8, 4)
+        return Tile(64, 1, 32, 64, 6, LINES=4)
+    return Tile(64, 1, 64, 64, 5) if is_swiglu else Tile(64, 1, 64, 64, 8, LINES=4)
 
 
-# R, S, BN, BK and stages of a product's tile by how many rows it takes at most: for few columns, for many, with SwiGLU.
+# R, S, BN, BK and stages of a product's tile by how many rows it takes at most: for few columns, and for many, without
+# SwiGLU and with it.
 NARROW = {2: (2, 8, 8, 128, 5), 8: (8, 8, 8, 64, 8), 16: (16, 4, 8, 128, 5), 32: (16, 4, 16, 128, 4)}
 WIDE = {4: (4, 4, 16, 128, 4), 8: (8, 2, 32, 128, 8), 16: (16, 4, 32, 64, 5), 32: (32, 2, 32, 128, 4)}
 GATED = {4: (4, 4, 16, 128, 4), 8: (8, 2, 32, 128, 5), 16: (16, 2, 32, 128, 4), 32: (32, 2, 32, 64, 5)}
 
 
 def few_tile(rows: int, columns: int, inner: int, is_swiglu: bool) -> Tile:
-    """Of `few` and `few_onto`: where there are few columns, one for each multiprocessor."""
+    """The tile of `few` and `few_onto`. Few columns are cut so that no multiprocessor has two tiles of 3 to 32 rows."""
     is_narrow = columns < 16 * processors()
     table = NARROW if is_narrow else GATED if is_swiglu else WIDE
     R, S, BN, BK, stages = table[min(most for most in table if rows <= most)]
