@@ -1,9 +1,10 @@
 """One decode step of the engine on a GPU at a length, by batch and by the parts that each sequence is divided into.
 
-    python benchmarks/decode_gpu.py [--models NAME …] [--lengths 128 768] [--batches 1 8 32] [--parts 0 2 8]
+    python benchmarks/decode_gpu.py [--models NAME …] [--lengths 128 768] [--batches 1 8 32] [--parts -1 0 2 8]
 
 Random weights, bf16. A step is a CUDA graph that is replayed, so nothing of the host counts; parts 0 reads each
-sequence in one piece. What is measured is in milliseconds, the median of three times twenty steps.
+sequence in one piece, -1 as the engine chooses. What is measured is in milliseconds, the median of three times twenty
+steps.
 """
 
 import argparse
@@ -28,13 +29,14 @@ def at_length(engine, length: int) -> None:
     slots.table.copy_((torch.arange(slots.table.numel(), device="cuda") % pages + 1).view_as(slots.table))
 
 
-def step_ms(engine, batch: int, length: int, parts: int) -> float:
+def step_ms(engine, batch: int, length: int, parts: int = -1) -> float:
     import torch
 
     from hone.engine.graphs import Key, padded
     from hone.engine.sampler import Sampler
 
     graphs, rows = engine.graphs, padded(batch)
+    parts = graphs._parts(rows, length) if parts < 0 else parts
     graphs.key = Key(rows, Sampler.PLAIN, False, 0, parts, graphs.is_long(rows, length, parts))
     at_length(engine, length)
     graphs.run(2)  # captures
@@ -59,7 +61,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["Qwen3-0.6B", "Qwen3-4B"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 768])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--parts", type=int, nargs="+", default=[0, 2, 8])
+    parser.add_argument("--parts", type=int, nargs="+", default=[-1, 0, 2, 8])
     args = parser.parse_args()
     figures = {}
     print("| model | length | parts | " + " | ".join(map(str, args.batches)) + " |")

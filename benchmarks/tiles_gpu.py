@@ -1,0 +1,132 @@
+"""Looks for faster tiles of a decode step's kernels on this card, for one model and number of sequences.
+
+    python benchmarks/tiles_gpu.py [--model Qwen3-0.6B] [--rows 32] [--length 128] [--seconds 120]
+
+Starts from the tiles in use, and tries those beside them: half or twice a size, a stage more or fewer, four or eight
+warps. What makes the whole step of the engine at least half a percent faster stays. Each line is a try and the
+milliseconds of its step; the last name what was found, for the tables of `kernels/gpu/products.py`, `sampling.py` and
+`decode.py`, whose tests say whether it is right. Compiling takes a second a try.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from decode_gpu import step_ms
+from peer import finish
+from shapes_gpu import MODELS
+from training import our_model
+
+ENOUGH = 0.995  # of the best time so far
+Setting = tuple[int | None, ...]
+
+
+def beside(setting: Setting, names: tuple[str, ...], fixed: frozenset[str]) -> Iterator[Setting]:
+    """Settings that differ from this one in a number."""
+    for i, name in enumerate(names):
+        value = setting[i]
+        if value is None or name in fixed:
+            continue
+        others = {value - 1, value + 1} if name == "stages" else {value // 2, value * 2}
+        if name == "warps":
+            others = {4, 8}
+        for other in sorted(others - {value}):
+            if other >= 1:
+                yield (*setting[:i], other, *setting[i + 1 :])
+
+
+def divides(size: int, part: int) -> None:
+    """Raises ValueError where not: a kernel would leave out what is over, and be the faster for it."""
+    if size % part:
+        raise ValueError(f"{part} does not divide {size}")
+
+
+def main() -> None:
+    import torch
+
+    from hone.engine.engine import Engine
+    from hone.kernels.gpu import decode, products, sampling
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="Qwen3-0.6B")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    args = parser.parse_args()
+    own_product, own_blocks, own_head = products._product, decode.alone_shape, sampling.head_tile
+    used: dict[str, Setting] = {}  # what stands in for the settings of each kernel, by its name
+    of_product = (*("rows", "stretches", "columns", "inner", "stages"), "lines", "warps")
+    names = {
+        "attention": ("first", "tile", "warps", "stages", "registers"),
+        "head": ("words", "inner", "stages", "warps"),
+    }
+
+    def chosen(name: str, setting: Setting) -> Setting:
+        return used.setdefault(name, setting)
+
+    def product(
+        x: Any, weight: Any, bias: Any, tile: Any, splits: int = 1, is_swiglu: bool = False, **others: Any
+    ) -> Any:
+        N, K = weight.shape
+        name = f"{N} x {K}, {splits} parts" if splits > 1 else f"{N} x {K}"
+        names.setdefault(name, of_product)
+        tile = products.Tile(*chosen(name, tile))
+        divides(K, splits * tile.S * tile.BK)
+        return own_product(x, weight, bias, tile, splits, is_swiglu, **others)
+
+    def blocks(*inputs: Any) -> Setting:
+        setting = chosen("attention", own_blocks(*inputs))
+        divides(setting[0], setting[1])
+        return setting
+
+    def head(rows: int, inner: int) -> Setting:
+        setting = chosen("head", own_head(rows, inner))
+        divides(inner, setting[1])
+        divides(setting[0], sampling.CELL)
+        return setting
+
+    products._product = product
+    decode.alone_shape, sampling.head_tile = blocks, head
+    engine = Engine(
+        our_model(MODELS[args.model]), max_batch_size=args.rows, max_model_len=args.length + 256, kv_cache_gib=8
+    )
+
+    def measured() -> float:
+        engine.captured.clear()
+        with torch.no_grad():
+            return step_ms(engine, args.rows, args.length)
+
+    end = time.monotonic() + args.seconds
+    first = best = measured()
+    print(f"as it is: {best:.4f} ms, {used}", flush=True)
+    moved = True
+    while moved and time.monotonic() < end:
+        moved = False
+        for name in list(used):
+            single = frozenset({"stretches"} if "parts" in name else ())  # a tile of parts has one stretch
+            for setting in beside(used[name], names[name], single):
+                if time.monotonic() > end:
+                    break
+                before, used[name] = used[name], setting
+                ms = tried(measured)
+                print(f"{name}: {tuple(setting)} {ms:.4f}", flush=True)
+                if ms < best * ENOUGH:
+                    best, moved = ms, True
+                    break  # what is beside that comes in the next round
+                used[name] = before
+    print("\n".join(f"{name}: {dict(zip(names[name], setting, strict=True))}" for name, setting in used.items()))
+    finish(before_ms=first, after_ms=best, ratio=first / best)
+
+
+def tried(measured: Callable[[], float]) -> float:
+    """Its time; infinite for a setting that a kernel or the card does not take."""
+    try:
+        return measured()
+    except Exception as error:
+        print(f"  {type(error).__name__}: {str(error).splitlines()[0][:100]}")
+        return float("inf")
+
+
+if __name__ == "__main__":
+    main()
