@@ -30,8 +30,7 @@ def _joined(acc, R: tl.constexpr, S: tl.constexpr, BN: tl.constexpr):
 def product_kernel(
     x, w, bias, squares, residual, norm, out, scaled, own_squares, M, N, K, k_split, stretch, P, eps,
     R: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SWIGLU: tl.constexpr, SQUARES: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SWIGLU: tl.constexpr, SQUARES: tl.constexpr, ONTO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tile (m, n), R x BN, of x M x K times w N x K transposed, over the k of split s: out[s] M x N. After that come,
     in this order, and all but the bias only where there is one split:
@@ -39,8 +38,7 @@ def product_kernel(
     SQUARES   x is that of a `Scaled`: division by its root mean square, of P sums of squares a row (SQUARES: room for)
     bias      in split 0
     SWIGLU    w has twice as many rows, gates above ups: silu(gate) * up
-    RESIDUAL  M x N, is added
-    NORM      the `Scaled` of the result is made as well
+    ONTO      residual M x N is added, and the `Scaled` of the result is made as well
 
     A matrix product on the chip has at least 16 rows, and each of its steps waits for the one before. So for fewer rows
     the inner dimension is cut into S stretches, k_split = S * stretch, which are rows and columns of their own: row
@@ -63,14 +61,14 @@ def product_kernel(
         bias_1N = tl.load(bias + of_n, of_n < N, other=0.0).to(tl.float32)
         if SWIGLU:
             bias_up_1N = tl.load(bias + N + of_n, of_n < N, other=0.0).to(tl.float32)
-    if NORM:
+    if ONTO:
         norm_1N = tl.load(norm + of_n, of_n < N, other=0.0).to(tl.float32)
     columns = starts[None, :] + k[:, None]
     wait_beside_next(PDL)
     if SQUARES:
         p = tl.arange(0, SQUARES)[None, :]
         squares_RP = tl.load(squares + p * M + of_m, (p < P) & (of_m < M), other=0.0)
-    if RESIDUAL:
+    if ONTO:
         before = tl.load(residual + at, inside, other=0.0).to(tl.float32)
     acc, up = tl.zeros((R * S, BN * S), tl.float32), tl.zeros((R * S, BN * S), tl.float32)
     there = (m < M)[:, None]  # rows that do not exist are not read: all programs would read the same ones
@@ -91,14 +89,14 @@ def product_kernel(
         acc += tl.where(split == 0, bias_1N, 0.0)
         if SWIGLU:
             up += bias_up_1N
-    if RESIDUAL:
+    if ONTO:
         acc += before
     result = acc.to(out.dtype.element_ty)
     if SWIGLU:  # rounded where the two kernels that this stands for round
         gate = result.to(tl.float32)
         result = (gate / (1.0 + tl.exp(-gate))).to(result.dtype) * up.to(result.dtype)
     tl.store(out + at, result, inside)
-    if NORM:
+    if ONTO:
         exact = result.to(tl.float32)
         tl.store(scaled + at, (exact * norm_1N).to(result.dtype), inside)
         row = pid_m * R + tl.arange(0, R)
@@ -126,8 +124,10 @@ def few_onto(
 ) -> tuple[Tensor, Scaled | None]:
     """residual + x W^T + b, T x O, and its norm where there is the weight of one. For what `gpu.is_few` accepts."""
     tile = few_tile(*residual.shape, x.shape[1], False)
-    out, made = _product(x, weight, bias, tile, residual=residual, norm=norm, eps=eps)
-    return out[0], made
+    # Without a norm one is made of any numbers, and not read: that costs less than another kernel to compile.
+    following = weight if norm is None else norm
+    out, made = _product(x, weight, bias, tile, onto=(residual, following, eps))
+    return out[0], None if norm is None else made
 
 
 class Tile(NamedTuple):
@@ -144,25 +144,24 @@ class Tile(NamedTuple):
 
 def _product(
     x: Tensor | Scaled, weight: Tensor, bias: Tensor | None, tile: Tile, splits: int = 1, is_swiglu: bool = False,
-    residual: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
+    onto: tuple[Tensor, Tensor, float] | None = None,
 ) -> tuple[Tensor, Scaled | None]:  # fmt: skip
-    squares = None if isinstance(x, Tensor) else x.squares_PT
-    x, eps = (x, eps) if isinstance(x, Tensor) else (x.scaled_TD, x.eps)
-    x = x.contiguous()
+    """`onto`: a residual stream, and weight and epsilon of the norm after it."""
+    squares, eps = (None, 0.0) if isinstance(x, Tensor) else (x.squares_PT, x.eps)
+    x = (x if isinstance(x, Tensor) else x.scaled_TD).contiguous()
     (M, K), N = x.shape, len(weight) // (1 + is_swiglu)
     out = x.new_empty(splits, M, N)
     tiles, stretch = -(-N // tile.BN), K // splits // tile.S
     stages = stages_of(tile.STAGES, tile.S * (tile.R + tile.BN * (1 + is_swiglu)), tile.BK)
     tile = tile._replace(LINES=min(tile.LINES, power_of_2(stretch // 64)), STAGES=stages)
-    made = None if norm is None else Scaled(x.new_empty(M, N), x.new_empty(tiles, M, dtype=torch.float32), eps)
+    made = None if onto is None else Scaled(x.new_empty(M, N), x.new_empty(tiles, M, dtype=torch.float32), onto[2])
     product_kernel[(tiles, -(-M // tile.R), splits)](
         x, weight, weight if bias is None else bias, x if squares is None else squares,
-        x if residual is None else residual.contiguous(), weight if norm is None else norm, out,
+        *((x, x) if onto is None else (onto[0].contiguous(), onto[1])), out,
         *((out, out) if made is None else (made.scaled_TD, made.squares_PT)), M, N, K, K // splits, stretch,
         0 if squares is None else len(squares), eps,
         **(options(tile.num_warps) | tile._asdict()), HAS_BIAS=bias is not None, SWIGLU=is_swiglu,
-        SQUARES=0 if squares is None else power_of_2(len(squares)), RESIDUAL=residual is not None,
-        NORM=norm is not None,
+        SQUARES=0 if squares is None else power_of_2(len(squares)), ONTO=onto is not None,
     )  # fmt: skip
     return out, made
 
