@@ -73,7 +73,8 @@ class DecodeGraphs:
 
         To be told again from step `looks_again` on: the best way to read what they do not share depends on its length.
         """
-        mean = sum(len(s.prompt) + step - s.first_step for s in sequences) / len(sequences) + SOON / 2  # halfway there
+        now = sum(len(s.prompt) + step - s.first_step for s in sequences) / len(sequences)
+        mean = now + SOON / 2  # in the middle of the steps until it is told again
         B, plan = padded(len(sequences)), self._stretches(sequences)
         taken: dict[int, int] = defaultdict(int)
         for _, _, members in plan:
