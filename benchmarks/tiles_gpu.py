@@ -56,14 +56,11 @@ def main() -> None:
     args = parser.parse_args()
     own_product, own_blocks, own_head = products._product, decode.alone_shape, sampling.head_tile
     used: dict[str, Setting] = {}  # what stands in for the settings of each kernel, by its name
-    of_product = (*("rows", "stretches", "columns", "inner", "stages"), "lines", "warps")
+    of_product = ("rows", "stretches", "columns", "inner", "stages", "lines", "warps")
     names = {
         "attention": ("first", "tile", "warps", "stages", "registers"),
         "head": ("words", "inner", "stages", "warps"),
     }
-
-    def chosen(name: str, setting: Setting) -> Setting:
-        return used.setdefault(name, setting)
 
     def product(
         x: Any, weight: Any, bias: Any, tile: Any, splits: int = 1, is_swiglu: bool = False, **others: Any
@@ -71,17 +68,17 @@ def main() -> None:
         N, K = weight.shape
         name = f"{N} x {K}, {splits} parts" if splits > 1 else f"{N} x {K}"
         names.setdefault(name, of_product)
-        tile = products.Tile(*chosen(name, tile))
+        tile = products.Tile(*used.setdefault(name, tile))
         divides(K, splits * tile.S * tile.BK)
         return own_product(x, weight, bias, tile, splits, is_swiglu, **others)
 
     def blocks(*inputs: Any) -> Setting:
-        setting = chosen("attention", own_blocks(*inputs))
+        setting = used.setdefault("attention", own_blocks(*inputs))
         divides(setting[0], setting[1])
         return setting
 
     def head(rows: int, inner: int) -> Setting:
-        setting = chosen("head", own_head(rows, inner))
+        setting = used.setdefault("head", own_head(rows, inner))
         divides(inner, setting[1])
         divides(setting[0], sampling.CELL)
         return setting

@@ -157,17 +157,22 @@ def test_a_model_whose_products_do_what_stands_around_them(which, products_of_fe
     assert len(calls) == products_of_few
 
 
-def test_tiles_of_few_rows(monkeypatch):
+def test_tiles_of_few_rows_have_room_on_a_multiprocessor(monkeypatch):
+    from hone.kernels import gpu
     from hone.kernels.gpu import products
 
     monkeypatch.setattr(products, "processors", lambda: 132)
-    for rows in range(1, 33):
-        for columns, inner in itertools.product((256, 1024, 1536, 2048, 4096, 8192), (64, 192, 512, 2048, 2560, 4096)):
-            for is_swiglu in (False, True):
-                tile = products.few_tile(rows, columns, inner, is_swiglu)
-                assert inner % (tile.BK * tile.S) == 0 and tile.R * tile.S >= 16
-                programs = -(-columns // tile.BN) * -(-rows // tile.R)
-                assert programs <= 132 or rows <= 2 or columns >= 16 * 132
+    columns_and_inner = itertools.product((256, 1024, 1536, 2048, 4096, 8192, 9728), (64, 192, 512, 2048, 2560, 4096))
+    for memory, rows, (columns, inner), is_swiglu in itertools.product(
+        (99 * 1024, 227 * 1024), range(1, 33), list(columns_and_inner), (False, True)
+    ):
+        monkeypatch.setattr(gpu, "shared_memory", lambda memory=memory: memory)
+        tile = products.few_tile(rows, columns, inner, is_swiglu)
+        numbers, stages = tile.R * tile.S + tile.BN * tile.S * (1 + is_swiglu), tile.stages(is_swiglu)
+        assert stages >= 2 and 2 * tile.BK * numbers * stages <= memory
+        assert inner % (tile.BK * tile.S) == 0 and (rows <= tile.R or rows > 16) and tile.R * tile.S >= 16
+        programs = -(-columns // tile.BN) * -(-rows // tile.R)
+        assert programs <= 132 or rows <= 2 or columns >= 16 * 132
 
 
 @pytest.mark.parametrize("memory, stages", [(99, 3), (163, 6), (227, 8)])
@@ -194,7 +199,7 @@ def test_measured_tiles_have_room_on_a_hopper(monkeypatch):
     tiles += [(products.short_tile(rows, is_swiglu), is_swiglu) for rows in (40, 128) for is_swiglu in (False, True)]
     tiles += [(products.part_tile(rows, width, 512), False) for rows in (8, 32, 64, 256) for width in (64, 128)]
     for tile, is_swiglu in tiles:
-        assert gpu.stages_of(tile.STAGES, tile.S * (tile.R + tile.BN * (1 + is_swiglu)), tile.BK) == tile.STAGES
+        assert tile.stages(is_swiglu) == tile.STAGES
     for rows in (16, 32, 128, 256):
         columns, inner, stages, _ = sampling.head_tile(rows, 1024)
         assert gpu.stages_of(stages, min(rows, 128) + columns, inner) == stages

@@ -83,8 +83,7 @@ def pack(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str =
     flat, ends = flatten(ids, np.int64), np.cumsum(lengths)
     source = np.delete(np.arange(len(flat)), ends - 1)
     tokens, following = flat[source], np.delete(flat, ends - lengths)
-    is_target = flatten(masks, bool)
-    keep = np.flatnonzero(np.delete(is_target, ends - lengths))
+    keep = np.flatnonzero(np.delete(flatten(masks, bool), ends - lengths))
     sequence = np.repeat(np.arange(len(lengths)), lengths - 1)[keep]
     tokens_T, keep_K, targets_N, sequence_N = _tensors(device, tokens, keep, following[keep], sequence)
     return Packed(attention, tokens_T, keep_K, None, targets_N, sequence_N, source, source[keep] + 1)
@@ -92,8 +91,6 @@ def pack(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str =
 
 def flatten(rows: Sequence[Sequence[Any]], dtype: type) -> np.ndarray:
     """Rows end to end: one pass, where an array of each row would cost as much as the rest of packing."""
-    if dtype is bool:
-        return np.frombuffer(b"".join(map(bytes, rows)), bool)
     return np.fromiter(chain.from_iterable(rows), dtype, sum(map(len, rows)))
 
 

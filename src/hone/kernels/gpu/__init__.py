@@ -81,9 +81,9 @@ def shared_memory() -> int:
 
 
 def stages_of(wanted: int, rows: int, inner: int) -> int:
-    """How many stages of a tile of half precision, so many rows by so many numbers, there is room for: two at least."""
+    """How many stages of a tile of half precision, so many rows by so many numbers, there is room for."""
     room = shared_memory() - 2**14  # for what becomes of a tile
-    return max(min(wanted, room // (2 * rows * inner)), 2)
+    return min(wanted, room // (2 * rows * inner))
 
 
 def options(warps: int) -> dict[str, int | bool]:

@@ -141,6 +141,10 @@ class Tile(NamedTuple):
     LINES: int = 2  # of weights that are fetched ahead into the L2 cache, at most
     num_warps: int = 4
 
+    def stages(self, is_swiglu: bool) -> int:
+        """How many of its stages there is room for."""
+        return stages_of(self.STAGES, self.S * (self.R + self.BN * (1 + is_swiglu)), self.BK)
+
 
 def _product(
     x: Tensor | Scaled, weight: Tensor, bias: Tensor | None, tile: Tile, splits: int = 1, is_swiglu: bool = False,
@@ -152,8 +156,7 @@ def _product(
     (M, K), N = x.shape, len(weight) // (1 + is_swiglu)
     out = x.new_empty(splits, M, N)
     tiles, stretch = -(-N // tile.BN), K // splits // tile.S
-    stages = stages_of(tile.STAGES, tile.S * (tile.R + tile.BN * (1 + is_swiglu)), tile.BK)
-    tile = tile._replace(LINES=min(tile.LINES, power_of_2(stretch // 64)), STAGES=stages)
+    tile = tile._replace(LINES=min(tile.LINES, power_of_2(stretch // 64)), STAGES=tile.stages(is_swiglu))
     made = None if onto is None else Scaled(x.new_empty(M, N), x.new_empty(tiles, M, dtype=torch.float32), onto[2])
     product_kernel[(tiles, -(-M // tile.R), splits)](
         x, weight, weight if bias is None else bias, x if squares is None else squares,
@@ -200,7 +203,8 @@ def few_tile(rows: int, columns: int, inner: int, is_swiglu: bool) -> Tile:
         BN, BK = 64, 64
     while inner % (64 * S):
         S //= 2
-    return Tile(max(R, 16 // S), S, BN, BK if inner % (BK * S) == 0 else 64, stages)
+    tile = Tile(max(R, 16 // S), S, BN, BK, stages)
+    return tile if inner % (BK * S) == 0 and tile.stages(is_swiglu) > 1 else tile._replace(BK=64)
 
 
 @triton.jit(do_not_specialize=["M"])
