@@ -24,10 +24,12 @@ def put_rows(x: Tensor, index: Tensor, rows: int) -> Tensor:
     return x.new_zeros(rows, *x.shape[1:]).index_add(0, index, x)
 
 
-def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int) -> Tensor:
-    width = x_TI.shape[1] // splits
-    pairs = zip(x_TI.split(width, 1), weight_OI.split(width, 1), strict=True)
-    parts = torch.stack([F.linear(x, w) for x, w in pairs])
+def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int, step: int) -> Tensor:
+    """Parts of the inner dimension of whole steps, the last ones a step longer where they cannot be alike."""
+    steps = x_TI.shape[1] // step
+    ends = [(split + 1) * steps // splits * step for split in range(splits - 1)]
+    pieces = zip(x_TI.tensor_split(ends, 1), weight_OI.tensor_split(ends, 1), strict=True)
+    parts = torch.stack([F.linear(x, w) for x, w in pieces])
     if bias_O is not None:
         parts[0] += bias_O
     return parts

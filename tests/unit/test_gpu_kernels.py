@@ -87,15 +87,15 @@ def test_heads_of_a_projection_and_their_place_in_the_cache(with_norm):
 
 
 @pytest.mark.parametrize("rows, splits, width, with_bias", [
-    (1, 1, 64, False), (20, 2, 64, True), (40, 1, 64, True), (200, 4, 128, False),
+    (1, 1, 64, False), (20, 2, 64, True), (40, 1, 64, True), (40, 3, 128, True), (200, 4, 128, False),
 ])  # fmt: skip
 def test_parts_of_a_product(rows, splits, width, with_bias):
-    from hone.kernels.gpu.products import parts
+    from hone.kernels.gpu.products import part_tile, parts
 
     x, weight = torch.randn(rows, 256, device=DEVICE), torch.randn(96, 256, device=DEVICE)
     bias = torch.randn(96, device=DEVICE) if with_bias else None
     found = parts(x, weight, bias, splits, width)
-    close(found, twins.linear_parts(x, weight, bias, splits), 1e-3)
+    close(found, twins.linear_parts(x, weight, bias, splits, part_tile(rows, width, 256).BK), 1e-3)
     close(found.sum(0), F.linear(x, weight, bias), 1e-3)
 
 
@@ -205,15 +205,18 @@ def test_measured_tiles_have_room_on_a_hopper(monkeypatch):
         assert gpu.stages_of(stages, min(rows, 128) + columns, inner) == stages
 
 
-@pytest.mark.parametrize("rows, columns, inner, expected", [
-    (32, 1024, 2048, (8, 64)), (128, 1024, 3072, (8, 64)), (256, 1024, 3072, (4, 64)),  # Qwen3-0.6B
-    (128, 2048, 6144, (4, 64)), (256, 2048, 6144, (4, 128)), (128, 2560, 9728, (4, 128)), (256, 2560, 9728, (1, 64)),
-    (300, 1024, 2048, (1, 64)), (32, 1024, 192, (1, 64)),
+@pytest.mark.parametrize("rows, columns, inner, expected", [  # 0.6B, 1.7B, 4B, 7B, others
+    (32, 1024, 2048, (8, 64)), (64, 1024, 3072, (8, 64)), (128, 1024, 3072, (8, 64)), (256, 1024, 3072, (4, 64)),
+    (64, 2048, 2048, (8, 128)), (128, 2048, 6144, (4, 64)), (256, 2048, 2048, (2, 64)), (256, 2048, 6144, (4, 128)),
+    (32, 2560, 9728, (6, 64)), (64, 2560, 9728, (6, 128)), (128, 2560, 9728, (3, 64)), (256, 2560, 9728, (3, 128)),
+    (64, 3584, 18944, (4, 128)), (128, 3584, 3584, (4, 128)), (256, 3584, 18944, (1, 64)),
+    (300, 1024, 2048, (1, 64)), (32, 1024, 192, (1, 64)), (32, 1024, 100, (1, 64)),
 ])  # fmt: skip
 def test_into_how_many_parts_a_product_is_cut(rows, columns, inner, expected, monkeypatch):
     from hone.kernels import gpu
 
     monkeypatch.setattr(gpu, "takes", lambda x: True)
+    monkeypatch.setattr(gpu, "processors", lambda: 132)
     assert gpu.splits(torch.empty(rows, inner, device="meta"), torch.empty(columns, inner, device="meta")) == expected
 
 

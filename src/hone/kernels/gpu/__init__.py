@@ -27,6 +27,7 @@ HALF = (torch.bfloat16, torch.float16)
 FEW_TOKENS = 256  # up to here a product is bound by fetching weights
 FUSED_TOKENS = 8  # up to here products also do what stands around them
 FEWEST_TOKENS = 32  # up to here with small weights, too; the arithmetic of a tile is a small part of its time
+MOST_PARTS, LONG_PART = 8, 800  # of the inner dimension of a product; numbers of one that pays for wide tiles
 MANY_TOKENS, SMALL_WEIGHT = 128, 7 * 2**20  # up to here starting early is worth more than what torch's product gains
 
 
@@ -137,18 +138,19 @@ def is_few(x_TI: Tensor, weight_OI: Tensor) -> bool:
 
 def splits(x_TI: Tensor, weight_OI: Tensor) -> tuple[int, int]:
     """Into how many parts of its inner dimension a product of few tokens is cut, so that all of the chip has a part,
-    and how many columns a tile then has."""
+    and how many columns a tile then has. As measured (benchmarks/RESULTS.md)."""
     (rows, inner), T = weight_OI.shape, len(x_TI)
-    if x_TI.dim() != 2 or T > FEW_TOKENS or not takes(x_TI):
+    if x_TI.dim() != 2 or T > FEW_TOKENS or inner % 64 or not takes(x_TI):
         return 1, 64
+    most = processors() * (2 if T <= FEWEST_TOKENS else 1)  # programs; two of few tokens find room beside each other
 
     def cut(width: int) -> tuple[int, int]:  # parts, programs
-        parts, tiles = 1, -(-rows // width) * -(-T // 128)
-        while parts < 8 and tiles * parts * 2 <= most and inner % (parts * 128) == 0:
-            parts *= 2
+        tiles = -(-rows // width) * -(-T // 128)
+        parts = max(1, min(MOST_PARTS, most // tiles, inner // 128))
         return parts, tiles * parts
 
-    most = 200 if T <= FEWEST_TOKENS else 144  # programs; with few tokens more of them fit the chip
-    (parts, programs), (wide, fewer) = cut(64), cut(128)
-    is_wide = T > 64 and 1 < parts < wide <= 4 and fewer == programs
-    return (wide, 128) if is_wide else (parts, 64)
+    (parts, programs), (wide, as_many) = cut(64), cut(128)
+    is_long = 2 < wide <= 4 and inner // wide >= LONG_PART
+    if T > FEWEST_TOKENS and wide > 1 and programs <= as_many and (T <= 64 or is_long):
+        return wide, 128
+    return parts, 64

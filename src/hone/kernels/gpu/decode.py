@@ -306,7 +306,9 @@ def alone_shape(is_long: bool, blocks: int, head_size: int) -> tuple[int, int, i
         return 128, 32, 8, 2, 128
     if is_long or gpu.are_few(blocks):
         return 64, 64, 4, 2, 128
-    return (32, 16, 2, 2, 128) if blocks <= 8 * gpu.processors() else (16, 16, 1, 1, 128)
+    if blocks <= 8 * gpu.processors():
+        return 32, 16, 2, 2, 128
+    return 16, 16, 1, 2 if head_size <= 64 else 1, 128
 
 
 def decode(

@@ -28,12 +28,14 @@ def _joined(acc, R: tl.constexpr, S: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "P"])
 def product_kernel(
-    x, w, bias, squares, residual, norm, out, scaled, own_squares, M, N, K, k_split, stretch, P, eps,
+    x, w, bias, squares, residual, norm, out, scaled, own_squares, M, N, K, stretch, P, eps,
     R: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SWIGLU: tl.constexpr, SQUARES: tl.constexpr, ONTO: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SWIGLU: tl.constexpr, SQUARES: tl.constexpr, ONTO: tl.constexpr, IS_PART: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tile (m, n), R x BN, of x M x K times w N x K transposed, over the k of split s: out[s] M x N. After that come,
-    in this order, and all but the bias only where there is one split:
+    """Tile (m, n), R x BN, of x M x K times w N x K transposed, over the k of split s: out[s] M x N. Where there are
+    several splits (IS_PART), some are a step longer than others, and no more than a bias comes after the product. Else
+    in this order:
 
     SQUARES   x is that of a `Scaled`: division by its root mean square, of P sums of squares a row (SQUARES: room for)
     bias      in split 0
@@ -41,19 +43,24 @@ def product_kernel(
     ONTO      residual M x N is added, and the `Scaled` of the result is made as well
 
     A matrix product on the chip has at least 16 rows, and each of its steps waits for the one before. So for fewer rows
-    the inner dimension is cut into S stretches, k_split = S * stretch, which are rows and columns of their own: row
-    m * S + s is stretch s of row m, column n * S + s that of column n. What comes of two different ones is thrown away.
+    the inner dimension is cut into S stretches, which are rows and columns of their own: row m * S + s is stretch s of
+    row m, column n * S + s that of column n. What comes of two different ones is thrown away.
     """
     pid_n, pid_m, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i, j, k = tl.arange(0, R * S), tl.arange(0, BN * S), tl.arange(0, BK)
     m, n = pid_m * R + i // S, pid_n * BN + j // S
-    rows = x + m[:, None].to(tl.int64) * K + (split * k_split + (i % S) * stretch)[:, None] + k[None, :]
-    starts = w + (n % N).to(tl.int64) * K + (split * k_split + (j % S) * stretch)
+    steps = stretch // BK
+    first, end = 0, steps
+    if IS_PART:
+        first, end = split * steps // tl.num_programs(2), (split + 1) * steps // tl.num_programs(2)
+    rows = x + m[:, None].to(tl.int64) * K + ((i % S) * stretch)[:, None] + k[None, :]
+    starts = w + (n % N).to(tl.int64) * K + (j % S) * stretch
     to_up = N.to(tl.int64) * K
     if PDL:  # the weights do not depend on the kernel before
-        prefetch(starts[:, None], stretch, LINES)
+        ahead = starts[:, None] + first * BK
+        prefetch(ahead, stretch, LINES)
         if SWIGLU:
-            prefetch(starts[:, None] + to_up, stretch, LINES)
+            prefetch(ahead + to_up, stretch, LINES)
     of_m, of_n = (pid_m * R + tl.arange(0, R))[:, None], (pid_n * BN + tl.arange(0, BN))[None, :]
     inside, at = (of_m < M) & (of_n < N), (split * M + of_m).to(tl.int64) * N + of_n
     # What is added after the loop is fetched before it. The weights do not depend on the kernel before.
@@ -72,7 +79,7 @@ def product_kernel(
         before = tl.load(residual + at, inside, other=0.0).to(tl.float32)
     acc, up = tl.zeros((R * S, BN * S), tl.float32), tl.zeros((R * S, BN * S), tl.float32)
     there = (m < M)[:, None]  # rows that do not exist are not read: all programs would read the same ones
-    for t in tl.range(0, stretch // BK, num_stages=STAGES):
+    for t in tl.range(first, end, num_stages=STAGES):
         tile = tl.load(rows + t * BK, there, other=0.0)
         acc = tl.dot(tile, tl.load(columns + t * BK), acc)
         if SWIGLU:
@@ -105,7 +112,7 @@ def product_kernel(
 
 def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int, width: int) -> Tensor:
     """Parts S x T x O of x W^T + b, each over a stretch of the inner dimension, in tiles of so many columns."""
-    return _product(x, weight, bias, part_tile(len(x), width, x.shape[1] // splits), splits)[0]
+    return _product(x, weight, bias, part_tile(len(x), width, x.shape[1]), splits)[0]
 
 
 def short(x: Tensor, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
@@ -155,16 +162,18 @@ def _product(
     x = (x if isinstance(x, Tensor) else x.scaled_TD).contiguous()
     (M, K), N = x.shape, len(weight) // (1 + is_swiglu)
     out = x.new_empty(splits, M, N)
-    tiles, stretch = -(-N // tile.BN), K // splits // tile.S
-    tile = tile._replace(LINES=min(tile.LINES, power_of_2(stretch // 64)), STAGES=tile.stages(is_swiglu))
+    tiles, stretch = -(-N // tile.BN), K // tile.S
+    lines = min(tile.LINES, power_of_2(stretch // splits // 64))
+    tile = tile._replace(LINES=lines, STAGES=tile.stages(is_swiglu))
     made = None if onto is None else Scaled(x.new_empty(M, N), x.new_empty(tiles, M, dtype=torch.float32), onto[2])
     product_kernel[(tiles, -(-M // tile.R), splits)](
         x, weight, weight if bias is None else bias, x if squares is None else squares,
         *((x, x) if onto is None else (onto[0].contiguous(), onto[1])), out,
-        *((out, out) if made is None else (made.scaled_TD, made.squares_PT)), M, N, K, K // splits, stretch,
+        *((out, out) if made is None else (made.scaled_TD, made.squares_PT)), M, N, K, stretch,
         0 if squares is None else len(squares), eps,
         **(options(tile.num_warps) | tile._asdict()), HAS_BIAS=bias is not None, SWIGLU=is_swiglu,
         SQUARES=0 if squares is None else power_of_2(len(squares)), ONTO=onto is not None,
+        IS_PART=splits > 1,
     )  # fmt: skip
     return out, made
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hone.kernels import numerics, row_state
-from hone.kernels.gpu import options, power_of_2
+from hone.kernels.gpu import options, power_of_2, processors
 from hone.kernels.gpu.launching import wait, wait_beside_next
 
 FIELDS, LENGTH = tl.constexpr(row_state.FIELDS), tl.constexpr(row_state.LENGTH)
@@ -61,9 +61,10 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     out = torch.empty_like(x)
     total = x if delta is None else torch.empty_like(x)
     parts = 0 if delta is None else len(delta) if delta.dim() == 3 else 1
+    warps = (8 if D <= 1024 else 16) if T < 1024 or numerics.keeps_order("norms") else 2
     add_norm_kernel[(T,)](
         x, x if delta is None else delta.contiguous(), weight, total, out, eps, T * D, D,
-        PARTS=parts, BLOCK=power_of_2(D), **options(8 if T < 1024 or numerics.keeps_order("norms") else 2),
+        PARTS=parts, BLOCK=power_of_2(D), **options(warps),
     )  # fmt: skip
     return total, out
 
@@ -86,7 +87,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     T, F = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(T, F)
-    swiglu_kernel[(T, -(-F // 1024))](gate_up, out, F, BLOCK=1024, **options(4))
+    at_once = 16 * processors()  # blocks of 4 warps
+    block = 1024 if at_once >= T * -(-F // 1024) else 2048
+    swiglu_kernel[(T, -(-F // block))](gate_up, out, F, BLOCK=block, **options(4))
     return out
 
 
