@@ -3,25 +3,39 @@
     with together():          # every launch inside compiles, none runs
         what will be done     # on memory of the right shapes; the numbers that come out mean nothing
 
-Compiled code is kept in Triton's cache directory, so that this takes a moment from the second time on.
+Half of that time is Python's, and threads take turns in it. So what Triton's cache directory lacks is compiled by other
+processes, which leave it there, and by a few threads, until those have started:
+
+    a launch ─► a thread ─► is it in the cache? ─► a process, or the thread itself ─► loaded from the cache
+
+Compiled code stays in the cache, so that all this takes a moment from the second time on, and no process is started.
 """
 
 import contextvars
+import hashlib
+import importlib
 import logging
 import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from hone.kernels import gpu
 
-THREADS = 16
+THREADS, PROCESSES = 16, 8  # at most; processes are half as many as cores
+ALONE = 2  # threads that compile themselves
 WORTH_SAYING = 1.0  # seconds
+READY, FAILED = b"+", b"-"
 log = logging.getLogger("hone")
 
 
@@ -36,21 +50,131 @@ def together() -> Iterator[None]:
 
     start, run = time.perf_counter(), JITFunction.run
     in_context = partial(torch.zeros, 1, device="cuda")  # a thread that loads kernels needs the device's context
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), initializer=in_context) as pool:
-        with triton.AsyncCompileMode(pool) as compiling:
-            # AsyncCompileMode holds for a contextvars context, and autograd runs backward in another thread.
-            context = contextvars.copy_context()
+    compilers = Compilers(min(PROCESSES, (os.cpu_count() or 1) // 2))
+    with (
+        ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), initializer=in_context) as pool,
+        compilers,
+        triton.AsyncCompileMode(pool) as compiling,
+    ):
+        # AsyncCompileMode holds for a contextvars context, and autograd runs backward in another thread.
+        context, functions = contextvars.copy_context(), set[Any]()
 
-            def only_compile(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-                return context.copy().run(run, function, *args, grid=grid, warmup=True, **options)
+        def loaded(*args: Any, **options: Any) -> Any:
+            kernel = compilers.compile(*args, **options)
+            _ = kernel.run  # makes what launches it, for which Triton may call a C compiler, and loads it
+            return kernel
 
-            JITFunction.run = only_compile
-            try:
-                yield
-            finally:
-                JITFunction.run = run
-        # Reading `run` makes what launches a kernel, for which Triton may call a C compiler, and loads it.
-        list(pool.map(lambda kernel: kernel.result().run, compiling.future_kernels.values()))
+        def only_compile(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            _ = function.device_caches[torch.cuda.current_device()]  # of a function that is new this sets `compile`
+            function.compile = loaded
+            functions.add(function)
+            return context.copy().run(run, function, *args, grid=grid, warmup=True, **options)
+
+        JITFunction.run = only_compile
+        try:
+            yield
+        finally:
+            JITFunction.run = run
+    for function in functions:
+        function.compile = triton.compile
     seconds = time.perf_counter() - start
     if seconds > WORTH_SAYING:
         log.info("Compiled %d kernels in %.1f s; Triton keeps them", len(compiling.future_kernels), seconds)
+
+
+class Compilers:
+    """`compile` in place of Triton's own, for many threads at once. Up to `processes` others compile, from the first
+    kernel on that Triton's cache lacks until the end of `with`."""
+
+    def __init__(self, processes: int) -> None:
+        self.wanted, self.started, self.lock = processes, list[subprocess.Popen[bytes]](), threading.Lock()
+        self.idle: queue.SimpleQueue[Callable[[bytes], None]] = queue.SimpleQueue()
+        for _ in range(ALONE):
+            self.idle.put(lambda job: None)
+
+    def __enter__(self) -> "Compilers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.started:
+            process.kill()
+            process.communicate()
+
+    def compile(self, src: Any, target: Any, options: dict[str, Any], _env_vars: dict[str, str]) -> Any:
+        import triton
+
+        if not _is_kept(src, target, options, _env_vars):
+            self._start()
+            elsewhere = self.idle.get()
+            function = src.fn
+            job = (function.module, function.fn.__qualname__, src.signature, src.constants, src.attrs)
+            elsewhere(pickle.dumps((job, target, options, _env_vars)))
+            try:
+                return triton.compile(src, target=target, options=options, _env_vars=_env_vars)
+            finally:
+                self.idle.put(elsewhere)
+        return triton.compile(src, target=target, options=options, _env_vars=_env_vars)
+
+    def _start(self) -> None:
+        with self.lock:
+            wanted, self.wanted = self.wanted, 0
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+        for _ in range(wanted):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "hone.kernels.gpu.compiling"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
+            self.started.append(process)
+            threading.Thread(target=self._join, args=(process,), daemon=True).start()
+
+    def _join(self, process: "subprocess.Popen[bytes]") -> None:
+        assert process.stdin is not None and process.stdout is not None
+        if process.stdout.read(1) == READY:
+            self.idle.put(partial(_ask, process.stdin, process.stdout))
+
+
+def _is_kept(src: Any, target: Any, options: dict[str, Any], env_vars: dict[str, str]) -> bool:
+    """Whether Triton's cache has this kernel."""
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.cache import get_cache_key, get_cache_manager
+
+    backend = make_backend(target)
+    key = get_cache_key(src, backend, backend.parse_options(dict(options)), env_vars)
+    name = f"{src.name[:150]}.json"
+    return name in (get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name) or {})
+
+
+def _ask(to: IO[bytes], back: IO[bytes], job: bytes) -> None:
+    """Returns when a process has put the kernel into the cache, or failed to."""
+    try:
+        to.write(job)
+        to.flush()
+        back.read(1)
+    except OSError:
+        return  # it has ended; who asked compiles
+
+
+def serve(jobs: IO[bytes], results: IO[bytes]) -> None:
+    """Compiles what it is asked for, until there is no more."""
+    import triton
+    from triton.compiler import ASTSource
+
+    results.write(READY)
+    results.flush()
+    while True:
+        try:
+            (module, name, *source), target, options, env_vars = pickle.load(jobs)
+        except EOFError:
+            return
+        try:
+            function = getattr(importlib.import_module(module), name)
+            triton.compile(ASTSource(function, *source), target=target, options=options, _env_vars=env_vars)
+            results.write(READY)
+        except Exception:  # who asked compiles once more, and says what is wrong
+            results.write(FAILED)
+        results.flush()
+
+
+if __name__ == "__main__":
+    own_results, sys.stdout = sys.stdout.buffer, sys.stderr  # nothing else is written there
+    serve(sys.stdin.buffer, own_results)

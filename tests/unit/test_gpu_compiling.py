@@ -1,0 +1,62 @@
+"""Kernels compiled by other processes, for a card that need not be there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+# In a process of its own: where kernels are interpreted, as in other tests, Triton compiles none.
+SCRIPT = """
+import os, sys, threading, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from hone.kernels.gpu import compiling, rows
+
+seen = []
+triton.knobs.compilation.listener = lambda **found: seen.append((found["src"].constants[(3,)], found["cache_hit"]))
+kernel = rows.swiglu_kernel
+names = dict(gate_up="*bf16", out="*bf16", F="i32", BLOCK="constexpr", PDL="constexpr")
+compiling.ALONE = 0  # others compile all
+
+def compiled(compilers, block):
+    source = ASTSource(kernel, names, {(3,): block, (4,): False}, {(0,): [["tt.divisibility", 16]]})
+    made = compilers.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4}, get_cache_invalidating_env_vars())
+    assert made.asm["cubin"] and made.metadata.num_warps == 4
+
+with compiling.Compilers(2) as compilers:
+    threads = [threading.Thread(target=compiled, args=(compilers, 128 << i)) for i in range(3)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    others = [process.pid for process in compilers.started]
+assert sorted(seen) == [(128, True), (256, True), (512, True)], seen
+assert len(others) == 2 and not any(os.path.exists(f"/proc/{pid}") for pid in others)
+
+with compiling.Compilers(2) as compilers:  # what is kept needs nobody
+    compiled(compilers, 256)
+    assert compilers.started == []
+
+with compiling.Compilers(1) as compilers:  # one that has ended leaves it to who asks
+    compilers._start()
+    ask = compilers.idle.get()
+    compilers.started[0].kill()
+    compilers.started[0].wait()
+    compilers.idle.put(ask)
+    compiled(compilers, 1024)
+assert seen[-1] == (1024, False), seen
+print("done")
+"""
+
+
+def test_other_processes_compile_what_the_cache_lacks(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
