@@ -61,10 +61,11 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     out = torch.empty_like(x)
     total = x if delta is None else torch.empty_like(x)
     parts = 0 if delta is None else len(delta) if delta.dim() == 3 else 1
-    warps = (8 if D <= 1024 else 16) if T < 1024 or numerics.keeps_order("norms") else 2
+    block = power_of_2(D)
+    warps = min(max(block // 128, 8), 32) if T < 1024 or numerics.keeps_order("norms") else 2
     add_norm_kernel[(T,)](
         x, x if delta is None else delta.contiguous(), weight, total, out, eps, T * D, D,
-        PARTS=parts, BLOCK=power_of_2(D), **options(warps),
+        PARTS=parts, BLOCK=block, **options(warps),
     )  # fmt: skip
     return total, out
 
