@@ -37,7 +37,7 @@ async def bare(url: str, model: str, count: int) -> None:
         async with slots:
             await client.chat(Prompt(examples[i].prompt), Sampling(1.0, 20, i))
 
-    async with HttpClient(url, model, max_concurrent=AT_ONCE) as client:
+    async with HttpClient(url, model) as client:
         await asyncio.gather(*map(one, range(len(examples))))
 
 

@@ -150,7 +150,7 @@ async def signal(environment: Environment, chosen: list[Example], args: argparse
     n = args.rollouts_per_example
     if args.api_base_url is None:
         raise ValueError("hone env check: -m MODEL needs its server, -b http://HOST:PORT/v1")
-    async with HttpClient(args.api_base_url, args.model, max_concurrent=64) as client:
+    async with HttpClient(args.api_base_url, args.model) as client:
         await client.check()
         sampling = Sampling(1.0, args.max_tokens, args.seed)
         rollouts = await attempts(environment, client, chosen, n, sampling, at_once=64)

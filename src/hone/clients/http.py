@@ -1,7 +1,6 @@
 """The client of an OpenAI-compatible server: the model as environments see it, over HTTP."""
 
 import asyncio
-import itertools
 import os
 import time
 from dataclasses import asdict
@@ -9,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from hone.clients.wire import Wire, is_direct
 from hone.config.sections import LOOPBACK, ClientConfig, own_key
 from hone.records import Completion, ContextFull, Prompt, Refused, Sampling, Turn
 
@@ -34,7 +34,6 @@ class HttpClient:
         api_key: str | None = None,
         extra_body: dict[str, Any] | None = None,
         timeout: float = 600.0,
-        max_concurrent: int = 32,
         retries: int = 3,
         is_hone: bool = False,
     ) -> None:
@@ -42,22 +41,16 @@ class HttpClient:
         self.base_url, self.model, self.extra_body = base_url.rstrip("/"), model, extra_body or {}
         self.timeout, self.retries, self.is_hone = timeout, retries, is_hone
         self.prompt_tokens = self.completion_tokens = 0  # of all answers
-        limits = httpx.Limits(max_connections=None)
-        # Several small pools: the cost of a request in httpx grows with the connections of its pool.
-        pools = -(-max_concurrent // 32)
-        # Proxy settings of the environment (HTTP_PROXY, …) are ignored for servers on this machine.
-        options: Any = {"headers": headers, "timeout": timeout, "limits": limits}
-        options["trust_env"] = httpx.URL(self.base_url).host not in LOOPBACK
-        self.pools = [httpx.AsyncClient(**options) for _ in range(pools)]
-        self.turn = itertools.cycle(self.pools)
-        self.controls = httpx.AsyncClient(**options)
+        self.http = httpx.AsyncClient(
+            headers=headers, timeout=timeout, transport=Wire() if is_direct(self.base_url) else None,
+            limits=httpx.Limits(max_connections=None), trust_env=httpx.URL(self.base_url).host not in LOOPBACK,
+        )  # fmt: skip
 
     async def __aenter__(self) -> "HttpClient":
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for pool in (*self.pools, self.controls):
-            await pool.aclose()
+        await self.http.aclose()
 
     async def check_key(self) -> None:
         """Raises ValueError, with what to do, if the server refuses the key or wants one."""
@@ -80,7 +73,7 @@ class HttpClient:
         deadline = time.monotonic() + patience
         while True:
             try:
-                answer = await self.pools[0].get(url, timeout=10.0)
+                answer = await self.http.get(url, timeout=10.0)
                 break
             except httpx.HTTPError as error:
                 if isinstance(error, httpx.ConnectError) and time.monotonic() < deadline:
@@ -139,9 +132,9 @@ class HttpClient:
         """Calls a control route of a Hone server: GET without a body, POST with one."""
         url = f"{self.base_url.removesuffix('/v1')}/{route}"
         if body is not None:
-            return await self._post(url, body, timeout, self.retries, self.controls)
+            return await self._post(url, body, timeout, self.retries)
         try:
-            answer = await self.controls.get(url, timeout=timeout)
+            answer = await self.http.get(url, timeout=timeout)
         except httpx.HTTPError as error:
             raise ServerLost(f"{url}: {_words(error)}") from None
         if answer.status_code != 200:
@@ -156,7 +149,7 @@ class HttpClient:
     async def why_down(self, timeout: float) -> str:
         """Why it does not answer on /health: it is gone, which shows at once, or silent; "" where it does."""
         try:
-            answer = await self.controls.get(f"{self.base_url.removesuffix('/v1')}/health", timeout=timeout)
+            answer = await self.http.get(f"{self.base_url.removesuffix('/v1')}/health", timeout=timeout)
         except httpx.ConnectError:
             return "it is gone: nothing listens there"
         except httpx.TimeoutException:
@@ -166,13 +159,12 @@ class HttpClient:
         return "" if answer.status_code == 200 else f"/health answered {answer.status_code}"
 
     async def _post(
-        self, url: str, body: dict[str, Any], timeout: float | None = None, retries: int = 0,
-        pool: httpx.AsyncClient | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, url: str, body: dict[str, Any], timeout: float | None = None, retries: int = 0
+    ) -> dict[str, Any]:
         timeout = timeout or self.timeout
         for attempt in range(retries + 1):
             try:
-                answer = await (pool or next(self.turn)).post(url, json=body, timeout=timeout)
+                answer = await self.http.post(url, json=body, timeout=timeout)
             except httpx.TimeoutException:
                 raise ServerLost(f"{url} did not answer within {timeout} s") from None
             except httpx.HTTPError as error:

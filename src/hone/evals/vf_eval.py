@@ -144,7 +144,7 @@ async def evaluate(
         failed, succeeds = failed + bool(rollout.error), succeeds or not rollout.error
         progress.add(number, rollout)
 
-    async with HttpClient(*server, args.sampling_args, args.timeout, most) as client:
+    async with HttpClient(*server, args.sampling_args, args.timeout) as client:
         await client.check()
         sampling = Sampling(args.temperature, args.max_tokens, args.seed)
         try:

@@ -1,0 +1,176 @@
+"""Requests over connections that are kept, answers in one piece: HTTP/1.1 as httpx speaks it, at a quarter of its cost.
+
+    httpx.AsyncClient(transport=Wire())      everything else of httpx stays: headers, JSON, errors, timeouts
+
+Answers are read by httptools, as Hone's server reads requests. Proxies are not used: `is_direct` says where none is.
+"""
+
+import asyncio
+import select
+import time
+import urllib.request
+from collections import defaultdict
+from functools import cached_property
+from ssl import SSLContext
+from typing import cast
+
+import httpx
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+
+from hone.config.sections import LOOPBACK
+
+IDLE = 5.0  # seconds that a connection is kept without a request, as in httpx: servers close theirs at some time
+Place = tuple[str, str, int]  # scheme, host, port
+Answer = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
+
+
+def is_direct(url: str) -> bool:
+    """Whether requests go to the server itself. Proxies of the environment are not for servers on this machine."""
+    parts = httpx.URL(url)
+    return parts.host in LOOPBACK or not urllib.request.getproxies() or bool(urllib.request.proxy_bypass(parts.host))
+
+
+class Wire(httpx.AsyncBaseTransport):
+    """Raises what httpx's own transport raises: ConnectError, ConnectTimeout, ReadTimeout, RemoteProtocolError.
+
+    A request that is cancelled ends its connection, so that the server knows.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Place, list[tuple[float, _Connection]]] = defaultdict(list)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        url = request.url
+        place = url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
+        data, timeout = _written(request, await request.aread()), request.extensions["timeout"]
+        connection = self._take(place) or await self._connect(place, timeout["connect"])
+        try:
+            async with asyncio.timeout(timeout["read"]):
+                status, headers, body = await connection.ask(data)
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"no answer within {timeout['read']} s") from None
+        finally:
+            if connection.is_open:  # it may serve another request
+                self._kept[place].append((time.monotonic(), connection))
+            else:
+                connection.close()
+        return httpx.Response(status, headers=headers, stream=httpx.ByteStream(body))
+
+    async def aclose(self) -> None:
+        for connections in self._kept.values():
+            for _, connection in connections:
+                connection.close()
+        self._kept.clear()
+
+    def _take(self, place: Place) -> "_Connection | None":
+        """The one that was used last; those that were not used for long are closed."""
+        kept = self._kept[place]
+        while kept and (kept[0][0] < time.monotonic() - IDLE or not kept[0][1].is_open):
+            kept.pop(0)[1].close()
+        while kept:
+            _, connection = kept.pop()
+            if connection.is_open and not connection.has_news():
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self, place: Place, timeout: float | None) -> "_Connection":
+        scheme, host, port = place
+        context = self._context if scheme == "https" else None
+        try:
+            async with asyncio.timeout(timeout):
+                _, connection = await asyncio.get_running_loop().create_connection(_Connection, host, port, ssl=context)
+        except TimeoutError:
+            raise httpx.ConnectTimeout(f"no connection within {timeout} s") from None
+        except OSError as error:
+            raise httpx.ConnectError(str(error)) from None
+        return connection
+
+    @cached_property
+    def _context(self) -> SSLContext:
+        return httpx.create_ssl_context()
+
+
+def _written(request: httpx.Request, body: bytes) -> bytes:
+    lines = [f"{request.method} ".encode() + request.url.raw_path + b" HTTP/1.1"]
+    for name, value in request.headers.raw:
+        if b"\r" in value or b"\n" in value:
+            raise httpx.LocalProtocolError(f"the value of header {name.decode()} has more than one line")
+        lines.append(name + b": " + value)
+    return b"\r\n".join([*lines, b"", body])
+
+
+class _Connection(asyncio.Protocol):
+    """One request at a time; `is_open`: to another one."""
+
+    is_open = _has_head = False
+    _answer: asyncio.Future[Answer] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is none by its class
+
+    def ask(self, data: bytes) -> asyncio.Future[Answer]:
+        self._parser = HttpResponseParser(self)
+        self._headers, self._body = list[tuple[bytes, bytes]](), list[bytes]()
+        self._answer, self.is_open, self._has_head = asyncio.get_running_loop().create_future(), False, False
+        self._transport.write(data)
+        return self._answer
+
+    def has_news(self) -> bool:
+        """Whether something has come that nobody asked for: the other side has ended it, as a rule."""
+        news = select.poll()
+        news.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(news.poll(0))
+
+    def close(self) -> None:
+        self.is_open = False
+        self._transport.abort()
+
+    # ------------------------------------------------------------------------------------ called by the event loop
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None or self._answer.done():  # nobody has asked
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            self._fail(f"not HTTP: {error}")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        if self._answer is None or self._answer.done():
+            return
+        named = {name.lower() for name, _ in self._headers}
+        if self._has_head and error is None and not named & {b"content-length", b"transfer-encoding"}:
+            self.on_message_complete()  # its end is that of the connection
+        else:
+            self._fail("the server closed the connection before its answer was whole")
+
+    def _fail(self, words: str) -> None:
+        assert self._answer is not None
+        if not self._answer.done():
+            self._answer.set_exception(httpx.RemoteProtocolError(words))
+        self.close()
+
+    # ------------------------------------------------------------------------------------ called by the parser
+
+    def on_message_begin(self) -> None:
+        self._has_head = False
+        self._headers.clear()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self._has_head = True
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200 or self._answer is None or self._answer.done():  # what comes before an answer
+            return
+        self.is_open = self._parser.should_keep_alive() and not self._transport.is_closing()
+        self._answer.set_result((status, self._headers, b"".join(self._body)))
