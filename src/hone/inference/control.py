@@ -65,7 +65,7 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
     """Adds the control routes; `is_guarded`: every route asks for a key already."""
     sampler = served.sampler
 
-    def from_here(request: Request) -> None:
+    async def from_here(request: Request) -> None:  # no thread is asked for it
         is_relayed = bool({"origin", "forwarded", "x-forwarded-for"} & set(request.headers))  # a browser, a proxy
         if not is_guarded and (
             request.client is None or request.client.host.removeprefix("::ffff:") not in LOOPBACK or is_relayed

@@ -28,6 +28,7 @@ from torch import Tensor
 from hone.kernels import gpu, numerics
 from hone.kernels.flat_attention import Sequences, flat_attention, takes
 from hone.kernels.gpu_training import heads_attention
+from hone.kernels.host import to_device
 from hone.kernels.norm_rope import norm_rope
 from hone.kernels.rows import put_rows, take_rows
 
@@ -106,7 +107,7 @@ class FlatAttention:
         """Where queries, and keys, of each sequence start, and the most of each."""
         _, lengths, _, before = self.sequences.rows.T
         starts = (np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (lengths, lengths + before))
-        of_q, of_k = (torch.from_numpy(x).to(self.device) for x in starts)
+        of_q, of_k = (to_device(x, self.device) for x in starts)
         return of_q, of_k, int(lengths.max()), int((lengths + before).max())
 
     @cached_property
@@ -135,7 +136,7 @@ class PackedAttention(FlatAttention):
     def positions(self) -> Tensor:
         """Position of every flat token in its own sequence: completions go on where their prompt ends."""
         start, length, _, before = self.sequences.rows.T
-        return torch.from_numpy(np.arange(self.count) - np.repeat(start - before, length)).to(self.device)
+        return to_device(np.arange(self.count) - np.repeat(start - before, length), self.device)
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
         turn, wants_kernel = heads.rotation, torch.is_grad_enabled() or self.has_prefixes
@@ -157,7 +158,7 @@ class ContinuedAttention(FlatAttention):
         rows = np.stack([ends - own, own, ends - own - earlier, earlier], axis=1)
         super().__init__(Sequences(rows, np.arange(len(rows) + 1)), device)
         spans = [np.arange(end - n, end) for n, end in zip(lengths, ends, strict=True)]
-        self.own_T = torch.from_numpy(np.concatenate(spans)).to(self.device)  # where the queries stand among the keys
+        self.own_T = to_device(np.concatenate(spans), self.device)  # where the queries stand among the keys
 
     def attend(self, q_THE: Tensor, k_SKE: Tensor, v_SKE: Tensor) -> Tensor:
         """T x (H * E), for S keys of T queries and all before them."""
@@ -199,7 +200,7 @@ class _Bucket:
         own_BC, of_P = start + np.minimum(in_C, length - 1), prefix + np.minimum(in_P, before - 1)
         is_own = in_C < length
         tensors = (own_BC, np.concatenate([of_P, own_BC], 1), own_BC[is_own], np.flatnonzero(is_own), in_P < before)
-        self.queries, self.keys, self.flat, self.cells, sees_BP = (torch.from_numpy(x).to(device) for x in tensors)
+        self.queries, self.keys, self.flat, self.cells, sees_BP = (to_device(x, device) for x in tensors)
         self.mask: Tensor | None = None  # without prefixes: causal
         if len(in_P):
             causal_CC = torch.ones(len(in_C), len(in_C), dtype=torch.bool, device=device).tril()

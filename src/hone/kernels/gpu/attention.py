@@ -20,6 +20,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.kernels.host import to_device
+
 TILE = 64
 KEYS = 32  # that a query takes up at once
 FIELDS = tl.constexpr(6)  # of a tile
@@ -68,7 +70,7 @@ def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.devi
     )
 
     def on_device(table: NDArray[np.int64], work: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(table[np.argsort(-work, kind="stable")].astype(np.int32)).to(device)
+        return to_device(table[np.argsort(-work, kind="stable")].astype(np.int32), device)
 
     return Tiles(
         on_device(of_queries, index * TILE + prefix_lengths[sequence]), on_device(of_keys, end - first),

@@ -11,12 +11,13 @@ from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from hone.config.rl import TrainerConfig
 from hone.kernels import numerics
 from hone.kernels.gpu import trains_model
-from hone.kernels.host import started_to_host
+from hone.kernels.host import started_to_host, to_device
 from hone.models.lora import add_lora, seed_dropout, without_lora
 from hone.models.transformer import Transformer
 from hone.monitors.statistics import summary
@@ -245,13 +246,13 @@ class RLTrainer:
         packed = pack_samples([s.ids for s in samples], [s.mask for s in samples], self.device)
         sequence_N = packed.sequence_N
         temperature_N, advantage_N, weight_N = (
-            torch.tensor(values, dtype=torch.float32, device=self.device)[sequence_N]
+            to_device(np.array(values, dtype=np.float32), self.device)[sequence_N]
             for values in ([s.temperature for s in samples], [s.advantage for s in samples], weights)
         )
         self.model.routing_TR = None
         if self._replays(samples):
-            rows = torch.from_numpy(routing_of(samples, spare=1)[packed.source_T])
-            self.model.routing_TR = rows.to(self.device, torch.int64)
+            rows = routing_of(samples, spare=1)[packed.source_T]
+            self.model.routing_TR = to_device(rows, self.device).to(torch.int64)
         self.laps("data")
         reference_N = None
         if "reference" in loss.needs:
