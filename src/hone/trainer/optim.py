@@ -1,5 +1,6 @@
 """AdamW and Muon, schedule and clipping, over fp32 masters where the weights are stored in half precision."""
 
+import logging
 import math
 from functools import partial
 
@@ -17,6 +18,7 @@ from hone.trainer.ranks import Ranks
 from hone.trainer.sharding import is_sharded, local
 
 HALF = (torch.bfloat16, torch.float16)
+log = logging.getLogger("hone")
 
 
 def learning_rate(optim: OptimConfig, schedule: SchedulerConfig, step: int, max_steps: int) -> float:
@@ -96,6 +98,7 @@ class Optimizer:
                 f"optim.offload: the optimiser's state takes {wanted / 2**30:.1f} GiB, this machine has "
                 f"{machine.memory() / 2**30:.1f} GiB of memory; optim.state_dtype = bfloat16 takes less"
             )
+        log.info("Locking %.1f GiB of this machine's memory for the optimiser's state", wanted / 2**30)
 
     def _kept(self, like: Tensor, dtype: torch.dtype, value: Tensor | None = None) -> Tensor:
         """A part of the state in the shape of `like`, zeros or a value, where the state is kept."""
