@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-# In a process of its own: where kernels are interpreted, as in other tests, Triton compiles none, and which of the two it
-# does is settled when it is imported.
+# In a process of its own: whether Triton compiles kernels or, as in other tests, interprets them is settled when it is
+# imported.
 SCRIPT = """
 import os, sys, threading, triton
 from triton.backends.compiler import GPUTarget

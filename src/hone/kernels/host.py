@@ -46,8 +46,8 @@ def reachable_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def touch(memory: Tensor) -> None:
-    """Has the system provide new memory, zeros in bytes, by all cores: CUDA would by one, 0.2 GiB a second in some virtual
-    machines."""
+    """Has the system provide new memory, zeros in bytes, by all cores. CUDA would ask for it with one: 0.2 GiB a second
+    in some virtual machines."""
     parts = memory.split(STRETCH)
     with ThreadPoolExecutor(min(os.cpu_count() or 1, len(parts))) as pool:
         list(pool.map(lambda part: part[:: mmap.PAGESIZE].zero_(), parts))
