@@ -32,7 +32,7 @@ with compiling.Compilers(2) as compilers:
     threads = [threading.Thread(target=compiled, args=(compilers, 128 << i)) for i in range(3)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    others = [process.pid for process in compilers.started]
+    others = [process.pid for process, _ in compilers.started]
 assert sorted(seen) == [(128, True), (256, True), (512, True)], seen
 assert len(others) == 2 and not any(os.path.exists(f"/proc/{pid}") for pid in others)
 
@@ -43,8 +43,9 @@ with compiling.Compilers(2) as compilers:  # what is kept needs nobody
 with compiling.Compilers(1) as compilers:  # one that has ended leaves it to who asks
     compilers._start()
     ask = compilers.idle.get()
-    compilers.started[0].kill()
-    compilers.started[0].wait()
+    process, _ = compilers.started[0]
+    process.kill()
+    process.wait()
     compilers.idle.put(ask)
     compiled(compilers, 1024)
 assert seen[-1] == (1024, False), seen

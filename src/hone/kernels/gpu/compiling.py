@@ -50,33 +50,35 @@ def together() -> Iterator[None]:
 
     start, run = time.perf_counter(), JITFunction.run
     in_context = partial(torch.zeros, 1, device="cuda")  # a thread that loads kernels needs the device's context
-    compilers = Compilers(min(PROCESSES, (os.cpu_count() or 1) // 2))
-    with (
-        ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), initializer=in_context) as pool,
-        compilers,
-        triton.AsyncCompileMode(pool) as compiling,
-    ):
-        # AsyncCompileMode holds for a contextvars context, and autograd runs backward in another thread.
-        context, functions = contextvars.copy_context(), set[Any]()
+    functions = set[Any]()
+    try:
+        with (
+            ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), initializer=in_context) as pool,
+            Compilers(min(PROCESSES, (os.cpu_count() or 1) // 2)) as compilers,
+            triton.AsyncCompileMode(pool) as compiling,
+        ):
+            # AsyncCompileMode holds for a contextvars context, and autograd runs backward in another thread.
+            context = contextvars.copy_context()
 
-        def loaded(*args: Any, **options: Any) -> Any:
-            kernel = compilers.compile(*args, **options)
-            _ = kernel.run  # makes what launches it, for which Triton may call a C compiler, and loads it
-            return kernel
+            def loaded(*args: Any, **options: Any) -> Any:
+                kernel = compilers.compile(*args, **options)
+                _ = kernel.run  # makes what launches it, for which Triton may call a C compiler, and loads it
+                return kernel
 
-        def only_compile(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            _ = function.device_caches[torch.cuda.current_device()]  # of a function that is new this sets `compile`
-            function.compile = loaded
-            functions.add(function)
-            return context.copy().run(run, function, *args, grid=grid, warmup=True, **options)
+            def only_compile(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+                _ = function.device_caches[torch.cuda.current_device()]  # of a function that is new this sets `compile`
+                function.compile = loaded
+                functions.add(function)
+                return context.copy().run(run, function, *args, grid=grid, warmup=True, **options)
 
-        JITFunction.run = only_compile
-        try:
-            yield
-        finally:
-            JITFunction.run = run
-    for function in functions:
-        function.compile = triton.compile
+            JITFunction.run = only_compile
+            try:
+                yield
+            finally:
+                JITFunction.run = run
+    finally:  # not before: what waits for a thread asks for `compile` then
+        for function in functions:
+            function.compile = triton.compile
     seconds = time.perf_counter() - start
     if seconds > WORTH_SAYING:
         log.info("Compiled %d kernels in %.1f s; Triton keeps them", len(compiling.future_kernels), seconds)
@@ -87,7 +89,8 @@ class Compilers:
     kernel on that Triton's cache lacks until the end of `with`."""
 
     def __init__(self, processes: int) -> None:
-        self.wanted, self.started, self.lock = processes, list[subprocess.Popen[bytes]](), threading.Lock()
+        self.wanted, self.lock = processes, threading.Lock()
+        self.started: list[tuple[subprocess.Popen[bytes], threading.Thread]] = []
         self.idle: queue.SimpleQueue[Callable[[bytes], None]] = queue.SimpleQueue()
         for _ in range(ALONE):
             self.idle.put(lambda job: None)
@@ -96,8 +99,9 @@ class Compilers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.started:
+        for process, joining in self.started:
             process.kill()
+            joining.join()
             process.communicate()
 
     def compile(self, src: Any, target: Any, options: dict[str, Any], _env_vars: dict[str, str]) -> Any:
@@ -124,8 +128,9 @@ class Compilers:
                 [sys.executable, "-m", "hone.kernels.gpu.compiling"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 env=environment, start_new_session=True,
             )  # fmt: skip
-            self.started.append(process)
-            threading.Thread(target=self._join, args=(process,), daemon=True).start()
+            joining = threading.Thread(target=self._join, args=(process,), daemon=True)
+            self.started.append((process, joining))
+            joining.start()
 
     def _join(self, process: "subprocess.Popen[bytes]") -> None:
         assert process.stdin is not None and process.stdout is not None
