@@ -69,7 +69,7 @@ def main() -> None:
         name = f"{N} x {K}, {splits} parts" if splits > 1 else f"{N} x {K}"
         names.setdefault(name, of_product)
         tile = products.Tile(*used.setdefault(name, tile))
-        divides(K, splits * tile.S * tile.BK)
+        divides(K, tile.S * tile.BK)
         return own_product(x, weight, bias, tile, splits, is_swiglu, **others)
 
     def blocks(*inputs: Any) -> Setting:

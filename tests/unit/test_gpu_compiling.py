@@ -11,7 +11,8 @@ import pytest
 # In a process of its own: whether Triton compiles kernels or, as in other tests, interprets them is settled when it is
 # imported.
 SCRIPT = """
-import os, sys, threading, triton
+import os, triton
+from concurrent.futures import ThreadPoolExecutor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton._C.libtriton import get_cache_invalidating_env_vars
@@ -29,9 +30,8 @@ def compiled(compilers, block):
     assert made.asm["cubin"] and made.metadata.num_warps == 4
 
 with compiling.Compilers(2) as compilers:
-    threads = [threading.Thread(target=compiled, args=(compilers, 128 << i)) for i in range(3)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda block: compiled(compilers, block), (128, 256, 512)))
     others = [process.pid for process, _ in compilers.started]
 assert sorted(seen) == [(128, True), (256, True), (512, True)], seen
 assert len(others) == 2 and not any(os.path.exists(f"/proc/{pid}") for pid in others)

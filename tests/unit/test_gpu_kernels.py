@@ -62,10 +62,12 @@ def test_embeddings_of_the_newest_tokens():
     assert torch.equal(newest_embeddings(embed, active, state), embed[[10, 9, 4]])
 
 
-def test_swiglu():
-    from hone.kernels.gpu.rows import swiglu
+@pytest.mark.parametrize("rows, columns", [(3, 160), (40, 3000)])  # more blocks of 1,024 than are there at once
+def test_swiglu(rows, columns, monkeypatch):
+    from hone.kernels.gpu import rows as of_rows
 
-    x = torch.randn(3, 160, device=DEVICE)
+    monkeypatch.setattr(of_rows, "processors", lambda: 2)
+    swiglu, x = of_rows.swiglu, torch.randn(rows, columns, device=DEVICE)
     close(swiglu(x), swiglu_reference(x))
 
 

@@ -25,6 +25,7 @@ ANSWERS["gzip"] = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length:
 BROKEN = {
     "half": b"HTTP/1.1 200 OK\r\nContent-Length: 300000\r\n\r\n" + LONG[:1000],
     "nothing": b"",
+    "no more than a promise": b"HTTP/1.1 100 Continue\r\n\r\n",
     "not HTTP": b"hello\r\n\r\n",
     "not gzip": b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nhello",
 }
@@ -38,13 +39,14 @@ class Heard:
 
 
 @asynccontextmanager
-async def served(answer, silent=False, **options):
+async def served(answer, silent=False, port=0, **options):
     """A server that gives every request that answer. The end of its connections where the answer does not tell."""
-    heard = Heard()
+    heard, open_ = Heard(), []
     ends = not silent and (answer in BROKEN.values() or answer in (ANSWERS["until the end"], ANSWERS["close"]))
 
     async def serve(reader, writer):
         heard.connections += 1
+        open_.append(writer)
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -60,9 +62,11 @@ async def served(answer, silent=False, **options):
             heard.closed.set()
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, **options)
+    server = await asyncio.start_server(serve, "127.0.0.1", port, **options)
     async with server:
         yield f"{'https' if options else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/x?y=z", heard
+        for writer in open_:
+            writer.close()
 
 
 @pytest.fixture(params=["httpx", "wire"])
@@ -132,16 +136,34 @@ def test_nobody_there_and_what_cannot_be_sent(transport):
     asyncio.run(talk())
 
 
-def test_a_connection_that_ended_meanwhile_is_not_used(transport):
+@pytest.mark.parametrize("pause", [0.0, 0.05])
+def test_a_connection_that_ended_meanwhile_is_not_used(transport, pause):
     async def talk():
         async with httpx.AsyncClient(transport=transport()) as client:
-            async with served(ANSWERS["length"]) as (url, _):
+            async with served(ANSWERS["length"]) as (url, before):
                 await client.get(url)
-            port = httpx.URL(url).port
-            await asyncio.sleep(0.05)
-            again = await asyncio.start_server(lambda r, w: w.write(ANSWERS["chunks"]), "127.0.0.1", port)
-            async with again:
+            await asyncio.sleep(pause)
+            async with served(ANSWERS["chunks"], port=httpx.URL(url).port) as (url, after):
                 assert (await client.get(url)).content == LONG
+            assert (len(before.requests), len(after.requests)) == (1, 1)
+
+    asyncio.run(talk())
+
+
+def test_what_comes_after_an_answer_is_not_taken_for_one():
+    more = b"HTTP/1.1 408 Request Timeout\r\nX-Late: 1\r\nContent-Length: 0\r\n\r\n"
+
+    async def talk():
+        for late in (more, more[:20]):
+            async with (
+                served(ANSWERS["length"] + late) as (url, heard),
+                httpx.AsyncClient(transport=transport()) as client,
+            ):
+                for _ in range(2):
+                    answer = await client.get(url)
+                    assert (answer.status_code, answer.content) == (200, LONG)
+                    assert answer.headers["content-length"] == "300000" and "x-late" not in answer.headers
+                assert heard.connections == 2
 
     asyncio.run(talk())
 

@@ -1,6 +1,7 @@
 """The client of an OpenAI-compatible server: the model as environments see it, over HTTP."""
 
 import asyncio
+import importlib.util
 import os
 import time
 from dataclasses import asdict
@@ -8,7 +9,6 @@ from typing import Any
 
 import httpx
 
-from hone.clients.wire import Wire, is_direct
 from hone.config.sections import LOOPBACK, ClientConfig, own_key
 from hone.records import Completion, ContextFull, Prompt, Refused, Sampling, Turn
 
@@ -42,7 +42,7 @@ class HttpClient:
         self.timeout, self.retries, self.is_hone = timeout, retries, is_hone
         self.prompt_tokens = self.completion_tokens = 0  # of all answers
         self.http = httpx.AsyncClient(
-            headers=headers, timeout=timeout, transport=Wire() if is_direct(self.base_url) else None,
+            headers=headers, timeout=timeout, transport=_transport(self.base_url),
             limits=httpx.Limits(max_connections=None), trust_env=httpx.URL(self.base_url).host not in LOOPBACK,
         )  # fmt: skip
 
@@ -225,6 +225,15 @@ def connect(config: ClientConfig, model: str, **options: Any) -> list[HttpClient
             raise ValueError(f"client.api-key-var: the environment variable {config.api_key_var} is not set")
     urls = [url if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1" for url in config.base_url]
     return [HttpClient(url, model, key or own_key(url), is_hone=True, **options) for url in urls]
+
+
+def _transport(url: str) -> httpx.AsyncBaseTransport | None:
+    """The quicker one where it serves; None stands for httpx's own."""
+    if importlib.util.find_spec("httptools") is None:
+        return None
+    from hone.clients.wire import Wire, is_direct
+
+    return Wire() if is_direct(url) else None
 
 
 def _words(error: httpx.HTTPError) -> str:

@@ -1,8 +1,9 @@
 """Requests over connections that are kept, answers in one piece: HTTP/1.1 as httpx speaks it, at a quarter of its cost.
 
-    httpx.AsyncClient(transport=Wire())      everything else of httpx stays: headers, JSON, errors, timeouts
+    httpx.AsyncClient(transport=Wire())      headers, JSON and errors stay those of httpx
 
-Answers are read by httptools, as Hone's server reads requests. Proxies are not used: `is_direct` says where none is.
+Answers are read by httptools, as Hone's server reads requests. The read timeout is that of the whole answer. Proxies
+are not used (`is_direct` says where none is), and HEAD requests, whose answers have no body, are refused.
 """
 
 import asyncio
@@ -12,13 +13,14 @@ import urllib.request
 from collections import defaultdict
 from functools import cached_property
 from ssl import SSLContext
-from typing import cast
+from typing import Any, cast
 
 import httpx
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from hone.config.sections import LOOPBACK
 
+NEXT_ADDRESS = 0.25  # seconds until another address of a host is tried beside one that does not answer
 IDLE = 5.0  # seconds that a connection is kept without a request, as in httpx: servers close theirs at some time
 Place = tuple[str, str, int]  # scheme, host, port
 Answer = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
@@ -27,7 +29,8 @@ Answer = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
 def is_direct(url: str) -> bool:
     """Whether requests go to the server itself. Proxies of the environment are not for servers on this machine."""
     parts = httpx.URL(url)
-    return parts.host in LOOPBACK or not urllib.request.getproxies() or bool(urllib.request.proxy_bypass(parts.host))
+    proxies = set(urllib.request.getproxies()) - {"no"}
+    return parts.host in LOOPBACK or not proxies or bool(urllib.request.proxy_bypass(parts.host))
 
 
 class Wire(httpx.AsyncBaseTransport):
@@ -38,9 +41,12 @@ class Wire(httpx.AsyncBaseTransport):
 
     def __init__(self) -> None:
         self._kept: dict[Place, list[tuple[float, _Connection]]] = defaultdict(list)
+        self._is_over = False
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         url = request.url
+        if request.method == "HEAD":
+            raise httpx.UnsupportedProtocol("HEAD requests are not made over these connections")
         place = url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
         data, timeout = _written(request, await request.aread()), request.extensions["timeout"]
         connection = self._take(place) or await self._connect(place, timeout["connect"])
@@ -50,13 +56,14 @@ class Wire(httpx.AsyncBaseTransport):
         except TimeoutError:
             raise httpx.ReadTimeout(f"no answer within {timeout['read']} s") from None
         finally:
-            if connection.is_open:  # it may serve another request
+            if connection.is_open and not self._is_over:
                 self._kept[place].append((time.monotonic(), connection))
             else:
                 connection.close()
         return httpx.Response(status, headers=headers, stream=httpx.ByteStream(body))
 
     async def aclose(self) -> None:
+        self._is_over = True
         for connections in self._kept.values():
             for _, connection in connections:
                 connection.close()
@@ -69,17 +76,21 @@ class Wire(httpx.AsyncBaseTransport):
             kept.pop(0)[1].close()
         while kept:
             _, connection = kept.pop()
-            if connection.is_open and not connection.has_news():
+            if not connection.has_ended():
                 return connection
             connection.close()
         return None
 
     async def _connect(self, place: Place, timeout: float | None) -> "_Connection":
         scheme, host, port = place
-        context = self._context if scheme == "https" else None
+        loop, options = asyncio.get_running_loop(), dict[str, Any]()
+        if isinstance(loop, asyncio.BaseEventLoop):  # uvloop's is none, and tries one address after the other
+            options["happy_eyeballs_delay"] = NEXT_ADDRESS
+        if scheme == "https":
+            options["ssl"] = self._context
         try:
             async with asyncio.timeout(timeout):
-                _, connection = await asyncio.get_running_loop().create_connection(_Connection, host, port, ssl=context)
+                _, connection = await loop.create_connection(_Connection, host, port, **options)
         except TimeoutError:
             raise httpx.ConnectTimeout(f"no connection within {timeout} s") from None
         except OSError as error:
@@ -101,7 +112,7 @@ def _written(request: httpx.Request, body: bytes) -> bytes:
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time; `is_open`: to another one."""
+    """One request at a time; `is_open`: whether it may take another one."""
 
     is_open = _has_head = False
     _answer: asyncio.Future[Answer] | None = None
@@ -116,8 +127,10 @@ class _Connection(asyncio.Protocol):
         self._transport.write(data)
         return self._answer
 
-    def has_news(self) -> bool:
-        """Whether something has come that nobody asked for: the other side has ended it, as a rule."""
+    def has_ended(self) -> bool:
+        """Whether it is closed, or something has come that nobody asked for: the other side's end, as a rule."""
+        if not self.is_open or self._transport.is_closing():
+            return True
         news = select.poll()
         news.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
         return bool(news.poll(0))
@@ -156,21 +169,23 @@ class _Connection(asyncio.Protocol):
     # ------------------------------------------------------------------------------------ called by the parser
 
     def on_message_begin(self) -> None:
-        self._has_head = False
-        self._headers.clear()
+        self._headers, self._body = [], []
+        if self._answer is None or self._answer.done():  # a second answer, which nobody asked for
+            self.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name, value))
+        if not self._has_head:  # what comes after the body is left out
+            self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        self._has_head = True
+        self._has_head = self._parser.get_status_code() >= 200  # else the answer comes after this one
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status < 200 or self._answer is None or self._answer.done():  # what comes before an answer
+        if not self._has_head or self._answer is None or self._answer.done():
             return
         self.is_open = self._parser.should_keep_alive() and not self._transport.is_closing()
-        self._answer.set_result((status, self._headers, b"".join(self._body)))
+        self._answer.set_result((self._parser.get_status_code(), self._headers, b"".join(self._body)))
+        self._answer, self._headers, self._body = None, [], []

@@ -2,7 +2,6 @@
 
 import contextlib
 import mmap
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from hone.machine import cores
 
 STRETCH = 2**26  # bytes of memory that one thread asks for
 
@@ -49,7 +50,7 @@ def touch(memory: Tensor) -> None:
     """Has the system provide new memory, zeros in bytes, by all cores. CUDA would ask for it with one: 0.2 GiB a second
     in some virtual machines."""
     parts = memory.split(STRETCH)
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, len(parts))) as pool:
+    with ThreadPoolExecutor(min(cores(), len(parts))) as pool:
         list(pool.map(lambda part: part[:: mmap.PAGESIZE].zero_(), parts))
 
 

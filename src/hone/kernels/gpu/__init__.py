@@ -27,7 +27,8 @@ HALF = (torch.bfloat16, torch.float16)
 FEW_TOKENS = 256  # up to here a product is bound by fetching weights
 FUSED_TOKENS = 8  # up to here products also do what stands around them
 FEWEST_TOKENS = 32  # up to here with small weights, too; the arithmetic of a tile is a small part of its time
-MOST_PARTS, LONG_PART = 8, 800  # of the inner dimension of a product; numbers of one that pays for wide tiles
+MOST_PARTS = 8  # of the inner dimension of a product
+LONG_PART = 800  # numbers of a part that is worth tiles of 128 columns
 MANY_TOKENS, SMALL_WEIGHT = 128, 7 * 2**20  # up to here starting early is worth more than what torch's product gains
 
 
@@ -140,7 +141,7 @@ def splits(x_TI: Tensor, weight_OI: Tensor) -> tuple[int, int]:
     """Into how many parts of its inner dimension a product of few tokens is cut, so that all of the chip has a part,
     and how many columns a tile then has. As measured (benchmarks/RESULTS.md)."""
     (rows, inner), T = weight_OI.shape, len(x_TI)
-    if x_TI.dim() != 2 or T > FEW_TOKENS or inner % 64 or not takes(x_TI):
+    if x_TI.dim() != 2 or not 0 < T <= FEW_TOKENS or inner % 64 or not takes(x_TI):
         return 1, 64
     most = processors() * (2 if T <= FEWEST_TOKENS else 1)  # programs; two of few tokens find room beside each other
 

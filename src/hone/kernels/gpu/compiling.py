@@ -31,6 +31,7 @@ from typing import IO, Any
 import torch
 
 from hone.kernels import gpu
+from hone.machine import cores
 
 THREADS, PROCESSES = 16, 8  # at most; processes are half as many as cores
 ALONE = 2  # threads that compile themselves
@@ -53,8 +54,8 @@ def together() -> Iterator[None]:
     functions = set[Any]()
     try:
         with (
-            ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), initializer=in_context) as pool,
-            Compilers(min(PROCESSES, (os.cpu_count() or 1) // 2)) as compilers,
+            ThreadPoolExecutor(min(THREADS, cores()), initializer=in_context) as pool,
+            Compilers(min(PROCESSES, cores() // 2)) as compilers,
             triton.AsyncCompileMode(pool) as compiling,
         ):
             # AsyncCompileMode holds for a contextvars context, and autograd runs backward in another thread.
@@ -76,7 +77,7 @@ def together() -> Iterator[None]:
                 yield
             finally:
                 JITFunction.run = run
-    finally:  # not before: what waits for a thread asks for `compile` then
+    finally:  # only now: kernels that are queued look up `compile` when a thread takes them
         for function in functions:
             function.compile = triton.compile
     seconds = time.perf_counter() - start
@@ -109,11 +110,10 @@ class Compilers:
 
         if not _is_kept(src, target, options, _env_vars):
             self._start()
-            elsewhere = self.idle.get()
-            function = src.fn
+            elsewhere, function = self.idle.get(), src.fn
             job = (function.module, function.fn.__qualname__, src.signature, src.constants, src.attrs)
-            elsewhere(pickle.dumps((job, target, options, _env_vars)))
             try:
+                elsewhere(pickle.dumps((job, target, options, _env_vars)))
                 return triton.compile(src, target=target, options=options, _env_vars=_env_vars)
             finally:
                 self.idle.put(elsewhere)
@@ -124,10 +124,13 @@ class Compilers:
             wanted, self.wanted = self.wanted, 0
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
         for _ in range(wanted):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "hone.kernels.gpu.compiling"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                env=environment, start_new_session=True,
-            )  # fmt: skip
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "hone.kernels.gpu.compiling"], stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE, env=environment, start_new_session=True,
+                )  # fmt: skip
+            except OSError:  # no more processes may be started: it takes longer
+                return
             joining = threading.Thread(target=self._join, args=(process,), daemon=True)
             self.started.append((process, joining))
             joining.start()
@@ -155,7 +158,7 @@ def _ask(to: IO[bytes], back: IO[bytes], job: bytes) -> None:
         to.write(job)
         to.flush()
         back.read(1)
-    except OSError:
+    except (OSError, ValueError):
         return  # it has ended; who asked compiles
 
 
@@ -181,5 +184,6 @@ def serve(jobs: IO[bytes], results: IO[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    own_results, sys.stdout = sys.stdout.buffer, sys.stderr  # nothing else is written there
-    serve(sys.stdin.buffer, own_results)
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)  # nothing else is written to them
+        serve(sys.stdin.buffer, answers)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hone.kernels import numerics, row_state
-from hone.kernels.gpu import options, power_of_2, processors
+from hone.kernels.gpu import FEW_TOKENS, options, power_of_2, processors
 from hone.kernels.gpu.launching import wait, wait_beside_next
 
 FIELDS, LENGTH = tl.constexpr(row_state.FIELDS), tl.constexpr(row_state.LENGTH)
@@ -88,8 +88,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     T, F = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(T, F)
-    at_once = 16 * processors()  # blocks of 4 warps
-    block = 1024 if at_once >= T * -(-F // 1024) else 2048
+    at_once = 16 * processors()  # blocks of 4 warps; what has far more of them is bound by its bytes
+    block = 2048 if at_once < T * -(-F // 1024) and T <= FEW_TOKENS else 1024
     swiglu_kernel[(T, -(-F // block))](gate_up, out, F, BLOCK=block, **options(4))
     return out
 
