@@ -161,8 +161,7 @@ class _Connection(asyncio.Protocol):
             self._fail("the server closed the connection before its answer was whole")
 
     def _fail(self, words: str) -> None:
-        assert self._answer is not None
-        if not self._answer.done():
+        if self._answer is not None and not self._answer.done():
             self._answer.set_exception(httpx.RemoteProtocolError(words))
         self.close()
 
