@@ -72,7 +72,7 @@ class Wire(httpx.AsyncBaseTransport):
     def _take(self, place: Place) -> "_Connection | None":
         """The one that was used last; those that were not used for long are closed."""
         kept = self._kept[place]
-        while kept and (kept[0][0] < time.monotonic() - IDLE or not kept[0][1].is_open):
+        while kept and kept[0][0] < time.monotonic() - IDLE:
             kept.pop(0)[1].close()
         while kept:
             _, connection = kept.pop()
@@ -127,6 +127,11 @@ class _Connection(asyncio.Protocol):
         self._transport.write(data)
         return self._answer
 
+    @property
+    def _asked(self) -> asyncio.Future[Answer] | None:
+        """The answer that somebody waits for."""
+        return None if self._answer is None or self._answer.done() else self._answer
+
     def has_ended(self) -> bool:
         """Whether it is closed, or something has come that nobody asked for: the other side's end, as a rule."""
         if not self.is_open or self._transport.is_closing():
@@ -142,7 +147,7 @@ class _Connection(asyncio.Protocol):
     # ------------------------------------------------------------------------------------ called by the event loop
 
     def data_received(self, data: bytes) -> None:
-        if self._answer is None or self._answer.done():  # nobody has asked
+        if self._asked is None:
             self.close()
             return
         try:
@@ -152,7 +157,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
-        if self._answer is None or self._answer.done():
+        if self._asked is None:
             return
         named = {name.lower() for name, _ in self._headers}
         if self._has_head and error is None and not named & {b"content-length", b"transfer-encoding"}:
@@ -161,15 +166,15 @@ class _Connection(asyncio.Protocol):
             self._fail("the server closed the connection before its answer was whole")
 
     def _fail(self, words: str) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(httpx.RemoteProtocolError(words))
+        if self._asked is not None:
+            self._asked.set_exception(httpx.RemoteProtocolError(words))
         self.close()
 
     # ------------------------------------------------------------------------------------ called by the parser
 
     def on_message_begin(self) -> None:
         self._headers, self._body = [], []
-        if self._answer is None or self._answer.done():  # a second answer, which nobody asked for
+        if self._asked is None:  # a second answer
             self.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -183,8 +188,8 @@ class _Connection(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        if not self._has_head or self._answer is None or self._answer.done():
+        if not self._has_head or self._asked is None:
             return
         self.is_open = self._parser.should_keep_alive() and not self._transport.is_closing()
-        self._answer.set_result((self._parser.get_status_code(), self._headers, b"".join(self._body)))
+        self._asked.set_result((self._parser.get_status_code(), self._headers, b"".join(self._body)))
         self._answer, self._headers, self._body = None, [], []

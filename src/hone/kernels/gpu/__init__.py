@@ -151,6 +151,7 @@ def splits(x_TI: Tensor, weight_OI: Tensor) -> tuple[int, int]:
         return parts, tiles * parts
 
     (parts, programs), (wide, as_many) = cut(64), cut(128)
+    # Two parts are no quicker than torch's product, and more than four than parts of narrow tiles.
     is_long = 2 < wide <= 4 and inner // wide >= LONG_PART
     if T > FEWEST_TOKENS and wide > 1 and programs <= as_many and (T <= 64 or is_long):
         return wide, 128

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import IO, Any
 
@@ -36,7 +36,7 @@ from hone.machine import cores
 THREADS, PROCESSES = 16, 8  # at most; processes are half as many as cores
 ALONE = 2  # threads that compile themselves
 WORTH_SAYING = 1.0  # seconds
-READY, FAILED = b"+", b"-"
+DONE = b"+"  # what a process says when it has started, and after each kernel
 log = logging.getLogger("hone")
 
 
@@ -108,16 +108,17 @@ class Compilers:
     def compile(self, src: Any, target: Any, options: dict[str, Any], _env_vars: dict[str, str]) -> Any:
         import triton
 
-        if not _is_kept(src, target, options, _env_vars):
-            self._start()
-            elsewhere, function = self.idle.get(), src.fn
-            job = (function.module, function.fn.__qualname__, src.signature, src.constants, src.attrs)
-            try:
-                elsewhere(pickle.dumps((job, target, options, _env_vars)))
-                return triton.compile(src, target=target, options=options, _env_vars=_env_vars)
-            finally:
-                self.idle.put(elsewhere)
-        return triton.compile(src, target=target, options=options, _env_vars=_env_vars)
+        here = partial(triton.compile, src, target=target, options=options, _env_vars=_env_vars)
+        if _is_kept(src, target, options, _env_vars):
+            return here()
+        self._start()
+        elsewhere, function = self.idle.get(), src.fn
+        job = (function.module, function.fn.__qualname__, src.signature, src.constants, src.attrs)
+        try:
+            elsewhere(pickle.dumps((job, target, options, _env_vars)))
+            return here()
+        finally:
+            self.idle.put(elsewhere)
 
     def _start(self) -> None:
         with self.lock:
@@ -137,7 +138,7 @@ class Compilers:
 
     def _join(self, process: "subprocess.Popen[bytes]") -> None:
         assert process.stdin is not None and process.stdout is not None
-        if process.stdout.read(1) == READY:
+        if process.stdout.read(1) == DONE:
             self.idle.put(partial(_ask, process.stdin, process.stdout))
 
 
@@ -167,20 +168,16 @@ def serve(jobs: IO[bytes], results: IO[bytes]) -> None:
     import triton
     from triton.compiler import ASTSource
 
-    results.write(READY)
-    results.flush()
     while True:
+        results.write(DONE)
+        results.flush()
         try:
             (module, name, *source), target, options, env_vars = pickle.load(jobs)
         except EOFError:
             return
-        try:
+        with suppress(Exception):  # who asked compiles once more, and says what is wrong
             function = getattr(importlib.import_module(module), name)
             triton.compile(ASTSource(function, *source), target=target, options=options, _env_vars=env_vars)
-            results.write(READY)
-        except Exception:  # who asked compiles once more, and says what is wrong
-            results.write(FAILED)
-        results.flush()
 
 
 if __name__ == "__main__":
