@@ -3,8 +3,10 @@ NCCL in tests/gpu)."""
 
 import json
 import logging
+import os
 import subprocess
 import sys
+import time
 from datetime import timedelta
 
 import pytest
@@ -15,13 +17,13 @@ from hone.models.proof import checksum
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.transport import network
-from hone.transport.gpu_memory import Owned, gpu_of, layout_of
+from hone.transport.gpu_memory import Owned, Stamp, StampReader, gpu_of, layout_of, machine_of
 from hone.transport.network import NetworkReceiver, NetworkSender
 
 SPEC = (50, 32, 64, 2, 4, 2, 8, 1e-6, 1000.0, True, 96, 0.5, False)
 LOG = logging.getLogger("test")
 SERVER = """
-import sys, torch
+import json, sys, torch
 from hone.models.hf import hf_tensors
 from hone.models.proof import checksum
 from hone.models.spec import ModelSpec
@@ -30,14 +32,13 @@ from hone.models.hf import hf_tensors
 from hone.transport import network
 from hone.transport.network import NetworkReceiver, Superseded
 
-source, device, dtype, gpu = sys.argv[1], sys.argv[2], getattr(torch, sys.argv[3]), sys.argv[4]
-network.PORTION = int(sys.argv[5])
+message, device, dtype = json.loads(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3])
+network.PORTION = int(sys.argv[4])
 model, receiver = Transformer(ModelSpec(*SPEC)).to(device, dtype), NetworkReceiver()
-message = {"type": "nccl", "source": source, "dtype": "float32", "gpu": gpu}
 for line in sys.stdin:
     try:
         receiver.receive(message, int(line), None, dict(hf_tensors(model)))
-        print(checksum(model), flush=True)
+        print(checksum(model), "read" if receiver._trainer.shown else "sent", flush=True)
     except (Superseded, ValueError) as error:
         print(error, flush=True)
 """.replace("SPEC", repr(SPEC))
@@ -50,12 +51,16 @@ def made(seed, device="cpu"):
 
 
 class Server:
-    def __init__(self, source, device="cpu", dtype="float32", gpu=""):
+    """`gpu`: the only one that it sees, as servers of `rl` do."""
+
+    def __init__(self, message, gpu=None, dtype="float32"):
+        device, environment = ("cpu", {}) if gpu is None else ("cuda", {"CUDA_VISIBLE_DEVICES": str(gpu)})
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, source, device, dtype, gpu, str(network.PORTION)],
+            [sys.executable, "-c", SERVER, json.dumps(message), device, dtype, str(network.PORTION)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=os.environ | environment,
         )
 
     def take(self, version):
@@ -68,24 +73,32 @@ class Server:
         self.process.wait()
 
 
-def sent_and_received(device_of_trainer, device_of_server):
-    one, two = (dict(hf_tensors(made(seed, device_of_trainer))) for seed in (1, 2))
+def sent_and_received(device="cpu", gpu=None, is_near=True):
+    """From a trainer's device to servers on a GPU or on the CPU. `is_near`: they know that it is on their machine."""
+    one, two = (dict(hf_tensors(made(seed, device))) for seed in (1, 2))
+    way = "read" if gpu is not None and is_near else "sent"
     with NetworkSender("127.0.0.1", LOG) as sender:
-        gpu = gpu_of(torch.device(device_of_trainer))
-        kinds = ("float32", "bfloat16")
-        servers = [Server(sender.source, device_of_server, dtype, gpu) for dtype in kinds]
+        servers = []
         try:
             assert sender.send(5, one, None) == sum(4 * tensor.numel() for tensor in one.values())
+            message = sender.message
             expected = {"type": "nccl", "source": sender.source, "dtype": "float32"}
-            assert sender.message == expected | ({"gpu": gpu} if gpu else {})
-            assert servers[0].take(5) == checksum(made(1))
-            assert servers[1].take(5) == checksum(made(1).bfloat16())
+            near = {"gpu": gpu_of(torch.device(device)), "machine": machine_of()}
+            assert message == expected | ({} if device == "cpu" else near)
+            message |= {} if is_near else {"machine": "another"}
+            servers += [Server(message, gpu, dtype) for dtype in ("float32", "bfloat16")]
+            assert servers[0].take(5) == f"{checksum(made(1))} {way}"
+            assert servers[1].take(5) == f"{checksum(made(1).bfloat16())} {way}"
             assert servers[0].take(7) == "version 7 was asked for, the trainer has 5"
             servers[1].end()
-            servers[1] = Server(sender.source, device_of_server, gpu=gpu)  # started again
+            servers[1] = Server(message, gpu)  # started again
             sender.send(6, two, None)
-            assert [server.take(6) for server in servers] == [checksum(made(2))] * 2
-            sender.finish(lambda: False)
+            assert [server.take(6) for server in servers] == [f"{checksum(made(2))} {way}"] * 2
+            assert servers[0].take(5) == "version 5 was asked for, the trainer has 6"
+            # The server that was ended had 5. That the others have 6 is said after they have it.
+            deadline = time.monotonic() + 10
+            sender.finish(lambda: sorted(sender._taken.values()) != [5, 6, 6] and time.monotonic() < deadline)
+            assert sorted(sender._taken.values()) == [5, 6, 6]
         finally:
             for server in servers:
                 server.end()
@@ -94,7 +107,7 @@ def sent_and_received(device_of_trainer, device_of_server):
 @pytest.mark.parametrize("portion", [network.PORTION, 5_000])
 def test_servers_get_what_the_trainer_has(monkeypatch, portion):
     monkeypatch.setattr(network, "PORTION", portion)
-    sent_and_received("cpu", "cpu")
+    sent_and_received()
 
 
 def test_tensors_travel_in_portions_of_about_a_size(monkeypatch):
@@ -116,9 +129,9 @@ def test_a_server_that_asks_and_dies_keeps_nobody_waiting_for_long(monkeypatch):
         host, _, port = sender.source.rpartition(":")
         store = network.distributed.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=10))
         store.queue_push("asks", json.dumps({"name": "gone", "number": 1, "version": 5}))
-        server = Server(sender.source)
+        server = Server(sender.message)
         try:
-            assert server.take(5) == checksum(one)
+            assert server.take(5) == f"{checksum(one)} sent"
         finally:
             server.end()
 
@@ -147,3 +160,59 @@ def test_room_for_tensors_in_one_piece():
         tensor.fill_(i)
     assert [tensor.unique().tolist() for tensor in owned.tensors.values()] == [[0], [1], [2]]
     assert owned.memory.numel() == 3 * 256
+
+
+READER = """
+import json, sys
+from hone.transport.gpu_memory import StampReader
+reader = StampReader(json.loads(sys.argv[1]))
+for line in sys.stdin:
+    with reader.kept(float(line)) as version:
+        print(version, flush=True)
+        sys.stdin.readline()
+"""
+
+
+def test_contents_change_while_nobody_reads_them():
+    stamp = Stamp()
+    reader = StampReader(stamp.words())
+    with stamp.changed(5, 0.0) as is_alone, pytest.raises(RuntimeError, match="have been changing for 0 s"):
+        assert is_alone
+        with reader.kept(0.0):
+            pass
+    with reader.kept(0.0) as version:
+        assert version == 5
+        with StampReader(stamp.words()).kept(0.0) as beside:
+            assert beside == 5
+        start = time.monotonic()
+        with stamp.changed(6, 0.05) as is_alone:
+            assert not is_alone and time.monotonic() - start >= 0.05
+    with pytest.raises(ZeroDivisionError), stamp.changed(7, 0.0):
+        raise ZeroDivisionError
+    with reader.kept(0.0) as version:  # of contents that are half of one version and half of another
+        assert version == -1
+
+
+def test_a_reader_that_dies_reads_no_more():
+    stamp = Stamp()
+    with stamp.changed(5, 0.0):
+        pass
+    words = [sys.executable, "-c", READER, json.dumps(stamp.words())]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.stdin.write("1.0\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "5\n"
+        with stamp.changed(6, 0.0) as is_alone:
+            assert not is_alone
+        process.kill()
+    with stamp.changed(7, 1.0) as is_alone:
+        assert is_alone
+
+
+def test_another_file_at_its_place_is_no_stamp():
+    words = Stamp().words()  # closed by now
+    with pytest.raises(OSError, match=words["path"]):
+        StampReader(words)
+    other = Stamp()
+    with pytest.raises(OSError, match="is not the file of the owner"):
+        StampReader(words | {"path": other.words()["path"]})

@@ -1,19 +1,29 @@
 """Tensors in one piece of memory: sent to others a few large stretches at a time, or, by its CUDA IPC handle, read by
-another process on the same GPU.
+processes of the same machine, from the same GPU or over NVLink or PCIe from another.
 
     owner: Owned(tensors like these) ── words(): layout and handle, as JSON ──► reader: opened(words), the same memory
+           Stamp().changed(version) ── path ───────────────────────────────────► StampReader(path).kept()
 
-The owner keeps the memory until no reader needs it, and says by other means when its contents are whole.
+The owner keeps the memory until no reader needs it. A `Stamp` says which version its contents are, and keeps readers
+and the owner apart; other means may do so, too.
 """
 
+import fcntl
+import os
+import time
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 ALIGNMENT = 256  # bytes, as torch's own allocations have
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+NONE = -1  # version of contents that are none
+LOOK = 0.0005  # seconds between looks at whether others have done
 Layout = list[tuple[str, str, list[int], int]]  # of each tensor its name, dtype, shape, first byte
 
 
@@ -44,16 +54,100 @@ class Owned:
 
 
 def opened(words: dict[str, Any]) -> dict[str, Tensor]:
-    """The owner's tensors. Raises ValueError where this process does not see the owner's GPU."""
+    """The owner's tensors, on their own GPU. Raises ValueError where this process does not see that one."""
     torch.cuda.init()
     seen = {gpu_of(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
     if words["gpu"] not in seen:
         raise ValueError(f"weights are on GPU {words['gpu']}, which this process does not see")
-    index = seen[words["gpu"]]
+    return tensors_in(opened_memory(words, torch.device("cuda", seen[words["gpu"]])), words["layout"])
+
+
+def opened_memory(words: dict[str, Any], device: torch.device) -> Tensor:
+    """All of the owner's memory, as this GPU reaches it: its own, or that of another GPU of the machine, which this
+    process need not see. Raises RuntimeError where it cannot be reached."""
     handle = [b64decode(part) if isinstance(part, str) else part for part in words["handle"]]
-    storage = torch.UntypedStorage._new_shared_cuda(index, *handle)
-    memory = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
-    return tensors_in(memory, words["layout"])
+    handle[-1] = False  # not to wait for the owner's work on its GPU
+    with torch.cuda.device(device):
+        storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle)
+        return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
+
+
+class Stamp:
+    """The version of what stands in memory that other processes of the machine read, in a file that has no name. Who
+    reads has it locked, so that one that dies reads no more."""
+
+    def __init__(self) -> None:
+        # Closed with this object, as a reader's.
+        self._file = open(os.memfd_create("hone-version"), "r+b", buffering=0)  # noqa: SIM115
+        self._write(NONE)
+
+    def words(self) -> dict[str, Any]:
+        """What a reader needs, as plain data."""
+        path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        return {"path": path, "file": _identity(self._file)}
+
+    def _write(self, version: int) -> None:
+        os.pwrite(self._file.fileno(), version.to_bytes(8, "little", signed=True), 0)
+
+    @contextmanager
+    def changed(self, version: int, seconds: float) -> Iterator[bool]:
+        """While the contents become another version, and are none if that fails: waits until nobody reads them, so
+        many seconds at most; gives whether that is so."""
+        is_alone = _locked(self._file, fcntl.LOCK_EX, seconds)
+        try:
+            self._write(NONE)
+            yield is_alone
+            self._write(version)
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+class StampReader:
+    """Raises OSError where the owner's file cannot be reached: it is gone, or this container numbers processes anew."""
+
+    def __init__(self, words: dict[str, Any]) -> None:
+        def at_once(path: str, flags: int) -> int:
+            return os.open(path, flags | os.O_NONBLOCK)
+
+        self._file = open(words["path"], "rb", buffering=0, opener=at_once)  # noqa: SIM115
+        if _identity(self._file) != words["file"]:
+            raise OSError(f"{words['path']} is not the file of the owner")
+
+    @contextmanager
+    def kept(self, seconds: float) -> Iterator[int]:
+        """The version of the contents, which stays meanwhile. Waits at most so many seconds while they change, and
+        raises RuntimeError then."""
+        if not _locked(self._file, fcntl.LOCK_SH, seconds):
+            raise RuntimeError(f"they have been changing for {seconds:.0f} s")
+        try:
+            yield int.from_bytes(os.pread(self._file.fileno(), 8, 0), "little", signed=True)
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def _identity(file: IO[bytes]) -> list[int]:
+    status = os.fstat(file.fileno())
+    return [status.st_dev, status.st_ino]
+
+
+def _locked(file: IO[bytes], kind: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(LOOK)
+
+
+def machine_of() -> str:
+    """What tells this machine, or the one that runs this container, from all others; empty where that is not known."""
+    try:
+        return BOOT.read_text().strip()
+    except OSError:
+        return ""
 
 
 def gpu_of(device: torch.device) -> str:

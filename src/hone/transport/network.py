@@ -2,10 +2,11 @@
 
     server ── "version V, please" ─► store of the trainer
     trainer, Sender's thread ── snapshot of V, in few large stretches ─► server      a pair of processes each, kept
-    on one GPU: the trainer waits while the server copies out of the snapshot (gpu_memory.py)
 
-A server asks when it wants to: one that was started again is given the current weights like any other, while training
-goes on. The snapshot is replaced when nobody is being sent it.
+    on GPUs of one machine: server ── "show me" ─► trainer, once; from then on it copies out of the snapshot by itself
+
+A server comes when it wants to: one that was started again is given the current weights like any other, while training
+goes on. The snapshot is replaced when nobody is being sent it or reads it (`Stamp`).
 """
 
 import json
@@ -14,6 +15,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,14 +26,26 @@ import torch
 
 from hone.config.sections import LOOPBACK
 from hone.transport.delivery import Message, Superseded
-from hone.transport.gpu_memory import Layout, Owned, gpu_of, layout_of, opened, tensors_in
+from hone.transport.gpu_memory import (
+    Layout,
+    Owned,
+    Stamp,
+    StampReader,
+    gpu_of,
+    layout_of,
+    machine_of,
+    opened_memory,
+    tensors_in,
+)
 from hone.transport.weights import Receiver, Sender, Tensors
 
 distributed: Any = torch.distributed
+log = logging.getLogger("hone.inference")
 TIMEOUT, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # of one transfer; until the other side is there
 IDLE = timedelta(days=20)  # that the sender waits for somebody to ask before it waits again; torch warns of each
-COPIED = timedelta(seconds=20)  # in which a server on the same GPU has to copy the weights
+COPIED = 20.0  # seconds in which a server of the same machine has to copy the weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SEND, SHOW, TAKEN = "send", "show", "taken"  # what a server asks for, or says
 LOOK = 0.003  # seconds between looks at who has taken a version
 PORTION = 2**27  # bytes of one transfer, about, and of each of two rooms that they arrive in
 
@@ -45,7 +60,7 @@ class NetworkSender(Sender):
         self._lock = threading.Lock()
         self._taken: dict[str, int] = {}  # the newest version that each server has
         self._pairs: dict[str, Any] = {}
-        self._readers: set[str] = set()  # servers that have the snapshot open
+        self._stamp: Stamp | None = None  # of the snapshot, if it is on a GPU
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="sender", daemon=True)
 
@@ -77,7 +92,7 @@ class NetworkSender(Sender):
     def message(self) -> Message:
         assert self._snapshot is not None
         dtype, device = self._snapshot.layout[0][1], self._snapshot.memory.device
-        gpu = {"gpu": gpu_of(device)} if device.type == "cuda" else {}
+        gpu = {"gpu": gpu_of(device), "machine": machine_of()} if device.type == "cuda" else {}
         return {"type": "nccl", "source": self.source, "dtype": dtype, **gpu}
 
     @torch.no_grad()
@@ -85,9 +100,13 @@ class NetworkSender(Sender):
         with self._lock:
             if self._snapshot is None:
                 self._snapshot = Owned(tensors, next(iter(tensors.values())).device)
-            torch._foreach_copy_([self._snapshot.tensors[name] for name in tensors], list(tensors.values()))
-            if self._snapshot.memory.is_cuda:
-                torch.cuda.current_stream().synchronize()  # the other thread has a stream of its own
+                self._stamp = Stamp() if self._snapshot.memory.is_cuda else None
+            with self._stamp.changed(version, COPIED) if self._stamp else nullcontext(True) as is_alone:
+                if not is_alone:
+                    self.log.warning("Somebody has been reading version %d for %.0f s", self._version, COPIED)
+                torch._foreach_copy_([self._snapshot.tensors[name] for name in tensors], list(tensors.values()))
+                if self._stamp:
+                    torch.cuda.current_stream().synchronize()  # others have streams of their own
             self._version = version
         return sum(one.numel() * one.element_size() for one in tensors.values())
 
@@ -114,34 +133,62 @@ class NetworkSender(Sender):
                 self.log.warning("Version %d did not reach server %s: %s", asked["version"], asked["name"], error)
                 self._pairs.pop(asked["name"], None)
 
-    def _answer(self, name: str, number: int, version: int, shares: bool = False) -> None:
+    def _answer(self, name: str, version: int, number: int = 0, what: str = SEND) -> None:
         with self._lock:
-            self._store.set(f"answer/{name}/{number}", str(self._version))
-            if version != self._version:
+            if what == TAKEN:
+                self._taken[name] = version
                 return
-            assert self._snapshot is not None
-            memory = self._snapshot.memory
-            if shares:
-                if name not in self._readers:
-                    self._store.set(f"memory/{name}", json.dumps(self._snapshot.words()))
-                    self._readers.add(name)
-                self._store.wait([f"copied/{name}/{number}"], COPIED)
-            else:
+            if what == SHOW:
+                assert self._snapshot is not None and self._stamp is not None
+                shown = {"stamp": self._stamp.words(), **self._snapshot.words()}
+                self._store.set(f"memory/{name}", json.dumps(shown))
+            self._store.set(f"answer/{name}/{number}", str(self._version))
+            if what == SEND and version == self._version:
+                assert self._snapshot is not None
+                memory = self._snapshot.memory
                 if name not in self._pairs:
                     self._pairs[name] = pair(self._store, name, 0, memory.device)
                 for _, first, end in portions(self._snapshot.layout, len(memory)):
                     moving(self._pairs[name], "send", memory[first:end])()
                 if memory.is_cuda:
                     torch.cuda.current_stream().synchronize()
-            self._taken[name] = version
+                self._taken[name] = version
+
+
+class _Shown:
+    """The trainer's snapshot, as this process reads it out of its memory."""
+
+    def __init__(self, words: dict[str, Any], device: torch.device) -> None:
+        self.stamp, self.memory = StampReader(words["stamp"]), opened_memory(words, device)
+        self._stream = torch.cuda.Stream(device)
+
+    def moving(self, part: slice, room: torch.Tensor) -> Callable[[], None]:
+        """As `moving`, a part of it."""
+        now = torch.cuda.current_stream(room.device)
+        self._stream.wait_stream(now)  # which has used the room
+        with torch.cuda.stream(self._stream):
+            room.copy_(self.memory[part], non_blocking=True)
+        return partial(now.wait_event, self._stream.record_event())
+
+
+@dataclass
+class _Trainer:
+    """What a server keeps of one that it has had weights of: its store, and how they came."""
+
+    source: str
+    device: torch.device
+    store: Any
+    pair: Any = None
+    shown: _Shown | None = None
+    is_out_of_reach: bool = False  # its memory, for a process on the same machine
 
 
 class NetworkReceiver(Receiver):
-    """Pairs with the trainers that it was sent weights by."""
+    """Reads the trainer's memory where it can, and is a pair with the trainer elsewhere."""
 
     def __init__(self) -> None:
         self._name = f"{socket.gethostname()}-{time.monotonic_ns()}"
-        self._known: dict[tuple[str, str], tuple[Any, Any]] = {}
+        self._trainer: _Trainer | None = None  # of the present run
         self._arrivals: _Arrivals | None = None
         self._asked = 0
 
@@ -150,37 +197,60 @@ class NetworkReceiver(Receiver):
         source, dtype = message["source"], DTYPES[message["dtype"]]
         device = next(iter(into.values())).device
         try:
-            store, group = self._known.get((source, device.type), (None, None))
-            if store is None:
+            trainer = self._trainer
+            if trainer is None or (trainer.source, trainer.device) != (source, device):
                 host, _, port = source.rpartition(":")
                 store = distributed.TCPStore(host, int(port), is_master=False, timeout=CONNECT)
                 store.set_timeout(TIMEOUT)
-            self._asked += 1
-            shares = device.type == "cuda" and message.get("gpu") == gpu_of(device)
-            ask = {"name": self._name, "number": self._asked, "version": version, "shares": shares}
-            store.queue_push("asks", json.dumps(ask))
-            newest = int(store.get(f"answer/{self._name}/{self._asked}"))
-            if newest != version:
-                raise Superseded(f"version {version} was asked for, the trainer has {newest}")
-            if shares:
-                group = group or opened(json.loads(store.get(f"memory/{self._name}")))
-                torch._foreach_copy_(list(into.values()), [group[name] for name in into])
+                trainer = self._trainer = _Trainer(source, device, store)
+            shown = self._shown(trainer, message, version)
+            if self._arrivals is None or not self._arrivals.is_for(into, dtype):
+                self._arrivals = _Arrivals(into, dtype, device)
+            if shown is None:
+                self._ask(trainer, SEND, version)
+                trainer.pair = trainer.pair or pair(trainer.store, self._name, 1, device)
+                self._arrivals.take(lambda _, room: moving(trainer.pair, "recv", room))
+                return
+            with shown.stamp.kept(TIMEOUT.total_seconds()) as newest:
+                unless_superseded(version, newest)
+                self._arrivals.take(shown.moving)
                 torch.cuda.current_stream(device).synchronize()
-                store.set(f"copied/{self._name}/{self._asked}", "1")
-            else:
-                group = group or pair(store, self._name, 1, device)
-                if self._arrivals is None or not self._arrivals.is_for(into, dtype):
-                    self._arrivals = _Arrivals(into, dtype, device)
-                self._arrivals.take(group)
-        except (RuntimeError, distributed.DistError) as error:
-            self._known.pop((source, device.type), None)
+            trainer.store.queue_push("asks", json.dumps({"name": self._name, "version": version, "what": TAKEN}))
+        except (RuntimeError, OSError, distributed.DistError) as error:
+            self._trainer = None
             raise ValueError(f"weights could not be had from {source}: {str(error).splitlines()[0]}") from None
-        self._known = {(source, device.type): (store, group)}  # of the present run alone
+
+    def _ask(self, trainer: _Trainer, what: str, version: int) -> None:
+        """Returns when the trainer has answered that this is the version it has."""
+        self._asked += 1
+        ask = {"name": self._name, "number": self._asked, "version": version, "what": what}
+        trainer.store.queue_push("asks", json.dumps(ask))
+        unless_superseded(version, int(trainer.store.get(f"answer/{self._name}/{self._asked}")))
+
+    def _shown(self, trainer: _Trainer, message: Message, version: int) -> _Shown | None:
+        """The trainer's memory, if it is on a GPU of the same machine."""
+        is_near = trainer.device.type == "cuda" and message.get("machine", "") == machine_of() != ""
+        if trainer.shown is None and is_near and not trainer.is_out_of_reach:
+            self._ask(trainer, SHOW, version)
+            try:
+                trainer.shown = _Shown(json.loads(trainer.store.get(f"memory/{self._name}")), trainer.device)
+            except (RuntimeError, OSError) as error:
+                if message["gpu"] == gpu_of(trainer.device):  # NCCL has no pair of processes on one GPU
+                    raise
+                trainer.is_out_of_reach = True
+                why = str(error).splitlines()[0]
+                log.info("Weights come over NCCL: the trainer's memory is out of reach (%s)", why)
+        return trainer.shown
+
+
+def unless_superseded(version: int, newest: int) -> None:
+    if newest != version:
+        raise Superseded(f"version {version} was asked for, the trainer has {newest}")
 
 
 class _Arrivals:
-    """For tensors that stay where they are: of each portion the memory where it arrives, by turns in one of two rooms,
-    the tensors that it then is, and those that it is copied to."""
+    """For tensors that stay where they are: of each portion where it is in the trainer's snapshot, the memory where it
+    arrives, by turns in one of two rooms, the tensors that it then is, and those that it is copied to."""
 
     def __init__(self, into: Tensors, dtype: torch.dtype, device: torch.device) -> None:
         self.into, self.dtype = into, dtype
@@ -188,17 +258,18 @@ class _Arrivals:
         sizes = [end - first for _, first, end in parts]
         rooms = [torch.empty(max(sizes[k::2], default=0), dtype=torch.uint8, device=device) for k in (0, 1)]
         self.parts = []
-        for k, (layout, _, _) in enumerate(parts):
+        for k, (layout, first, end) in enumerate(parts):
             arrived = tensors_in(rooms[k % 2], layout)
             places = [into[name] for name in arrived]
-            self.parts.append((rooms[k % 2][: sizes[k]], list(arrived.values()), places))
+            self.parts.append((slice(first, end), rooms[k % 2][: sizes[k]], list(arrived.values()), places))
 
-    def take(self, group: Any) -> None:
-        """A portion arrives while the one before it is copied."""
-        waits = [moving(group, "recv", room) for room, _, _ in self.parts[:1]]
-        for k, (_, arrived, places) in enumerate(self.parts):
+    def take(self, moving: Callable[[slice, torch.Tensor], Callable[[], None]]) -> None:
+        """`moving` begins to bring a part of the snapshot to a room, and gives what waits for it. A portion arrives
+        while the one before it is copied."""
+        waits = [moving(part, room) for part, room, *_ in self.parts[:1]]
+        for k, (*_, arrived, places) in enumerate(self.parts):
             if k + 1 < len(self.parts):
-                waits.append(moving(group, "recv", self.parts[k + 1][0]))
+                waits.append(moving(*self.parts[k + 1][:2]))
             waits[k]()
             torch._foreach_copy_(places, arrived)
 
