@@ -1,10 +1,11 @@
 """`rl` on one GPU by shape of model and of rollouts: a step's time, with memory as `rl` chooses it and with less.
 
-    python benchmarks/rl_gpu.py [--shapes NAME …] [--steps 6] [--limited] [--lora]
+    python benchmarks/rl_gpu.py [--shapes NAME …] [--steps 6] [--limited] [--lora] [--offload]
 
 Random weights and a reward made of the text, so that every group has a signal and no completion ends early. Two steps
 warm up; a line of JSON a shape. `--limited` gives keys and values 8 GiB and 256 sequences instead of what is left;
-`--lora` trains adapters of rank 16. 8B keeps moments in bfloat16 and computes activations once more.
+`--lora` trains adapters of rank 16. 8B keeps moments in bfloat16 and computes activations once more; with `--offload`
+masters and moments are in the machine's memory instead, of any model, and activations are computed once more.
 """
 
 import argparse
@@ -26,6 +27,7 @@ SHAPES = {  # model, rollouts, of a group, prompt, completion
     "8B 128 x (37+128)": ("Qwen3-8B", 128, 16, 37, 128),
 }
 LARGE = ("--trainer.optim.state-dtype", "bfloat16", "--trainer.activation-checkpointing")  # what 8B takes on one card
+OFFLOAD = ("--trainer.optim.offload", "--trainer.activation-checkpointing")
 LORA = ("--trainer.lora.rank", "16")
 LIMITED = ("--inference.kv-cache-gib", "8", "--inference.max-batch-size", "256")
 
@@ -43,13 +45,9 @@ def measure(name: str, steps: int, options: tuple[str, ...]) -> dict:
             "--orchestrator.rollouts-per-example", group, "--orchestrator.sampling.max-tokens", completion,
             "--seq-len", prompt + completion, "--max-steps", steps, "--log-interval", 1, *options,
         ]  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-m", "hone", *map(str, words)], cwd=ROOT, env=with_tasks(), stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        print(done.stdout, file=sys.stderr, flush=True)
-        if done.returncode:
-            raise SystemExit(f"rl ended with {done.returncode}")
+        command = [sys.executable, "-m", "hone", *map(str, words)]
+        if code := subprocess.run(command, cwd=ROOT, env=with_tasks(), stdout=sys.stderr).returncode:
+            raise SystemExit(f"rl ended with {code}")
         rows = [json.loads(line) for line in (home / "run" / "metrics.jsonl").open()]
     print({k: v for k, v in rows[-1].items() if k.split("/")[0] in ("time", "perf", "progress")}, file=sys.stderr)
     measured = rows[2:]
@@ -69,14 +67,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--limited", action="store_true")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--offload", action="store_true")
     args = parser.parse_args()
     for name in args.shapes:
-        row = measure(
-            name,
-            args.steps,
-            (LIMITED if args.limited else ()) + (LORA if args.lora else LARGE if name.startswith("8B") else ()),
-        )
-        finish(**row)
+        way = LORA if args.lora else OFFLOAD if args.offload else LARGE if name.startswith("8B") else ()
+        finish(**measure(name, args.steps, (LIMITED if args.limited else ()) + way))
 
 
 if __name__ == "__main__":

@@ -522,6 +522,31 @@ def test_adamw(dtype, has_weight):
         assert abs(float((one - two).mean())) < 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_master", [True, False])
+def test_adamw_by_portions_gives_the_same_bits(monkeypatch, dtype, has_master):
+    """Of a state that stands elsewhere: its moments, and masters where weights are in half precision."""
+    from hone.kernels.gpu import optimizer
+
+    shapes, results = [(3000,), (70, 130), (5,)], []
+    monkeypatch.setattr(optimizer, "PORTION", optimizer.BLOCK)
+    for away in ((), (1, 2, 3) if has_master else (2, 3)):
+        torch.manual_seed(0)
+        masters = [torch.randn(shape, device=DEVICE) for shape in shapes]
+        weights = [m.bfloat16() for m in masters] if has_master else masters
+        moments = [[torch.rand(shape, device=DEVICE).to(dtype) for shape in shapes] for _ in range(2)]
+        columns = [weights, masters, *moments]
+        addresses = [columns[c][0].data_ptr() for c in away]
+        monkeypatch.setattr(optimizer, "is_away", lambda x, _, addresses=addresses: x.data_ptr() in addresses)
+        table = optimizer.Table(columns, [0.1, 0.2, 0.0])
+        assert sorted(table.away) == list(away) and len(table.portions) == (5 if away else 3)
+        for step in (1, 2):
+            grads = [torch.randn(shape, device=DEVICE) for shape in shapes]
+            table.step(grads, 0.5, 1e-2, (0.9, 0.999), (0.1, 0.03), 1e-8, step * 3)
+        results.append([x.clone() for column in columns for x in column])
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
 def test_adamw_is_rehearsed_on_numbers_of_its_own(monkeypatch):
     from hone.kernels import adamw
 

@@ -102,9 +102,9 @@ class OptimConfig(Config):
     """Type in which AdamW keeps its two moments of every weight. bfloat16 takes half of the memory and rounds them up
     or down at random, so that small changes count on average."""
     offload: Free[bool] = False
-    """Keep the optimiser's fp32 weights and moments in the machine's memory, where the GPU reads and writes them in
-    each step. The GPU's memory is then left to weights, gradients and activations. It changes nothing on a CPU, and is
-    for one trainer process."""
+    """Keep the optimiser's fp32 weights and moments in the machine's memory; in each step they come to the GPU in
+    portions and go back. The GPU's memory is then left to weights, gradients and activations. It changes nothing on a
+    CPU, and is for one trainer process."""
     max_norm: Annotated[float, Field(gt=0)] = 1.0
     """Clip gradients to this global L2 norm; a smaller value limits each step more."""
     skip_norm: Annotated[float, Field(gt=0)] | None = None

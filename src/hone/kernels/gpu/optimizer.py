@@ -1,4 +1,12 @@
-"""AdamW in one pass: what it reads and writes once is all that goes through memory."""
+"""AdamW in one pass: what it reads and writes once is all that goes through memory.
+
+Masters and moments that stand in the machine's memory come to the GPU in portions, each to one of a few rooms with a
+stream of its own, so that one arrives while another is moved and a third one leaves:
+
+    machine ── copy ─► room ── adamw_kernel, with the gradient ─► room, and the weight ── copy ─► machine
+"""
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -7,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
+PORTION, ROOMS = 2**23, 4  # numbers of a portion, a multiple of BLOCK; how many are on the GPU at once
 DENSE = torch.contiguous_format
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -23,11 +32,12 @@ def adamw_kernel(
     tensors, decays, blocks, scale, lr, size, beta1, beta2, of_second, eps, seed,
     GRAD: tl.constexpr, MOMENT: tl.constexpr, WEIGHT: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of one tensor. blocks P x 2: which, and its number in it; tensors N x 6: addresses, and how many
-    numbers. size: learning rate over the first moment's correction."""
-    which = tl.load(blocks + 2 * tl.program_id(0))
+    """One block of one portion of a tensor. blocks P x 2: which portion, and its number in it; tensors N x 8: addresses
+    of a portion, how many numbers it has, of which tensor, and how many of that stand before it. size: learning rate
+    over the first moment's correction."""
     i = tl.load(blocks + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
-    row = tensors + which * 6
+    row = tensors + tl.load(blocks + 2 * tl.program_id(0)) * 8
+    which = tl.load(row + 6)
     weight = tl.multiple_of(tl.load(row).to(tl.pointer_type(WEIGHT)), 16)
     master = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), 16)
     first = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(MOMENT)), 16)
@@ -45,7 +55,7 @@ def adamw_kernel(
     if HAS_WEIGHT:
         tl.store(weight + i, x.to(WEIGHT), inside)
     if tl.bfloat16 == MOMENT:
-        draws = tl.randint(seed + which, i.to(tl.int32))
+        draws = tl.randint(seed + which, (tl.load(row + 7) + i).to(tl.int32))
         m, v = at_random(m, draws), at_random(v, draws >> 16)
     tl.store(first + i, m.to(MOMENT), inside)
     tl.store(second + i, v.to(MOMENT), inside)
@@ -59,15 +69,25 @@ class Table:
         weights, masters, first, _ = columns
         device, self.has_weight = weights[0].device, weights[0].data_ptr() != masters[0].data_ptr()
         self.dtypes = {"MOMENT": TYPES[first[0].dtype], "WEIGHT": TYPES[weights[0].dtype]}
-        self.rows = np.zeros((len(masters), 6), dtype=np.int64)
-        for i, column in enumerate(columns):
-            self.rows[:, i] = [x.data_ptr() for x in column]
-        self.rows[:, 5] = [x.numel() for x in masters]
+        self.away = {c: [x.view(-1) for x in columns[c]] for c in (1, 2, 3) if is_away(columns[c][0], device)}
+        sizes = [x.numel() for x in masters]
+        step = PORTION if self.away else max(1, *sizes)
+        self.portions = [(i, at, min(step, n - at)) for i, n in enumerate(sizes) for at in range(0, n, step)]
+        self.rows = np.zeros((len(self.portions), 8), dtype=np.int64)
+        for c, column in enumerate(columns):
+            self._put(c, column)
+        self.rows[:, 5:] = [(count, i, at) for i, at, count in self.portions]
         self.decays = torch.tensor(decays, dtype=torch.float32, device=device)
         counts = -(-self.rows[:, 5] // BLOCK)
+        self.ends = np.cumsum(counts)  # behind the blocks of each portion
         which = np.repeat(np.arange(len(counts)), counts)
-        number = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+        number = np.arange(len(which)) - np.repeat(self.ends - counts, counts)
         self.blocks = torch.from_numpy(np.stack([which, number], axis=1)).to(device)
+        self.streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(ROOMS)]
+
+    def _put(self, c: int, column: list[Tensor]) -> None:
+        """Column `c`: where the portions of these tensors stand."""
+        self.rows[:, c] = [column[i].data_ptr() + at * column[i].element_size() for i, at, _ in self.portions]
 
     def step(
         self, grads: list[Tensor], scale: float, lr: float, betas: tuple[float, float],
@@ -75,10 +95,48 @@ class Table:
     ) -> None:  # fmt: skip
         """What `Change` says (`kernels/adamw.py`); the draws are others than the twin's."""
         grads = [g if g.is_contiguous() and g.data_ptr() % 16 == 0 else g.clone(memory_format=DENSE) for g in grads]
-        self.rows[:, 4] = [g.data_ptr() for g in grads]
-        tensors = torch.from_numpy(self.rows.copy()).to(self.blocks.device)
+        self._put(4, grads)
+        device = self.blocks.device
+        rooms = [self._room(device) for _ in range(ROOMS if self.away else 0)]
+        for k, room in enumerate(rooms):
+            for c, numbers in room.items():
+                self.rows[k::ROOMS, c] = numbers.data_ptr()
+        tensors = torch.from_numpy(self.rows.copy()).to(device)
         of_first, of_second = corrections
-        adamw_kernel[(len(self.blocks),)](
-            tensors, self.decays, self.blocks, scale, lr, lr / of_first, *betas, of_second, eps, seed,
-            GRAD=TYPES[grads[0].dtype], HAS_WEIGHT=self.has_weight, BLOCK=BLOCK, num_warps=8, **self.dtypes,
-        )  # fmt: skip
+
+        def move(blocks: Tensor) -> None:
+            adamw_kernel[(len(blocks),)](
+                tensors, self.decays, blocks, scale, lr, lr / of_first, *betas, of_second, eps, seed,
+                GRAD=TYPES[grads[0].dtype], HAS_WEIGHT=self.has_weight, BLOCK=BLOCK, num_warps=8, **self.dtypes,
+            )  # fmt: skip
+
+        if self.away:
+            self._move_by_portions(move, rooms)
+        else:
+            move(self.blocks)
+
+    def _room(self, device: torch.device) -> dict[int, Tensor]:
+        """For one portion of each column that is away."""
+        most = max(count for *_, count in self.portions)
+        return {c: torch.empty(most, dtype=column[0].dtype, device=device) for c, column in self.away.items()}
+
+    def _move_by_portions(self, move: Callable[[Tensor], None], rooms: list[dict[int, Tensor]]) -> None:
+        used = [stream for stream in self.streams if stream is not None]
+        for stream in used:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        first = 0
+        for p, ((i, at, count), end) in enumerate(zip(self.portions, self.ends, strict=True)):
+            here = [(self.away[c][i][at : at + count], room[:count]) for c, room in rooms[p % ROOMS].items()]
+            with torch.cuda.stream(self.streams[p % ROOMS]):
+                for home, room in here:
+                    room.copy_(home, non_blocking=True)
+                move(self.blocks[first:end])
+                for home, room in here:
+                    home.copy_(room, non_blocking=True)
+            first = end
+        for stream in used:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+
+def is_away(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device != device
