@@ -1,11 +1,11 @@
 """`rl` on one GPU by shape of model and of rollouts: a step's time, with memory as `rl` chooses it and with less.
 
-    python benchmarks/rl_gpu.py [--shapes NAME …] [--steps 6] [--limited] [--lora] [--offload]
+    python benchmarks/rl_gpu.py [--shapes NAME …] [--steps 6] [--limited] [--lora | --offload]
 
 Random weights and a reward made of the text, so that every group has a signal and no completion ends early. Two steps
 warm up; a line of JSON a shape. `--limited` gives keys and values 8 GiB and 256 sequences instead of what is left;
-`--lora` trains adapters of rank 16. 8B keeps moments in bfloat16 and computes activations once more; with `--offload`
-masters and moments are in the machine's memory instead, of any model, and activations are computed once more.
+`--lora` trains adapters of rank 16. `--offload` keeps masters and moments of any model in the machine's memory, and
+computes activations once more. Without either, 8B keeps moments in bfloat16 and computes activations once more.
 """
 
 import argparse
@@ -66,8 +66,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--limited", action="store_true")
-    parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--offload", action="store_true")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--lora", action="store_true")
+    ways.add_argument("--offload", action="store_true")
     args = parser.parse_args()
     for name in args.shapes:
         way = LORA if args.lora else OFFLOAD if args.offload else LARGE if name.startswith("8B") else ()

@@ -10,6 +10,7 @@ from hone.config.lora import LoRAConfig
 from hone.config.rl import TrainerConfig, TrainerRunConfig
 from hone.config.sections import OptimConfig
 from hone.engine.cache import KVCache
+from hone.kernels.host import PORTION, ROOMS
 from hone.launch.estimate import memory_lines
 from hone.models.families import parse_model_config
 from hone.models.transformer import Transformer
@@ -58,6 +59,7 @@ def test_what_is_offloaded_is_the_machines():
         estimate_rl(spec, TrainerConfig(optim=OptimConfig(offload=offload)), 8704, 2, 8704) for offload in (False, True)
     )
     assert away.host == 12 * spec.parameters() == here.peak - away.peak and here.host == 0
+    assert away.gradients - here.gradients == 12 * ROOMS * PORTION  # rooms through which it comes to the GPU
     assert away.words().endswith(f", and {away.host / 2**30:.2f} GiB of the machine's memory")
 
 

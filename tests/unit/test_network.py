@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 
+from hone import machine
 from hone.models.hf import hf_tensors
 from hone.models.proof import checksum
 from hone.models.spec import ModelSpec
@@ -34,6 +36,8 @@ from hone.transport.network import NetworkReceiver, Superseded
 
 message, device, dtype = json.loads(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3])
 network.PORTION = int(sys.argv[4])
+if sys.argv[5:] == ["near"]:  # as if the trainer's memory were one that GPUs read
+    network.is_near = lambda message, device: True
 model, receiver = Transformer(ModelSpec(*SPEC)).to(device, dtype), NetworkReceiver()
 for line in sys.stdin:
     try:
@@ -53,10 +57,10 @@ def made(seed, device="cpu"):
 class Server:
     """`gpu`: the only one that it sees, as servers of `rl` do."""
 
-    def __init__(self, message, gpu=None, dtype="float32"):
-        device, environment = ("cpu", {}) if gpu is None else ("cuda", {"CUDA_VISIBLE_DEVICES": str(gpu)})
+    def __init__(self, message, gpu=None, dtype="float32", *words):
+        device, environment = ("cpu", {}) if gpu is None else ("cuda", {"CUDA_VISIBLE_DEVICES": machine.gpus()[gpu]})
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, json.dumps(message), device, dtype, str(network.PORTION)],
+            [sys.executable, "-c", SERVER, json.dumps(message), device, dtype, str(network.PORTION), *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -136,6 +140,20 @@ def test_a_server_that_asks_and_dies_keeps_nobody_waiting_for_long(monkeypatch):
             server.end()
 
 
+def test_memory_that_cannot_be_read_is_sent():
+    """Of a trainer that cannot show it; the server does not ask again."""
+    with NetworkSender("127.0.0.1", LOG) as sender:
+        sender.send(5, dict(hf_tensors(made(1))), None)
+        server = Server(sender.message, None, "float32", "near")
+        try:
+            assert server.take(5) == f"{checksum(made(1))} sent"
+            sender.send(6, dict(hf_tensors(made(2))), None)
+            sender._shown = None
+            assert server.take(6) == f"{checksum(made(2))} sent"
+        finally:
+            server.end()
+
+
 def test_a_host_that_is_not_this_machine_is_named():
     message = "weight_broadcast.host 192.0.2.1: cannot be listened on"
     with pytest.raises(ValueError, match=message), NetworkSender("192.0.2.1", LOG):
@@ -173,6 +191,10 @@ for line in sys.stdin:
 """
 
 
+has_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no /proc")
+
+
+@has_proc
 def test_contents_change_while_nobody_reads_them():
     stamp = Stamp()
     reader = StampReader(stamp.words())
@@ -180,19 +202,33 @@ def test_contents_change_while_nobody_reads_them():
         assert is_alone
         with reader.kept(0.0):
             pass
-    with reader.kept(0.0) as version:
-        assert version == 5
-        with StampReader(stamp.words()).kept(0.0) as beside:
-            assert beside == 5
-        start = time.monotonic()
-        with stamp.changed(6, 0.05) as is_alone:
-            assert not is_alone and time.monotonic() - start >= 0.05
-    with pytest.raises(ZeroDivisionError), stamp.changed(7, 0.0):
+    with reader.kept(0.0) as version, StampReader(stamp.words()).kept(0.0) as beside:
+        assert version == beside == 5
+    with pytest.raises(ZeroDivisionError), stamp.changed(6, 0.0):
         raise ZeroDivisionError
     with reader.kept(0.0) as version:  # of contents that are half of one version and half of another
         assert version == -1
 
 
+@has_proc
+def test_a_reader_that_is_waited_for_in_vain_is_told_and_not_waited_for_again():
+    stamp = Stamp()
+    with stamp.changed(5, 0.0):
+        pass
+    with (
+        pytest.raises(RuntimeError, match="were replaced while they were read"),
+        StampReader(stamp.words()).kept(0.0) as version,
+    ):
+        assert version == 5
+        for seconds in (0.05, 100.0):
+            start = time.monotonic()
+            with stamp.changed(6, seconds) as is_alone:
+                assert not is_alone and 0.05 <= time.monotonic() - start + (seconds > 1) < 10
+    with stamp.changed(7, 0.0) as is_alone:
+        assert is_alone
+
+
+@has_proc
 def test_a_reader_that_dies_reads_no_more():
     stamp = Stamp()
     with stamp.changed(5, 0.0):
@@ -209,10 +245,10 @@ def test_a_reader_that_dies_reads_no_more():
         assert is_alone
 
 
+@has_proc
 def test_another_file_at_its_place_is_no_stamp():
-    words = Stamp().words()  # closed by now
-    with pytest.raises(OSError, match=words["path"]):
-        StampReader(words)
-    other = Stamp()
+    one, other = Stamp(), Stamp()
     with pytest.raises(OSError, match="is not the file of the owner"):
-        StampReader(words | {"path": other.words()["path"]})
+        StampReader(one.words() | {"path": other.words()["path"]})
+    with pytest.raises(OSError, match="No such file"):
+        StampReader(one.words() | {"path": "/proc/self/fd/9999"})

@@ -145,8 +145,8 @@ class FilesystemConfig(Config):
 
 class NcclConfig(Config):
     type: Literal["nccl"]
-    """How inference servers receive new weights: from memory to memory (between GPUs of one machine servers read the
-    trainer's; NCCL between machines, Gloo between CPUs); with LoRA already merged."""
+    """How inference servers receive new weights: from memory to memory (servers with a GPU on the trainer's machine
+    read its GPU's memory; NCCL brings them to others, Gloo to CPUs); with LoRA already merged."""
     host: str = "127.0.0.1"
     """Address of the trainer that inference servers connect to; servers on other machines need one they can reach."""
 

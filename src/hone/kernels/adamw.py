@@ -15,6 +15,11 @@ from torch import Tensor
 from hone.kernels import gpu
 from hone.kernels.host import brought
 
+PORTION, ROOMS = (
+    2**23,
+    4,
+)  # of a state in the machine's memory: numbers that travel together; portions on the GPU at once
+
 
 @dataclass(frozen=True)
 class Change:
@@ -33,7 +38,8 @@ class Change:
 
 
 def takes(tensor: Tensor) -> bool:
-    """Whether there is a kernel for it, on a GPU or where one reaches (`host.py`): one pass over memory, not five."""
+    """Whether there is a kernel for it, on a GPU or in memory locked for one (`host.py`): one pass over memory, not
+    five."""
     there = gpu.IS_AVAILABLE and (tensor.is_cuda or (torch.cuda.is_available() and tensor.is_pinned()))
     return there and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 

@@ -1,4 +1,4 @@
-"""Memory of the machine that a GPU reads and writes: what kernels reach by themselves, and copies to it and from it."""
+"""Memory of the machine that a GPU works with: locked for it, and copies to the GPU and back."""
 
 import contextlib
 import mmap
@@ -13,6 +13,7 @@ from torch import Tensor
 from hone.machine import cores
 
 STRETCH = 2**26  # bytes of memory that one thread asks for
+PORTION, ROOMS = 2**23, 4  # numbers of locked memory that travel together, and how many portions are on the GPU at once
 
 
 class _Pages(mmap.mmap):
@@ -28,7 +29,7 @@ class _Pages(mmap.mmap):
 
 
 def reachable_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU, of at least one number, whose address means the same to the GPU.
+    """A tensor on the CPU, of at least one number, in memory that CUDA has locked: it can be copied while others work.
 
     torch's own pinned memory would round each tensor up to a power of two. Raises ValueError where memory is short.
     """

@@ -18,6 +18,7 @@ SLACK = 1.03  # of activations; measured 1.01 to 1.03
 FEW_TOKENS, MANY_TOKENS = 2**14, 2**15  # of a micro-batch by default
 SHARE = 8  # the eighth part of a GPU's memory that more than FEW_TOKENS may take
 MUON_BLOCKS = 4  # of four matrices each, which muon.AT_ONCE are
+AT_ONCE = 2**25  # weights whose state in the machine's memory is on the device at a time (kernels/host.py)
 CHUNK = 2**30  # bytes of the logits that are there at a time, in fp32 (kernels/head.py)
 
 
@@ -64,14 +65,15 @@ def estimate(
     of_head = spec.vocab_size * spec.hidden_size * 4 if lora is None else 0  # the head's gradient adds up over parts
     by_muon = trained - spec.vocab_size * spec.hidden_size if optim.type == "muon" else 0  # one moment, not two
     at_once = int(by_muon * min(1.0, MUON_BLOCKS / spec.num_hidden_layers))  # matrices that Muon moves together
-    by_muon_away = 8 * at_once if optim.offload else 0  # whose masters and momenta come to the device meanwhile
+    rooms = min(trained - by_muon, AT_ONCE) * (4 * (itemsize < 4) + 2 * optim.moment_bytes)  # AdamW's
+    brought = 8 * at_once + rooms if optim.offload else 0  # masters and moments that come to the device meanwhile
     moments = 2 * optim.moment_bytes * (trained - by_muon) + 4 * by_muon
     return Estimate(
         weights=copies * itemsize,
         masters=0 if optim.offload else in_fp32,
         moments=0 if optim.offload else moments,
         host=in_fp32 + moments if optim.offload else 0,
-        gradients=trained * itemsize + (in_fp32 if is_split else 4 * at_once * (itemsize < 4)) + by_muon_away,
+        gradients=trained * itemsize + (in_fp32 if is_split else 4 * at_once * (itemsize < 4)) + brought,
         activations=token_bytes(spec, itemsize, recomputes) * tokens,
         logits=min(CHUNK, 4 * tokens * spec.vocab_size) * 3 // 2 + of_head + (in_fp32 if is_split else 0),
     )

@@ -1,15 +1,16 @@
 """Tensors in one piece of memory: sent to others a few large stretches at a time, or, by its CUDA IPC handle, read by
 processes of the same machine, from the same GPU or over NVLink or PCIe from another.
 
-    owner: Owned(tensors like these) ── words(): layout and handle, as JSON ──► reader: opened(words), the same memory
-           Stamp().changed(version) ── path ───────────────────────────────────► StampReader(path).kept()
+    owner: Owned(tensors like these) ── words(): layout and handle, as JSON ──► reader: opened_memory(words, its GPU)
+           Stamp().changed(version) ── words() ──────────────────────────────► StampReader(words).kept()
 
-The owner keeps the memory until no reader needs it. A `Stamp` says which version its contents are, and keeps readers
-and the owner apart; other means may do so, too.
+A `Stamp` says which version the contents are, and keeps their owner from changing them while somebody reads. Where none
+is used, owner and reader have to tell each other.
 """
 
 import fcntl
 import os
+import tempfile
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from torch import Tensor
 ALIGNMENT = 256  # bytes, as torch's own allocations have
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 NONE = -1  # version of contents that are none
-LOOK = 0.0005  # seconds between looks at whether others have done
+LOOK = 0.0005  # seconds between attempts to lock a stamp
 Layout = list[tuple[str, str, list[int], int]]  # of each tensor its name, dtype, shape, first byte
 
 
@@ -54,12 +55,9 @@ class Owned:
 
 
 def opened(words: dict[str, Any]) -> dict[str, Tensor]:
-    """The owner's tensors, on their own GPU. Raises ValueError where this process does not see that one."""
+    """The owner's tensors, as this process's present GPU reaches them."""
     torch.cuda.init()
-    seen = {gpu_of(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
-    if words["gpu"] not in seen:
-        raise ValueError(f"weights are on GPU {words['gpu']}, which this process does not see")
-    return tensors_in(opened_memory(words, torch.device("cuda", seen[words["gpu"]])), words["layout"])
+    return tensors_in(opened_memory(words, torch.device("cuda", torch.cuda.current_device())), words["layout"])
 
 
 def opened_memory(words: dict[str, Any], device: torch.device) -> Tensor:
@@ -73,12 +71,12 @@ def opened_memory(words: dict[str, Any], device: torch.device) -> Tensor:
 
 
 class Stamp:
-    """The version of what stands in memory that other processes of the machine read, in a file that has no name. Who
+    """The version of what stands in memory that other processes of the machine read, in a file without a name. Who
     reads has it locked, so that one that dies reads no more."""
 
     def __init__(self) -> None:
-        # Closed with this object, as a reader's.
-        self._file = open(os.memfd_create("hone-version"), "r+b", buffering=0)  # noqa: SIM115
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        self._was_alone = True
         self._write(NONE)
 
     def words(self) -> dict[str, Any]:
@@ -92,18 +90,19 @@ class Stamp:
     @contextmanager
     def changed(self, version: int, seconds: float) -> Iterator[bool]:
         """While the contents become another version, and are none if that fails: waits until nobody reads them, so
-        many seconds at most; gives whether that is so."""
-        is_alone = _locked(self._file, fcntl.LOCK_EX, seconds)
+        many seconds at most, or not at all where that was in vain the last time; gives whether nobody reads them."""
+        self._was_alone = _locked(self._file, fcntl.LOCK_EX, seconds if self._was_alone else 0.0)
         try:
             self._write(NONE)
-            yield is_alone
+            yield self._was_alone
             self._write(version)
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 class StampReader:
-    """Raises OSError where the owner's file cannot be reached: it is gone, or this container numbers processes anew."""
+    """Raises OSError where the owner's file cannot be reached: it is gone, another user's, or of another PID
+    namespace."""
 
     def __init__(self, words: dict[str, Any]) -> None:
         def at_once(path: str, flags: int) -> int:
@@ -115,14 +114,20 @@ class StampReader:
 
     @contextmanager
     def kept(self, seconds: float) -> Iterator[int]:
-        """The version of the contents, which stays meanwhile. Waits at most so many seconds while they change, and
-        raises RuntimeError then."""
+        """The version of the contents, which stays meanwhile. Waits at most so many seconds while they change. Raises
+        RuntimeError where they go on changing, and at the end where the owner would wait no longer."""
         if not _locked(self._file, fcntl.LOCK_SH, seconds):
             raise RuntimeError(f"they have been changing for {seconds:.0f} s")
         try:
-            yield int.from_bytes(os.pread(self._file.fileno(), 8, 0), "little", signed=True)
+            version = self._version()
+            yield version
+            if self._version() != version:
+                raise RuntimeError("they were replaced while they were read")
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _version(self) -> int:
+        return int.from_bytes(os.pread(self._file.fileno(), 8, 0), "little", signed=True)
 
 
 def _identity(file: IO[bytes]) -> list[int]:

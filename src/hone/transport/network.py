@@ -1,9 +1,11 @@
-"""Weights from the trainer's memory to the servers', over NCCL between GPUs and Gloo between CPUs. No file is written.
+"""Weights from the trainer's memory to the servers'. No file is written.
 
-    server ── "version V, please" ─► store of the trainer
-    trainer, Sender's thread ── snapshot of V, in few large stretches ─► server      a pair of processes each, kept
+    on other machines and between CPUs, over NCCL or Gloo, a pair of processes for each server:
+        server ── "version V, please" ─► store of the trainer
+        trainer, Sender's thread ── snapshot of V, in few large stretches ─► server
 
-    on GPUs of one machine: server ── "show me" ─► trainer, once; from then on it copies out of the snapshot by itself
+    on GPUs of one machine:
+        server ── "show me" ─► store of the trainer, once; from then on it copies out of the snapshot by itself
 
 A server comes when it wants to: one that was started again is given the current weights like any other, while training
 goes on. The snapshot is replaced when nobody is being sent it or reads it (`Stamp`).
@@ -15,10 +17,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +29,7 @@ import torch
 from hone.config.sections import LOOPBACK
 from hone.transport.delivery import Message, Superseded
 from hone.transport.gpu_memory import (
+    NONE,
     Layout,
     Owned,
     Stamp,
@@ -60,7 +63,7 @@ class NetworkSender(Sender):
         self._lock = threading.Lock()
         self._taken: dict[str, int] = {}  # the newest version that each server has
         self._pairs: dict[str, Any] = {}
-        self._stamp: Stamp | None = None  # of the snapshot, if it is on a GPU
+        self._stamp: Stamp | None = None  # of the snapshot
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="sender", daemon=True)
 
@@ -82,6 +85,9 @@ class NetworkSender(Sender):
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
+        if self._stamp is not None:
+            with self._stamp.changed(NONE, COPIED):  # whoever reads the snapshot has it before it is gone
+                pass
         port = int(self.source.rpartition(":")[2])
         distributed.TCPStore(self.host, port, is_master=False, timeout=CONNECT).queue_push("asks", "")  # it wakes up
         self._thread.join(5.0)
@@ -100,12 +106,14 @@ class NetworkSender(Sender):
         with self._lock:
             if self._snapshot is None:
                 self._snapshot = Owned(tensors, next(iter(tensors.values())).device)
-                self._stamp = Stamp() if self._snapshot.memory.is_cuda else None
-            with self._stamp.changed(version, COPIED) if self._stamp else nullcontext(True) as is_alone:
+                self._stamp = Stamp()
+            assert self._stamp is not None
+            with self._stamp.changed(version, COPIED) as is_alone:
                 if not is_alone:
-                    self.log.warning("Somebody has been reading version %d for %.0f s", self._version, COPIED)
+                    said = "Version %d is replaced though somebody reads it, for more than %.0f s by now"
+                    self.log.warning(said, self._version, COPIED)
                 torch._foreach_copy_([self._snapshot.tensors[name] for name in tensors], list(tensors.values()))
-                if self._stamp:
+                if self._snapshot.memory.is_cuda:
                     torch.cuda.current_stream().synchronize()  # others have streams of their own
             self._version = version
         return sum(one.numel() * one.element_size() for one in tensors.values())
@@ -133,15 +141,21 @@ class NetworkSender(Sender):
                 self.log.warning("Version %d did not reach server %s: %s", asked["version"], asked["name"], error)
                 self._pairs.pop(asked["name"], None)
 
+    def _shown(self) -> dict[str, Any]:
+        """What one server needs to read the snapshot, or why none can."""
+        assert self._snapshot is not None and self._stamp is not None
+        try:
+            return {"stamp": self._stamp.words(), **self._snapshot.words()}
+        except (RuntimeError, OSError) as error:
+            return {"refused": str(error)}
+
     def _answer(self, name: str, version: int, number: int = 0, what: str = SEND) -> None:
         with self._lock:
             if what == TAKEN:
                 self._taken[name] = version
                 return
             if what == SHOW:
-                assert self._snapshot is not None and self._stamp is not None
-                shown = {"stamp": self._stamp.words(), **self._snapshot.words()}
-                self._store.set(f"memory/{name}", json.dumps(shown))
+                self._store.set(f"memory/{name}", json.dumps(self._shown()))
             self._store.set(f"answer/{name}/{number}", str(self._version))
             if what == SEND and version == self._version:
                 assert self._snapshot is not None
@@ -156,13 +170,32 @@ class NetworkSender(Sender):
 
 
 class _Shown:
-    """The trainer's snapshot, as this process reads it out of its memory."""
+    """The trainer's snapshot, as this process reads it out of its memory. Raises RuntimeError and OSError where it
+    cannot."""
 
     def __init__(self, words: dict[str, Any], device: torch.device) -> None:
+        if "refused" in words:
+            raise RuntimeError(words["refused"])
         self.stamp, self.memory = StampReader(words["stamp"]), opened_memory(words, device)
+        self.layout: Layout = [tuple(row) for row in words["layout"]]
+        self._is_here = words["gpu"] == gpu_of(device)
         self._stream = torch.cuda.Stream(device)
 
-    def moving(self, part: slice, room: torch.Tensor) -> Callable[[], None]:
+    def copy(self, arrivals: "_Arrivals") -> None:
+        """Within one GPU straight to the tensors; else by a copy engine, which is quicker over NVLink. Raises
+        ValueError where other tensors are expected."""
+        if arrivals.layout != self.layout:
+            rows = self.layout + arrivals.layout
+            name = min(row[0] for row in rows if rows.count(row) == 1)
+            raise ValueError(f"the trainer's weights are of another model than this server's: {name} differs")
+        if self._is_here:
+            found = tensors_in(self.memory, self.layout)
+            torch._foreach_copy_(list(arrivals.into.values()), [found[name] for name in arrivals.into])
+        else:
+            arrivals.take(self._moving)
+        torch.cuda.current_stream(self.memory.device).synchronize()
+
+    def _moving(self, part: slice, room: torch.Tensor) -> Callable[[], None]:
         """As `moving`, a part of it."""
         now = torch.cuda.current_stream(room.device)
         self._stream.wait_stream(now)  # which has used the room
@@ -173,7 +206,7 @@ class _Shown:
 
 @dataclass
 class _Trainer:
-    """What a server keeps of one that it has had weights of: its store, and how they came."""
+    """What a server keeps of the trainer that it gets weights from: its store, and how they come."""
 
     source: str
     device: torch.device
@@ -203,9 +236,9 @@ class NetworkReceiver(Receiver):
                 store = distributed.TCPStore(host, int(port), is_master=False, timeout=CONNECT)
                 store.set_timeout(TIMEOUT)
                 trainer = self._trainer = _Trainer(source, device, store)
-            shown = self._shown(trainer, message, version)
             if self._arrivals is None or not self._arrivals.is_for(into, dtype):
-                self._arrivals = _Arrivals(into, dtype, device)
+                self._arrivals = _Arrivals(into, dtype)
+            shown = self._shown(trainer, message, version)
             if shown is None:
                 self._ask(trainer, SEND, version)
                 trainer.pair = trainer.pair or pair(trainer.store, self._name, 1, device)
@@ -213,9 +246,10 @@ class NetworkReceiver(Receiver):
                 return
             with shown.stamp.kept(TIMEOUT.total_seconds()) as newest:
                 unless_superseded(version, newest)
-                self._arrivals.take(shown.moving)
-                torch.cuda.current_stream(device).synchronize()
-            trainer.store.queue_push("asks", json.dumps({"name": self._name, "version": version, "what": TAKEN}))
+                shown.copy(self._arrivals)
+            with suppress(distributed.DistError):  # it is here, whether the trainer gets to know that or not
+                said = {"name": self._name, "version": version, "what": TAKEN}
+                trainer.store.queue_push("asks", json.dumps(said))
         except (RuntimeError, OSError, distributed.DistError) as error:
             self._trainer = None
             raise ValueError(f"weights could not be had from {source}: {str(error).splitlines()[0]}") from None
@@ -228,19 +262,25 @@ class NetworkReceiver(Receiver):
         unless_superseded(version, int(trainer.store.get(f"answer/{self._name}/{self._asked}")))
 
     def _shown(self, trainer: _Trainer, message: Message, version: int) -> _Shown | None:
-        """The trainer's memory, if it is on a GPU of the same machine."""
-        is_near = trainer.device.type == "cuda" and message.get("machine", "") == machine_of() != ""
-        if trainer.shown is None and is_near and not trainer.is_out_of_reach:
+        """The trainer's memory, if it is on a GPU of the same machine and can be read."""
+        if trainer.shown is None and not trainer.is_out_of_reach and is_near(message, trainer.device):
             self._ask(trainer, SHOW, version)
+            words = json.loads(trainer.store.get(f"memory/{self._name}"))
             try:
-                trainer.shown = _Shown(json.loads(trainer.store.get(f"memory/{self._name}")), trainer.device)
+                trainer.shown = _Shown(words, trainer.device)
             except (RuntimeError, OSError) as error:
-                if message["gpu"] == gpu_of(trainer.device):  # NCCL has no pair of processes on one GPU
-                    raise
+                if trainer.device.type == "cuda" and message["gpu"] == gpu_of(trainer.device):
+                    raise  # NCCL has no pair of processes on one GPU
                 trainer.is_out_of_reach = True
                 why = str(error).splitlines()[0]
-                log.info("Weights come over NCCL: the trainer's memory is out of reach (%s)", why)
+                log.info("The trainer's memory cannot be read from here, so it sends its weights (%s)", why)
         return trainer.shown
+
+
+def is_near(message: Message, device: torch.device) -> bool:
+    """Whether a GPU of the trainer is on this GPU's machine."""
+    own = {"machine": machine_of(), "gpu": gpu_of(device)}
+    return device.type == "cuda" and any(value and message.get(key) == value for key, value in own.items())
 
 
 def unless_superseded(version: int, newest: int) -> None:
@@ -249,27 +289,34 @@ def unless_superseded(version: int, newest: int) -> None:
 
 
 class _Arrivals:
-    """For tensors that stay where they are: of each portion where it is in the trainer's snapshot, the memory where it
-    arrives, by turns in one of two rooms, the tensors that it then is, and those that it is copied to."""
+    """Tensors that stay where they are, and what is needed to bring them new contents in portions."""
 
-    def __init__(self, into: Tensors, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, into: Tensors, dtype: torch.dtype) -> None:
+        """`dtype`: in which they come."""
         self.into, self.dtype = into, dtype
-        parts = list(portions(*layout_of(into, dtype)))
-        sizes = [end - first for _, first, end in parts]
+        self.layout, self._size = layout_of(into, dtype)
+
+    @cached_property
+    def _parts(self) -> list[tuple[slice, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]]:
+        """Of each portion where it is in the trainer's snapshot, the memory where it arrives, by turns in one of two
+        rooms, the tensors that it then is, and those that it is copied to."""
+        parts = list(portions(self.layout, self._size))
+        sizes, device = [end - first for _, first, end in parts], next(iter(self.into.values())).device
         rooms = [torch.empty(max(sizes[k::2], default=0), dtype=torch.uint8, device=device) for k in (0, 1)]
-        self.parts = []
+        found = []
         for k, (layout, first, end) in enumerate(parts):
             arrived = tensors_in(rooms[k % 2], layout)
-            places = [into[name] for name in arrived]
-            self.parts.append((slice(first, end), rooms[k % 2][: sizes[k]], list(arrived.values()), places))
+            places = [self.into[name] for name in arrived]
+            found.append((slice(first, end), rooms[k % 2][: sizes[k]], list(arrived.values()), places))
+        return found
 
     def take(self, moving: Callable[[slice, torch.Tensor], Callable[[], None]]) -> None:
         """`moving` begins to bring a part of the snapshot to a room, and gives what waits for it. A portion arrives
         while the one before it is copied."""
-        waits = [moving(part, room) for part, room, *_ in self.parts[:1]]
-        for k, (*_, arrived, places) in enumerate(self.parts):
-            if k + 1 < len(self.parts):
-                waits.append(moving(*self.parts[k + 1][:2]))
+        waits = [moving(part, room) for part, room, *_ in self._parts[:1]]
+        for k, (*_, arrived, places) in enumerate(self._parts):
+            if k + 1 < len(self._parts):
+                waits.append(moving(*self._parts[k + 1][:2]))
             waits[k]()
             torch._foreach_copy_(places, arrived)
 

@@ -1,7 +1,7 @@
 """AdamW in one pass: what it reads and writes once is all that goes through memory.
 
 Masters and moments that stand in the machine's memory come to the GPU in portions, each to one of a few rooms with a
-stream of its own, so that one arrives while another is moved and a third one leaves:
+stream of its own, so that one arrives while another is updated and a third one leaves:
 
     machine ── copy ─► room ── adamw_kernel, with the gradient ─► room, and the weight ── copy ─► machine
 """
@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
-PORTION, ROOMS = 2**23, 4  # numbers of a portion, a multiple of BLOCK; how many are on the GPU at once
+from hone.kernels.host import PORTION, ROOMS
+
+BLOCK = 4096  # divides PORTION
 DENSE = torch.contiguous_format
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -63,7 +64,7 @@ def adamw_kernel(
 
 class Table:
     """Where the tensors stand, for one launch that moves all of them: launches of their own take the host longer than
-    the device. Masters and moments may stand in the machine's memory (`kernels/host.py`)."""
+    the device. Where masters or moments stand in the machine's memory (`kernels/host.py`), each portion is a launch."""
 
     def __init__(self, columns: list[list[Tensor]], decays: list[float]) -> None:
         weights, masters, first, _ = columns
@@ -83,7 +84,6 @@ class Table:
         which = np.repeat(np.arange(len(counts)), counts)
         number = np.arange(len(which)) - np.repeat(self.ends - counts, counts)
         self.blocks = torch.from_numpy(np.stack([which, number], axis=1)).to(device)
-        self.streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(ROOMS)]
 
     def _put(self, c: int, column: list[Tensor]) -> None:
         """Column `c`: where the portions of these tensors stand."""
@@ -121,21 +121,21 @@ class Table:
         return {c: torch.empty(most, dtype=column[0].dtype, device=device) for c, column in self.away.items()}
 
     def _move_by_portions(self, move: Callable[[Tensor], None], rooms: list[dict[int, Tensor]]) -> None:
-        used = [stream for stream in self.streams if stream is not None]
-        for stream in used:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
-        first = 0
+        device, first = self.blocks.device, 0
+        streams = [torch.cuda.Stream(device) for _ in rooms] if device.type == "cuda" else []
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream(device))
         for p, ((i, at, count), end) in enumerate(zip(self.portions, self.ends, strict=True)):
             here = [(self.away[c][i][at : at + count], room[:count]) for c, room in rooms[p % ROOMS].items()]
-            with torch.cuda.stream(self.streams[p % ROOMS]):
+            with torch.cuda.stream(streams[p % ROOMS] if streams else None):
                 for home, room in here:
                     room.copy_(home, non_blocking=True)
                 move(self.blocks[first:end])
                 for home, room in here:
                     home.copy_(room, non_blocking=True)
             first = end
-        for stream in used:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        for stream in streams:
+            torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def is_away(tensor: Tensor, device: torch.device) -> bool:
