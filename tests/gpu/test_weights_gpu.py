@@ -19,3 +19,7 @@ def test_one_gpu_gives_another_what_it_has(is_near):
 
 def test_a_process_copies_from_another_on_the_same_gpu():
     sent_and_received("cuda:0", 0)
+
+
+def test_a_gpu_gives_a_cpu_what_it_has():
+    sent_and_received("cuda:0")

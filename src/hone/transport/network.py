@@ -149,7 +149,8 @@ class NetworkSender(Sender):
         except (RuntimeError, OSError) as error:
             return {"refused": str(error)}
 
-    def _answer(self, name: str, version: int, number: int = 0, what: str = SEND) -> None:
+    def _answer(self, name: str, version: int, number: int = 0, what: str = SEND, device: str = "cpu") -> None:
+        """`device`: that of the server."""
         with self._lock:
             if what == TAKEN:
                 self._taken[name] = version
@@ -161,9 +162,10 @@ class NetworkSender(Sender):
                 assert self._snapshot is not None
                 memory = self._snapshot.memory
                 if name not in self._pairs:
-                    self._pairs[name] = pair(self._store, name, 0, memory.device)
+                    self._pairs[name] = pair(self._store, name, 0, torch.device(device))
                 for _, first, end in portions(self._snapshot.layout, len(memory)):
-                    moving(self._pairs[name], "send", memory[first:end])()
+                    part = memory[first:end].cpu() if device == "cpu" else memory[first:end]
+                    moving(self._pairs[name], "send", part)()
                 if memory.is_cuda:
                     torch.cuda.current_stream().synchronize()
                 self._taken[name] = version
@@ -258,7 +260,7 @@ class NetworkReceiver(Receiver):
         """Returns when the trainer has answered that this is the version it has."""
         self._asked += 1
         ask = {"name": self._name, "number": self._asked, "version": version, "what": what}
-        trainer.store.queue_push("asks", json.dumps(ask))
+        trainer.store.queue_push("asks", json.dumps(ask | {"device": trainer.device.type}))
         unless_superseded(version, int(trainer.store.get(f"answer/{self._name}/{self._asked}")))
 
     def _shown(self, trainer: _Trainer, message: Message, version: int) -> _Shown | None:
