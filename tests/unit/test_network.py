@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,11 +20,12 @@ from hone.models.proof import checksum
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.transport import network
-from hone.transport.gpu_memory import Owned, Stamp, StampReader, gpu_of, layout_of, machine_of
+from hone.transport.gpu_memory import Owned, Stamp, StampReader, gpu_of, layout_of, machine_of, tensors_in
 from hone.transport.network import NetworkReceiver, NetworkSender
 
 SPEC = (50, 32, 64, 2, 4, 2, 8, 1e-6, 1000.0, True, 96, 0.5, False)
 LOG = logging.getLogger("test")
+has_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no /proc")
 SERVER = """
 import json, sys, torch
 from hone.models.hf import hf_tensors
@@ -36,8 +38,9 @@ from hone.transport.network import NetworkReceiver, Superseded
 
 message, device, dtype = json.loads(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3])
 network.PORTION = int(sys.argv[4])
-if sys.argv[5:] == ["near"]:  # as if the trainer's memory were one that GPUs read
+if sys.argv[5:]:  # as if the trainer's memory were one that GPUs read; how it is opened here
     network.is_near = lambda message, device: True
+    network.opened_memory = eval(sys.argv[5])
 model, receiver = Transformer(ModelSpec(*SPEC)).to(device, dtype), NetworkReceiver()
 for line in sys.stdin:
     try:
@@ -77,10 +80,11 @@ class Server:
         self.process.wait()
 
 
-def sent_and_received(device="cpu", gpu=None, is_near=True):
-    """From a trainer's device to servers on a GPU or on the CPU. `is_near`: they know that it is on their machine."""
+def sent_and_received(device="cpu", gpu=None, is_near=True, opening=()):
+    """From a trainer's device to servers on a GPU or on the CPU. `is_near`: they know that it is on their machine.
+    `opening`: how a server on the CPU opens the trainer's memory."""
     one, two = (dict(hf_tensors(made(seed, device))) for seed in (1, 2))
-    way = "read" if gpu is not None and is_near else "sent"
+    way = "read" if (gpu is not None and is_near) or opening else "sent"
     with NetworkSender("127.0.0.1", LOG) as sender:
         servers = []
         try:
@@ -89,13 +93,13 @@ def sent_and_received(device="cpu", gpu=None, is_near=True):
             expected = {"type": "nccl", "source": sender.source, "dtype": "float32"}
             near = {"gpu": gpu_of(torch.device(device)), "machine": machine_of()}
             assert message == expected | ({} if device == "cpu" else near)
-            message |= {} if is_near else {"machine": "another"}
-            servers += [Server(message, gpu, dtype) for dtype in ("float32", "bfloat16")]
+            message |= {} if is_near else {"gpu": "another", "machine": "another"}
+            servers += [Server(message, gpu, dtype, *opening) for dtype in ("float32", "bfloat16")]
             assert servers[0].take(5) == f"{checksum(made(1))} {way}"
             assert servers[1].take(5) == f"{checksum(made(1).bfloat16())} {way}"
             assert servers[0].take(7) == "version 7 was asked for, the trainer has 5"
             servers[1].end()
-            servers[1] = Server(message, gpu)  # started again
+            servers[1] = Server(message, gpu, "float32", *opening)  # started again
             sender.send(6, two, None)
             assert [server.take(6) for server in servers] == [f"{checksum(made(2))} {way}"] * 2
             assert servers[0].take(5) == "version 5 was asked for, the trainer has 6"
@@ -140,11 +144,47 @@ def test_a_server_that_asks_and_dies_keeps_nobody_waiting_for_long(monkeypatch):
             server.end()
 
 
+class Mapped(Owned):
+    """In a file, which a process on a CPU reads as those on GPUs read each other's memory."""
+
+    def __init__(self, like, device):
+        self.layout, self.size = layout_of(like)
+        file = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        self.memory, self.file = torch.from_file(file.name, True, self.size, dtype=torch.uint8), file
+        self.tensors = tensors_in(self.memory, self.layout)
+
+    def words(self):
+        return {"gpu": "", "handle": [self.file.name, self.size], "layout": self.layout}
+
+
+MAPPED = "lambda words, _: torch.from_file(words['handle'][0], True, words['handle'][1], dtype=torch.uint8)"
+
+
+@has_proc
+def test_servers_read_what_the_trainer_has(monkeypatch):
+    monkeypatch.setattr(network, "Owned", Mapped)
+    sent_and_received(opening=[MAPPED])
+
+
+@has_proc
+def test_a_server_of_another_model_reads_nothing(monkeypatch):
+    monkeypatch.setattr(network, "Owned", Mapped)
+    with NetworkSender("127.0.0.1", LOG) as sender:
+        other = {name: one[:1] if name == "model.norm.weight" else one for name, one in hf_tensors(made(1))}
+        sender.send(5, other, None)
+        server = Server(sender.message, None, "float32", MAPPED)
+        try:
+            said = "the trainer's weights are of another model than this server's: model.norm.weight differs"
+            assert server.take(5) == said
+        finally:
+            server.end()
+
+
 def test_memory_that_cannot_be_read_is_sent():
-    """Of a trainer that cannot show it; the server does not ask again."""
+    """Of a trainer that cannot show it; the server does not ask for that again."""
     with NetworkSender("127.0.0.1", LOG) as sender:
         sender.send(5, dict(hf_tensors(made(1))), None)
-        server = Server(sender.message, None, "float32", "near")
+        server = Server(sender.message, None, "float32", MAPPED)
         try:
             assert server.take(5) == f"{checksum(made(1))} sent"
             sender.send(6, dict(hf_tensors(made(2))), None)
@@ -189,9 +229,6 @@ for line in sys.stdin:
         print(version, flush=True)
         sys.stdin.readline()
 """
-
-
-has_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no /proc")
 
 
 @has_proc

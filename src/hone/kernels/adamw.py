@@ -15,11 +15,6 @@ from torch import Tensor
 from hone.kernels import gpu
 from hone.kernels.host import brought
 
-PORTION, ROOMS = (
-    2**23,
-    4,
-)  # of a state in the machine's memory: numbers that travel together; portions on the GPU at once
-
 
 @dataclass(frozen=True)
 class Change:

@@ -59,7 +59,7 @@ class NetworkSender(Sender):
     def __init__(self, host: str, log: logging.Logger) -> None:
         self.host, self.log = host, log
         self._snapshot: Owned | None = None
-        self._version = -1
+        self._version = NONE
         self._lock = threading.Lock()
         self._taken: dict[str, int] = {}  # the newest version that each server has
         self._pairs: dict[str, Any] = {}
@@ -181,7 +181,6 @@ class _Shown:
         self.stamp, self.memory = StampReader(words["stamp"]), opened_memory(words, device)
         self.layout: Layout = [tuple(row) for row in words["layout"]]
         self._is_here = words["gpu"] == gpu_of(device)
-        self._stream = torch.cuda.Stream(device)
 
     def copy(self, arrivals: "_Arrivals") -> None:
         """Within one GPU straight to the tensors; else by a copy engine, which is quicker over NVLink. Raises
@@ -195,7 +194,12 @@ class _Shown:
             torch._foreach_copy_(list(arrivals.into.values()), [found[name] for name in arrivals.into])
         else:
             arrivals.take(self._moving)
-        torch.cuda.current_stream(self.memory.device).synchronize()
+        if self.memory.is_cuda:
+            torch.cuda.current_stream(self.memory.device).synchronize()
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.memory.device)
 
     def _moving(self, part: slice, room: torch.Tensor) -> Callable[[], None]:
         """As `moving`, a part of it."""
