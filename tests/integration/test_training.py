@@ -54,7 +54,7 @@ def test_sft_learns_validates_and_writes_a_directory_that_transformers_reads(tra
 
 
 WATCHED = """
-import json, runpy, sys
+import json, runpy, sys, time
 import hone.launch.colocated as run
 from hone.orchestrator.orchestrator import Orchestrator
 
@@ -63,7 +63,12 @@ learn, adopted = run.learn, Orchestrator.adopted
 
 def watched(*arguments):
     learning.append(True)
+    wanted = len(begun) + (arguments[-1] is not None)
     values = learn(*arguments)
+    # On a busy machine the event loop may come to it late; what was not asked for while learning does not come at all.
+    deadline = time.monotonic() + 10
+    while len(begun) < wanted and time.monotonic() < deadline:
+        time.sleep(0.001)
     learning.clear()
     return values
 
