@@ -56,7 +56,6 @@ class Owned:
 
 def opened(words: dict[str, Any]) -> dict[str, Tensor]:
     """The owner's tensors, as this process's present GPU reaches them."""
-    torch.cuda.init()
     return tensors_in(opened_memory(words, torch.device("cuda", torch.cuda.current_device())), words["layout"])
 
 
@@ -85,6 +84,7 @@ class Stamp:
         return {"path": path, "file": _identity(self._file)}
 
     def _write(self, version: int) -> None:
+        self.version = version
         os.pwrite(self._file.fileno(), version.to_bytes(8, "little", signed=True), 0)
 
     @contextmanager

@@ -59,11 +59,10 @@ class NetworkSender(Sender):
     def __init__(self, host: str, log: logging.Logger) -> None:
         self.host, self.log = host, log
         self._snapshot: Owned | None = None
-        self._version = NONE
+        self._stamp = Stamp()  # which version that is
         self._lock = threading.Lock()
         self._taken: dict[str, int] = {}  # the newest version that each server has
         self._pairs: dict[str, Any] = {}
-        self._stamp: Stamp | None = None  # of the snapshot
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="sender", daemon=True)
 
@@ -85,9 +84,8 @@ class NetworkSender(Sender):
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        if self._stamp is not None:
-            with self._stamp.changed(NONE, COPIED):  # whoever reads the snapshot has it before it is gone
-                pass
+        with self._stamp.changed(NONE, COPIED):  # whoever reads the snapshot has it before it is gone
+            pass
         port = int(self.source.rpartition(":")[2])
         distributed.TCPStore(self.host, port, is_master=False, timeout=CONNECT).queue_push("asks", "")  # it wakes up
         self._thread.join(5.0)
@@ -106,23 +104,20 @@ class NetworkSender(Sender):
         with self._lock:
             if self._snapshot is None:
                 self._snapshot = Owned(tensors, next(iter(tensors.values())).device)
-                self._stamp = Stamp()
-            assert self._stamp is not None
             with self._stamp.changed(version, COPIED) as is_alone:
                 if not is_alone:
-                    said = "Version %d is replaced though somebody reads it, for more than %.0f s by now"
-                    self.log.warning(said, self._version, COPIED)
+                    said = "Version %d replaces one that somebody has been reading for more than %.0f s"
+                    self.log.warning(said, version, COPIED)
                 torch._foreach_copy_([self._snapshot.tensors[name] for name in tensors], list(tensors.values()))
                 if self._snapshot.memory.is_cuda:
                     torch.cuda.current_stream().synchronize()  # others have streams of their own
-            self._version = version
         return sum(one.numel() * one.element_size() for one in tensors.values())
 
     def finish(self, is_waited_for: Callable[[], bool]) -> None:
         deadline = time.monotonic() + TIMEOUT.total_seconds()
-        while any(version < self._version for version in self._taken.values()) and is_waited_for():
+        while any(version < self._stamp.version for version in self._taken.values()) and is_waited_for():
             if time.monotonic() > deadline:
-                self.log.warning("Not every server has taken version %d", self._version)
+                self.log.warning("Not every server has taken version %d", self._stamp.version)
                 return
             time.sleep(LOOK)
 
@@ -143,7 +138,7 @@ class NetworkSender(Sender):
 
     def _shown(self) -> dict[str, Any]:
         """What one server needs to read the snapshot, or why none can."""
-        assert self._snapshot is not None and self._stamp is not None
+        assert self._snapshot is not None
         try:
             return {"stamp": self._stamp.words(), **self._snapshot.words()}
         except (RuntimeError, OSError) as error:
@@ -157,8 +152,8 @@ class NetworkSender(Sender):
                 return
             if what == SHOW:
                 self._store.set(f"memory/{name}", json.dumps(self._shown()))
-            self._store.set(f"answer/{name}/{number}", str(self._version))
-            if what == SEND and version == self._version:
+            self._store.set(f"answer/{name}/{number}", str(self._stamp.version))
+            if what == SEND and version == self._stamp.version:
                 assert self._snapshot is not None
                 memory = self._snapshot.memory
                 if name not in self._pairs:
@@ -254,17 +249,19 @@ class NetworkReceiver(Receiver):
                 unless_superseded(version, newest)
                 shown.copy(self._arrivals)
             with suppress(distributed.DistError):  # it is here, whether the trainer gets to know that or not
-                said = {"name": self._name, "version": version, "what": TAKEN}
-                trainer.store.queue_push("asks", json.dumps(said))
+                self._tell(trainer, TAKEN, version)
         except (RuntimeError, OSError, distributed.DistError) as error:
             self._trainer = None
             raise ValueError(f"weights could not be had from {source}: {str(error).splitlines()[0]}") from None
 
+    def _tell(self, trainer: _Trainer, what: str, version: int) -> None:
+        said = {"name": self._name, "number": self._asked, "version": version, "what": what}
+        trainer.store.queue_push("asks", json.dumps(said | {"device": trainer.device.type}))
+
     def _ask(self, trainer: _Trainer, what: str, version: int) -> None:
         """Returns when the trainer has answered that this is the version it has."""
         self._asked += 1
-        ask = {"name": self._name, "number": self._asked, "version": version, "what": what}
-        trainer.store.queue_push("asks", json.dumps(ask | {"device": trainer.device.type}))
+        self._tell(trainer, what, version)
         unless_superseded(version, int(trainer.store.get(f"answer/{self._name}/{self._asked}")))
 
     def _shown(self, trainer: _Trainer, message: Message, version: int) -> _Shown | None:
@@ -275,7 +272,7 @@ class NetworkReceiver(Receiver):
             try:
                 trainer.shown = _Shown(words, trainer.device)
             except (RuntimeError, OSError) as error:
-                if trainer.device.type == "cuda" and message["gpu"] == gpu_of(trainer.device):
+                if message.get("gpu") == gpu_of(trainer.device):
                     raise  # NCCL has no pair of processes on one GPU
                 trainer.is_out_of_reach = True
                 why = str(error).splitlines()[0]
