@@ -167,7 +167,7 @@ class Engine:
             if sequence in self.decoding:
                 self._finish([(sequence, self._count(sequence), reason)], self.slots.snapshot())
         elif self.admission.withdraw(sequence):
-            self._hand_over(sequence, [], [], reason)
+            self._hand_over(sequence, 0, reason)
 
     def progress(self, known: dict[str, int]) -> dict[str, Completion]:
         """New tokens of the named requests that are decoding: those after the first `known[name]` tokens."""
@@ -176,11 +176,10 @@ class Engine:
         if not wanted:
             return {}
         counts = [self._count(s) for s in wanted]
-        tokens, logprobs = self.slots.generated([s.slot for s in wanted], max(counts), self.slots.snapshot())
-        found = {}
-        for s, n, ids, values in zip(wanted, counts, tokens, logprobs, strict=True):
-            found[s.request.name] = s.completion(ids[:n], values[:n], "").part(known[s.request.name])
-        return found
+        self._read(wanted, counts, self.slots.snapshot())
+        return {
+            s.request.name: s.completion(n, "").part(known[s.request.name]) for s, n in zip(wanted, counts, strict=True)
+        }
 
     def abort_all(self) -> None:
         for sequence in self.sequences():
@@ -295,6 +294,7 @@ class Engine:
         for sequence in started:
             sequence.versions.append((0, self.version))
             sequence.first_step = self.steps
+            sequence.remembered = len(sequence.prompt) // self.pool.size  # by admission
         self.decoding = [*self.decoding, *started]
         self._has_changed = True
         if self.graphs is None or any(s.max_tokens == 1 or s.is_watched for s in started):
@@ -323,6 +323,8 @@ class Engine:
             self._under_way = _Look(self.decoding, turn.slots, turn.watched, self.slots.snapshot())
         if before is not None:
             self._look(before)
+            if self.steps >= turn.last_step:  # the device computes the last tokens of all
+                self._read_ahead(before)
         if self.graphs is None or turn.window == 1:
             self._settle()
 
@@ -380,10 +382,9 @@ class Engine:
         counts: list[int] = state[look.slots, column.COUNT].tolist()
         reasons = {i: "stop" if ended[i] == column.STOPPED else "length" for i in done}
         if watched:
-            most = max(counts[i] for i in watched)
-            tokens, _ = self.slots.generated([sequences[i].slot for i in watched], most, look.snapshot)
-            for i, ids in zip(watched, tokens, strict=True):
-                request, so_far = sequences[i].request, ids[: counts[i]]
+            self._read([sequences[i] for i in watched], [counts[i] for i in watched], look.snapshot)
+            for i in watched:
+                request, so_far = sequences[i].request, sequences[i].ids[: counts[i]]
                 kept = request.ends(so_far) if request.ends is not None else None
                 if kept is not None:
                     counts[i], reasons[i] = kept, "stop"
@@ -392,22 +393,50 @@ class Engine:
         if reasons:
             self._finish([(sequences[i], counts[i], reason) for i, reason in reasons.items()], look.snapshot)
 
+    def _read_ahead(self, look: _Look) -> None:
+        """Does what can be done for sequences that go on before they are done."""
+        counts: list[int] = look.snapshot.on_host()[look.slots, column.COUNT].tolist()
+        found = zip(look.sequences, look.slots, counts, strict=True)
+        going = [(sequence, n) for sequence, slot, n in found if sequence.slot == slot]
+        sequences = [sequence for sequence, _ in going]
+        self._read(sequences, [n for _, n in going], look.snapshot)
+        for sequence in sequences:
+            self._remember(sequence)
+
+    def _read(self, sequences: list[Sequence], counts: list[int], snapshot: Snapshot) -> None:
+        """Brings the first tokens of these, so many of each and no more than there were at the snapshot, to the host,
+        if they are not there."""
+        behind = [(s, n) for s, n in zip(sequences, counts, strict=True) if len(s.ids) < n]
+        if not behind:
+            return
+        first, end = min(len(s.ids) for s, _ in behind), max(n for _, n in behind)
+        tokens, logprobs = self.slots.generated([s.slot for s, _ in behind], first, end, snapshot)
+        for (s, n), ids, values in zip(behind, tokens, logprobs, strict=True):
+            new = slice(len(s.ids) - first, n - first)
+            s.ids += ids[new]
+            s.logprobs += values[new]
+
+    def _remember(self, sequence: Sequence) -> None:
+        """Lets others use the full pages of what the host has read. The newest token has no key yet."""
+        full = (len(sequence.prompt) + len(sequence.ids) - 1) // self.pool.size
+        if sequence.is_of_one_policy and full > sequence.remembered:
+            self.pool.remember([*sequence.prompt, *sequence.ids[:-1]], sequence.pages, sequence.adapter)
+            sequence.remembered = full
+
     def _finish(self, ended: list[tuple[Sequence, int, str]], snapshot: Snapshot) -> None:
         """Hands over sequences that decode, with so many tokens, for that reason."""
-        most = max(n for _, n, _ in ended)
-        tokens, logprobs = self.slots.generated([s.slot for s, _, _ in ended], most, snapshot)
+        self._read([s for s, _, _ in ended], [n for _, n, _ in ended], snapshot)
         gone = {id(s) for s, _, _ in ended}
         self.decoding = [s for s in self.decoding if id(s) not in gone]
         self._has_changed = True
-        for (sequence, n, reason), ids, values in zip(ended, tokens, logprobs, strict=True):
-            if sequence.is_of_one_policy:
-                self.pool.remember([*sequence.prompt, *ids[: n - 1]], sequence.pages, sequence.adapter)
+        for sequence, n, reason in ended:
+            self._remember(sequence)
             sequence.routing = self.cache.routing_of(sequence.pages, len(sequence.prompt) + n - 1)
             self.admission.release(sequence)
-            self._hand_over(sequence, ids[:n], values[:n], reason)
+            self._hand_over(sequence, n, reason)
 
-    def _hand_over(self, sequence: Sequence, ids: list[int], logprobs: list[float], reason: str) -> None:
+    def _hand_over(self, sequence: Sequence, count: int, reason: str) -> None:
         self.completions += 1
         self.tokens_read += len(sequence.prompt)
-        self.tokens_written += len(ids)
-        sequence.on_finish(sequence.completion(ids, logprobs, reason))
+        self.tokens_written += count
+        sequence.on_finish(sequence.completion(count, reason))

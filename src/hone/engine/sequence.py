@@ -28,6 +28,9 @@ class Sequence:
     first_step: int = 0  # decode steps of the engine before its first
     versions: list[tuple[int, int]] = field(default_factory=list)
     alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)  # tokens of its completion, as far as the host has read them
+    logprobs: list[float] = field(default_factory=list)  # theirs
+    remembered: int = 0  # its first pages that others may use
     routing: NDArray[np.int16] | None = None  # experts of its tokens, once it has ended
 
     @property
@@ -48,11 +51,12 @@ class Sequence:
     def is_late(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline
 
-    def completion(self, ids: list[int], logprobs: list[float], reason: str) -> Completion:
-        ends = [*(start for start, _ in self.versions[1:]), len(ids)]
+    def completion(self, count: int, reason: str) -> Completion:
+        """Its first `count` tokens, which the host has read."""
+        ends = [*(start for start, _ in self.versions[1:]), count]
         versions: list[int] = []
         for (_, version), end in zip(self.versions, ends, strict=False):
-            versions += [version] * (min(end, len(ids)) - len(versions))
-        alternatives = self.alternatives[: len(ids)] if self.request.sampling.top_logprobs else None
+            versions += [version] * (min(end, count) - len(versions))
+        alternatives = self.alternatives[:count] if self.request.sampling.top_logprobs else None
         routing = "" if self.routing is None else base64.b64encode(self.routing.tobytes()).decode()
-        return Completion(ids, logprobs, versions, reason, alternatives, routing)
+        return Completion(self.ids[:count], self.logprobs[:count], versions, reason, alternatives, routing)

@@ -88,22 +88,22 @@ class Slots:
         return True
 
     def generated(
-        self, slots: list[int], count: int, snapshot: "Snapshot"
+        self, slots: list[int], first: int, end: int, snapshot: "Snapshot"
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """The first `count` tokens and logprobs of these slots, of what there was at the snapshot; logprobs with as
+        """Tokens first … end and their logprobs of these slots, of what there was at the snapshot; logprobs with as
         many digits as a float32 has, or texts of them would be twice as long.
 
         On a GPU they are read beside what it computes: nothing writes to them any more.
         """
-        width = max(count, 1)
+        wanted = slice(first, end)
         if self.reader is None:
             own = np.array(slots)
-            return self.tokens.numpy()[own, :width].tolist(), nine_digits(self.logprobs.numpy()[own, :width]).tolist()
+            return self.tokens.numpy()[own, wanted].tolist(), nine_digits(self.logprobs.numpy()[own, wanted]).tolist()
         with torch.cuda.stream(self.reader):
             assert snapshot.arrival is not None
             self.reader.wait_event(snapshot.arrival)
             index = to_device(slots, self.device)
-            (tokens, logprobs), arrival = started_to_host([self.tokens[index, :width], self.logprobs[index, :width]])
+            (tokens, logprobs), arrival = started_to_host([self.tokens[index, wanted], self.logprobs[index, wanted]])
         assert arrival is not None
         arrival.synchronize()
         # numpy's lists take a third of the time that torch's take
