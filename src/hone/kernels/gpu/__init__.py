@@ -37,7 +37,7 @@ class Scaled:
     """The norm of a residual stream x, T x D, as far as the kernel that adds to the stream can make it."""
 
     scaled_TD: Tensor  # x * weight, still to be divided by the root mean square of x
-    squares_PT: Tensor  # parts of the sum of x * x over D, fp32
+    squares_TP: Tensor  # parts of the sum of x * x over D, fp32
     eps: float
 
 

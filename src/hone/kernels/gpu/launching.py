@@ -16,8 +16,19 @@ def wait(PDL: tl.constexpr):
 def wait_beside_next(PDL: tl.constexpr):
     """`wait`, where the next kernel touches nothing before its own `wait` that the step has written: it starts at once,
     and fetches what it needs of weights or of the cache meanwhile."""
+    let_next_start(PDL)
+    wait_only(PDL)
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait_only(PDL: tl.constexpr):
+    if PDL:
         gdc_wait()
 
 

@@ -13,7 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels.gpu import FEWEST_TOKENS, Scaled, has_dependent_launch, options, power_of_2, processors, stages_of
+from hone.kernels.gpu import (
+    FEWEST_TOKENS,
+    SMALL_WEIGHT,
+    Scaled,
+    has_dependent_launch,
+    options,
+    power_of_2,
+    processors,
+    stages_of,
+)
+from hone.kernels.gpu.held import WARPS, Held, held_kernel, held_tile
 from hone.kernels.gpu.launching import prefetch, wait, wait_beside_next
 
 
@@ -74,7 +84,7 @@ def product_kernel(
     wait_beside_next(PDL)
     if SQUARES:
         p = tl.arange(0, SQUARES)[None, :]
-        squares_RP = tl.load(squares + p * M + of_m, (p < P) & (of_m < M), other=0.0)
+        squares_RP = tl.load(squares + of_m * P + p, (p < P) & (of_m < M), other=0.0)
     if ONTO:
         before = tl.load(residual + at, inside, other=0.0).to(tl.float32)
     acc, up = tl.zeros((R * S, BN * S), tl.float32), tl.zeros((R * S, BN * S), tl.float32)
@@ -107,7 +117,11 @@ def product_kernel(
         exact = result.to(tl.float32)
         tl.store(scaled + at, (exact * norm_1N).to(result.dtype), inside)
         row = pid_m * R + tl.arange(0, R)
-        tl.store(own_squares + pid_n * M + row, tl.sum(tl.where(inside, exact * exact, 0.0), axis=1), row < M)
+        tl.store(
+            own_squares + row * tl.num_programs(0) + pid_n,
+            tl.sum(tl.where(inside, exact * exact, 0.0), axis=1),
+            row < M,
+        )
 
 
 def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int, width: int) -> Tensor:
@@ -123,14 +137,14 @@ def short(x: Tensor, weight: Tensor, bias: Tensor | None, is_swiglu: bool = Fals
 def few(normed: Scaled, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
     """`short` of a norm. For what `gpu.is_few` accepts."""
     (T, D), N = normed.scaled_TD.shape, len(weight) // (1 + is_swiglu)
-    return _product(normed, weight, bias, few_tile(T, N, D, is_swiglu), is_swiglu=is_swiglu)[0][0]
+    return _product(normed, weight, bias, fewest_tile(T, N, D, is_swiglu), is_swiglu=is_swiglu)[0][0]
 
 
 def few_onto(
     residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float
 ) -> tuple[Tensor, Scaled | None]:
     """residual + x W^T + b, T x O, and its norm where there is the weight of one. For what `gpu.is_few` accepts."""
-    tile = few_tile(*residual.shape, x.shape[1], False)
+    tile = fewest_tile(*residual.shape, x.shape[1], False)
     # Without a norm one is made of any numbers, and not read: that costs less than another kernel to compile.
     following = weight if norm is None else norm
     out, made = _product(x, weight, bias, tile, onto=(residual, following, eps))
@@ -154,27 +168,36 @@ class Tile(NamedTuple):
 
 
 def _product(
-    x: Tensor | Scaled, weight: Tensor, bias: Tensor | None, tile: Tile, splits: int = 1, is_swiglu: bool = False,
-    onto: tuple[Tensor, Tensor, float] | None = None,
+    x: Tensor | Scaled, weight: Tensor, bias: Tensor | None, tile: Tile | Held, splits: int = 1,
+    is_swiglu: bool = False, onto: tuple[Tensor, Tensor, float] | None = None,
 ) -> tuple[Tensor, Scaled | None]:  # fmt: skip
     """`onto`: a residual stream, and weight and epsilon of the norm after it."""
-    squares, eps = (None, 0.0) if isinstance(x, Tensor) else (x.squares_PT, x.eps)
+    squares, eps = (None, 0.0) if isinstance(x, Tensor) else (x.squares_TP, x.eps)
     x = (x if isinstance(x, Tensor) else x.scaled_TD).contiguous()
     (M, K), N = x.shape, len(weight) // (1 + is_swiglu)
-    out = x.new_empty(splits, M, N)
-    tiles, stretch = -(-N // tile.BN), K // tile.S
-    lines = min(tile.LINES, power_of_2(stretch // splits // 64))
-    tile = tile._replace(LINES=lines, STAGES=tile.stages(is_swiglu))
-    made = None if onto is None else Scaled(x.new_empty(M, N), x.new_empty(tiles, M, dtype=torch.float32), onto[2])
-    product_kernel[(tiles, -(-M // tile.R), splits)](
+    P = 0 if squares is None else squares.shape[1]
+    out, tiles = x.new_empty(splits, M, N), -(-N // tile.BN)
+    made = None if onto is None else Scaled(x.new_empty(M, N), x.new_empty(M, tiles, dtype=torch.float32), onto[2])
+    inputs = (
         x, weight, weight if bias is None else bias, x if squares is None else squares,
         *((x, x) if onto is None else (onto[0].contiguous(), onto[1])), out,
-        *((out, out) if made is None else (made.scaled_TD, made.squares_PT)), M, N, K, stretch,
-        0 if squares is None else len(squares), eps,
-        **(options(tile.num_warps) | tile._asdict()), HAS_BIAS=bias is not None, SWIGLU=is_swiglu,
-        SQUARES=0 if squares is None else power_of_2(len(squares)), ONTO=onto is not None,
-        IS_PART=splits > 1,
+        *((out, out) if made is None else (made.scaled_TD, made.squares_TP)), M, N, K,
     )  # fmt: skip
+    around = {
+        "HAS_BIAS": bias is not None,
+        "SWIGLU": is_swiglu,
+        "SQUARES": power_of_2(P) if P else 0,
+        "ONTO": onto is not None,
+    }
+    if isinstance(tile, Held):
+        held_kernel[(tiles,)](*inputs, P, eps, **tile._asdict(), **around, **options(WARPS))
+        return out, made
+    stretch = K // tile.S
+    lines = min(tile.LINES, power_of_2(stretch // splits // 64))
+    tile = tile._replace(LINES=lines, STAGES=tile.stages(is_swiglu))
+    product_kernel[(tiles, -(-M // tile.R), splits)](
+        *inputs, stretch, P, eps, **(options(tile.num_warps) | tile._asdict()), **around, IS_PART=splits > 1
+    )
     return out, made
 
 
@@ -199,6 +222,12 @@ def short_tile(rows: int, is_swiglu: bool) -> Tile:
 NARROW = {2: (2, 8, 8, 128, 5), 8: (8, 8, 8, 64, 8), 16: (16, 4, 8, 128, 5), 32: (16, 4, 16, 128, 4)}
 WIDE = {4: (4, 4, 16, 128, 4), 8: (8, 2, 32, 128, 8), 16: (16, 4, 32, 64, 5), 32: (32, 2, 32, 128, 4)}
 GATED = {4: (4, 4, 16, 128, 4), 8: (8, 2, 32, 128, 5), 16: (16, 2, 32, 128, 4), 32: (32, 2, 32, 64, 5)}
+
+
+def fewest_tile(rows: int, columns: int, inner: int, is_swiglu: bool) -> Tile | Held:
+    """Threads hold the weights for one row, if they are small: large ones take longer to fetch than kernels to wait."""
+    held = held_tile(inner, is_swiglu) if rows == 1 and columns * inner * (1 + is_swiglu) <= SMALL_WEIGHT else None
+    return held or few_tile(rows, columns, inner, is_swiglu)
 
 
 def few_tile(rows: int, columns: int, inner: int, is_swiglu: bool) -> Tile:
