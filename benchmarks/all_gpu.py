@@ -24,8 +24,8 @@ def programs(args: argparse.Namespace) -> dict[str, list[str]]:
     """Words of each, by name. The shortest first: a table that is cut short has the most."""
     trl, vllm = (["--trl", args.trl] if args.trl else []), (["--vllm", args.vllm] if args.vllm else [])
     return {
-        "rl_step_gpu": trl, "rl_gpu": [], "weights_gpu": ["--ways", "nccl"], "generate_gpu": vllm, "exact_gpu": [],
-        "train_gpu": trl or ["--only", "ours"], "shapes_gpu": vllm,
+        "floor_gpu": [], "rl_step_gpu": trl, "rl_gpu": [], "weights_gpu": ["--ways", "nccl"], "generate_gpu": vllm,
+        "exact_gpu": [], "train_gpu": trl or ["--only", "ours"], "shapes_gpu": vllm,
     }  # fmt: skip
 
 

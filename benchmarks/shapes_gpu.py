@@ -21,9 +21,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from peer import ROOT, finish, median
 from training import QWEN3_06B, matrix_rate, our_model
+
+if TYPE_CHECKING:
+    from hone.models.spec import ModelSpec
 
 _LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 5e5,
@@ -67,6 +71,13 @@ def write_shape(directory: Path, name: str) -> None:
     (directory / "config.json").write_text(json.dumps({**MODELS[name], **ends}))
 
 
+def limits(spec: "ModelSpec", batch: int, context: float, rate: float, flops: float) -> tuple[float, float]:
+    """Seconds of a step by bytes and by arithmetic, in bf16; `context`: tokens of each sequence so far."""
+    rows = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size  # of which few are read
+    numbers = spec.parameters() - rows + batch * context * spec.cache_numbers
+    return 2 * numbers / rate, batch * spec.flops_per_token(context) / flops
+
+
 def timed(engine, draw: random.Random, batch: int, prompt: int, tokens: int) -> float:
     """Seconds until each of `batch` random prompts has so many tokens."""
     from hone.records import GenerateRequest, Sampling
@@ -103,8 +114,6 @@ def measure(name: str, prompt: int, output: int, batches: list[int], rounds: int
 
     model = our_model(MODELS[name])
     spec, flops = model.spec, matrix_rate()
-    weights = sum(p.numel() for p in model.parameters()) * 2
-    read = weights - (0 if spec.tie_word_embeddings else model.embed.weight.numel() * 2)  # of its rows few are read
     of_token = spec.cache_numbers * torch.bfloat16.itemsize
     room = torch.cuda.mem_get_info()[0] - KEPT_FREE
     most = int(room / of_token / (prompt + output + 64))
@@ -116,9 +125,7 @@ def measure(name: str, prompt: int, output: int, batches: list[int], rounds: int
         seconds = partial(timed, engine, random.Random(batch), batch, prompt)
         first, whole = first_and_whole(seconds, output, rounds)
         step = (whole - first) / (output - 1)
-        context = prompt + output / 2
-        by_bytes = (read + batch * context * of_token) / rate
-        by_flops = batch * spec.flops_per_token(context) / flops
+        by_bytes, by_flops = limits(spec, batch, prompt + output / 2, rate, flops)
         limit = max(by_bytes, by_flops)
         row = {
             "model": name, "batch": batch, "lengths": f"{prompt}+{output}",

@@ -69,6 +69,18 @@ def test_continuous_batching_with_stop_tokens(model):
     assert engine.pool.available == engine.pool.pages - 1
 
 
+def test_most_tokens_are_read_before_the_last_are_there(model, monkeypatch):
+    engine, read = Engine(model, max_batch_size=8, max_model_len=256, kv_cache_gib=1), []
+    own = engine.slots.generated
+    monkeypatch.setattr(engine.slots, "generated", lambda *asked: read.append(asked[1:3]) or own(*asked))
+    requests = [request(p, seed=i, max_tokens=130) for i, p in enumerate(prompts([60] * 8))]
+    done = engine.generate(requests)
+    assert read == [(0, 129), (129, 130)]  # the last window of steps is a short one
+    assert_logprobs(model, requests, done)
+    whole = [[*one.prompt_ids, *completion.ids] for one, completion in zip(requests, done, strict=True)]
+    assert [len(engine.pool.match([*ids, 9])) for ids in whole] == [2] * 8
+
+
 def test_a_group_reads_its_prompt_once(model):
     shared, alone = prompts([700, 130])
     requests = [request(shared, seed=i) for i in range(40)] + [request(alone, seed=i) for i in range(3)]

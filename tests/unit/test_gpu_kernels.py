@@ -177,6 +177,21 @@ def test_tiles_of_few_rows_have_room_on_a_multiprocessor(monkeypatch):
         assert programs <= 132 or rows <= 2 or columns >= 16 * 132
 
 
+def test_rows_of_weights_that_threads_have_room_to_hold():
+    from hone.kernels.gpu import products
+    from hone.kernels.gpu.held import HELD, LANES, VECTOR, WARPS, Held, held_tile
+
+    for inner, is_swiglu in itertools.product(range(64, 20_000, 64), (False, True)):
+        tile = held_tile(inner, is_swiglu)
+        if tile is None:
+            assert inner % (LANES * VECTOR) or inner * (1 + is_swiglu) > 2 * LANES * VECTOR * HELD
+            continue
+        assert tile.BK * tile.COUNT == inner and tile.COUNT * (1 + is_swiglu) <= HELD
+        assert tile.BN * tile.BK == WARPS * LANES * VECTOR
+    for rows, columns, is_held in ((1, 1024, True), (2, 1024, False), (1, 8192, False)):  # one row, small weights
+        assert isinstance(products.fewest_tile(rows, columns, 1024, False), Held) is is_held
+
+
 @pytest.mark.parametrize("memory, stages", [(99, 3), (163, 6), (227, 8)])
 def test_stages_have_room_on_a_multiprocessor(memory, stages, monkeypatch):
     from hone.kernels import gpu

@@ -1,0 +1,136 @@
+"""What a decode step of the engine could be at best on this card, with torch's products or with fewer kernels.
+
+    python benchmarks/floor_gpu.py [--models NAME …] [--rows 256] [--context 128]
+
+Two tables. The first has torch's products of a layer and of the head by themselves, microseconds of one and teraflops a
+second, and the share of the limit (`shapes_gpu.py`) of a step that is these, attention by its bytes, and nothing else.
+The second has what a kernel costs in a chain in which each reads what the one before wrote: launched with dependent
+launch, before or after its own wait, as against one kernel for all of them with a barrier of the grid between two.
+"""
+
+import argparse
+
+import torch
+import triton
+import triton.language as tl
+from generate_gpu import bandwidth
+from peer import finish, median
+from shapes_gpu import MODELS, limits
+from training import matrix_rate
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from hone.models.families import parse_model_config
+
+BEYOND_CACHE = 120 * 2**20  # bytes of weights in turns, so that none is in the second cache when its turn comes
+LINKS = 140  # of a chain: a step of 0.6B's shape has so many
+ROWS, INNER = 32, 2048  # numbers that a link copies
+
+
+def seconds(run, times: int) -> float:
+    """Seconds of one of `times` calls of run(i), launched as a CUDA graph."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        run(0)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(times):
+            run(i)
+    found = []
+    for _ in range(6):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) / 1e3 / times)
+    return median(found[1:])
+
+
+def product_seconds(rows: int, columns: int, inner: int) -> float:
+    copies = max(2, -(-BEYOND_CACHE // (2 * columns * inner)))
+    x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
+    weights = [torch.randn(columns, inner, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    out = x.new_empty(rows, columns)
+    return seconds(lambda i: torch.mm(x, weights[i % copies].t(), out=out), 40)
+
+
+@triton.jit
+def _copy(source, target, INNER: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr):
+    at = tl.arange(0, ROWS)[:, None] * INNER + tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
+    tl.store(target + at, tl.load(source + at, cache_modifier=".cg"))
+
+
+@triton.jit
+def link_kernel(
+    source, target, INNER: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+    gdc_wait()
+    if not EARLY:
+        gdc_launch_dependents()
+    _copy(source, target, INNER, ROWS, BN)
+
+
+@triton.jit
+def whole_kernel(a, b, counter, links, INNER: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr):
+    for i in range(links):
+        _copy(tl.where(i % 2 == 0, a, b), tl.where(i % 2 == 0, b, a), INNER, ROWS, BN)
+        tl.debug_barrier()
+        tl.atomic_add(counter, 1, sem="release")
+        while tl.atomic_add(counter, 0, sem="acquire") < (i + 1) * tl.num_programs(0):
+            pass
+        tl.debug_barrier()
+
+
+def chain_seconds() -> dict[str, float]:
+    """Seconds of a link by how it is made."""
+    a = torch.randn(ROWS, INNER, device="cuda", dtype=torch.bfloat16)
+    b, counter, shape = torch.empty_like(a), torch.zeros(1, dtype=torch.int32, device="cuda"), (INNER, ROWS, 16)
+    blocks = INNER // 16
+
+    def link(i: int, is_early: bool) -> None:
+        link_kernel[(blocks,)](*((a, b) if i % 2 == 0 else (b, a)), *shape, EARLY=is_early, launch_pdl=True)
+
+    def whole(_: int) -> None:
+        counter.zero_()
+        whole_kernel[(blocks,)](a, b, counter, LINKS, *shape)
+
+    return {
+        "launched_before_the_wait": seconds(lambda i: link(i, True), LINKS),
+        "launched_after_the_wait": seconds(lambda i: link(i, False), LINKS),
+        "barrier": seconds(whole, 10) / LINKS,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["Llama-3.2-1B", "Qwen3-1.7B", "Qwen3-4B"])
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--context", type=int, default=128)
+    args = parser.parse_args()
+    rate, flops, figures = bandwidth(), matrix_rate(), {}
+    print(f"memory: {rate / 1e12:.2f} TB/s, a large product: {flops / 1e12:.0f} TFLOP/s\n")
+    print("| model | qkv | out | gate and up | down | head | share |", "|---" * 7 + "|", sep="\n", flush=True)
+    for name in args.models:
+        spec = parse_model_config(MODELS[name])
+        D, (q, k, v), F = spec.hidden_size, spec.qkv_splits, spec.intermediate_size
+        products = [(q + k + v, D), (D, q), (2 * F, D), (D, F), (spec.vocab_size, D)]
+        found = [product_seconds(args.rows, *product) for product in products]
+        words = [
+            f"{s * 1e6:.1f}, {2 * args.rows * n * k / s / 1e12:.0f}" for s, (n, k) in zip(found, products, strict=True)
+        ]
+        keys = 2 * args.rows * args.context * spec.cache_numbers / rate
+        step = spec.num_hidden_layers * sum(found[:-1]) + found[-1] + keys
+        share = max(limits(spec, args.rows, args.context, rate, flops)) / step
+        print(f"| {name} | {' | '.join(words)} | {share:.0%} |", flush=True)
+        figures[f"{name}_{args.rows}"] = share
+    print("\n| a link of a chain | microseconds |", "|---|---|", sep="\n")
+    for name, each in chain_seconds().items():
+        print(f"| {name.replace('_', ' ')} | {each * 1e6:.2f} |")
+        figures[f"{name}_us"] = each * 1e6
+    finish(**figures)
+
+
+if __name__ == "__main__":
+    main()
