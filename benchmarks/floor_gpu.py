@@ -19,6 +19,7 @@ from shapes_gpu import MODELS, limits
 from training import matrix_rate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from hone.kernels.gpu import has_dependent_launch
 from hone.models.families import parse_model_config
 
 BEYOND_CACHE = 120 * 2**20  # bytes of weights in turns, so that none is in the second cache when its turn comes
@@ -120,13 +121,14 @@ def main() -> None:
         words = [
             f"{s * 1e6:.1f}, {2 * args.rows * n * k / s / 1e12:.0f}" for s, (n, k) in zip(found, products, strict=True)
         ]
-        keys = 2 * args.rows * args.context * spec.cache_numbers / rate
-        step = spec.num_hidden_layers * sum(found[:-1]) + found[-1] + keys
-        share = max(limits(spec, args.rows, args.context, rate, flops)) / step
+        of_step = limits(spec, args.rows, args.context, rate, flops)
+        attention = of_step[0] - limits(spec, args.rows, 0, rate, flops)[0]
+        share = max(of_step) / (spec.num_hidden_layers * sum(found[:-1]) + found[-1] + attention)
         print(f"| {name} | {' | '.join(words)} | {share:.0%} |", flush=True)
         figures[f"{name}_{args.rows}"] = share
+    chain = chain_seconds() if has_dependent_launch() else {}
     print("\n| a link of a chain | microseconds |", "|---|---|", sep="\n")
-    for name, each in chain_seconds().items():
+    for name, each in chain.items():
         print(f"| {name.replace('_', ' ')} | {each * 1e6:.2f} |")
         figures[f"{name}_us"] = each * 1e6
     finish(**figures)

@@ -68,8 +68,9 @@ def main() -> None:
         N, K = weight.shape
         name = f"{N} x {K}, {splits} parts" if splits > 1 else f"{N} x {K}"
         names.setdefault(name, of_product)
-        tile = products.Tile(*used.setdefault(name, tile))
-        divides(K, tile.S * tile.BK)
+        if isinstance(tile, products.Tile):  # how threads hold weights follows from their size
+            tile = products.Tile(*used.setdefault(name, tile))
+            divides(K, tile.S * tile.BK)
         return own_product(x, weight, bias, tile, splits, is_swiglu, **others)
 
     def blocks(*inputs: Any) -> Setting:

@@ -71,11 +71,13 @@ def test_continuous_batching_with_stop_tokens(model):
 
 def test_most_tokens_are_read_before_the_last_are_there(model, monkeypatch):
     engine, read = Engine(model, max_batch_size=8, max_model_len=256, kv_cache_gib=1), []
-    own = engine.slots.generated
-    monkeypatch.setattr(engine.slots, "generated", lambda *asked: read.append(asked[1:3]) or own(*asked))
-    requests = [request(p, seed=i, max_tokens=130) for i, p in enumerate(prompts([60] * 8))]
+    generated, remember = engine.slots.generated, engine.pool.remember
+    monkeypatch.setattr(engine.slots, "generated", lambda *asked: read.append(asked[1:3]) or generated(*asked))
+    requests = [request(p, seed=i, max_tokens=130) for i, p in enumerate(prompts([62] * 8))]
+    monkeypatch.setattr(engine.pool, "remember", lambda ids, *pages: read.append(len(ids)) or remember(ids, *pages))
     done = engine.generate(requests)
-    assert read == [(0, 129), (129, 130)]  # the last window of steps is a short one
+    # The last window of steps is a short one. Of the 192 tokens in the end, three pages, the newest has no key.
+    assert read == [62] * 8 + [(0, 129)] + [62 + 128] * 8 + [(129, 130)]
     assert_logprobs(model, requests, done)
     whole = [[*one.prompt_ids, *completion.ids] for one, completion in zip(requests, done, strict=True)]
     assert [len(engine.pool.match([*ids, 9])) for ids in whole] == [2] * 8

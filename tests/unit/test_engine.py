@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.engine.engine import Engine
+from hone.engine.engine import Engine, _Look
 from hone.engine.sampler import draw, pick, thresholds, uniforms
 from hone.engine.slots import Slots
 from hone.kernels import cpu
@@ -261,11 +261,36 @@ def test_prompts_that_start_alike_are_computed_in_one_step(model):
     assert_all_returned(engine)
 
 
-def test_the_next_turn_of_a_conversation_finds_its_own_tokens(model):
+@pytest.mark.parametrize("prompt, pages", [([5, 6, 7], 2), (list(range(4, 12)), 2), (list(range(4, 13)), 3)])
+def test_the_next_turn_of_a_conversation_finds_its_own_tokens(model, prompt, pages):
+    """43, 48 and 49 tokens, of which the last has no key; a page has 16."""
     engine = Engine(model)
-    first = engine.generate([request([5, 6, 7], seed=1, max_tokens=40, stop=frozenset())])[0]
-    matched = engine.pool.match([5, 6, 7, *first.ids, 8, 9])
-    assert len(matched) == (3 + 39) // 16
+    first = engine.generate([request(prompt, seed=1, max_tokens=40, stop=frozenset())])[0]
+    assert len(engine.pool.match([*prompt, *first.ids, 8, 9])) == pages
+
+
+@pytest.mark.parametrize("then", ["go on", "abort", "new weights"])
+def test_what_is_read_ahead_is_what_is_handed_over(model, then, one_by_one):
+    prompts = [list(range(4, 4 + n)) for n in (3, 20)]
+    requests = [request(p, seed=i, max_tokens=40, stop=frozenset()) for i, p in enumerate(prompts)]
+    expected, engine, done = Engine(model).generate(requests), Engine(model), {}
+    running = [engine.add(one, lambda c, i=i: done.__setitem__(i, c)) for i, one in enumerate(requests)]
+    for _ in range(30):
+        engine.step()
+    slots = np.array([s.slot for s in running])
+    engine._read_ahead(_Look(running, slots, [], engine.slots.snapshot()))
+    count = len(running[0].ids)
+    assert count >= 30 and len(engine.pool.match([*prompts[1], *running[1].ids])) == (20 + count - 1) // 16
+    if then == "abort":
+        engine.abort(running[0])
+    elif then == "new weights":
+        engine.set_version(1)
+    drain(engine)
+    for i, whole in enumerate(expected):
+        n = count if then == "abort" and i == 0 else 40
+        assert done[i].ids == whole.ids[:n]
+        torch.testing.assert_close(torch.tensor(done[i].logprobs), torch.tensor(whole.logprobs[:n]), rtol=0, atol=1e-4)
+    assert bool(engine.pool.match([*prompts[1], 9])) is (then != "new weights")
 
 
 def test_prompts_longer_than_a_pass_are_computed_in_pieces(model, monkeypatch):

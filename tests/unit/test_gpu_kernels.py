@@ -114,18 +114,32 @@ def test_swiglu_of_a_product(rows, F_, with_bias):
 
 @pytest.mark.parametrize("rows", [1, 3, 6, 16, 20])
 @pytest.mark.parametrize("inner", [64, 512])
-@pytest.mark.parametrize("processors, with_bias", [(1, False), (4, True), (16, False)])
-def test_products_of_few_rows_and_what_stands_around_them(rows, inner, processors, with_bias, monkeypatch):
+@pytest.mark.parametrize(
+    "width, processors, with_bias", [(192, 1, False), (192, 4, True), (192, 16, False), (512, 4, True)]
+)
+def test_products_of_few_rows_and_what_stands_around_them(rows, inner, width, processors, with_bias, monkeypatch):
+    compare_products_of_few_rows(rows, inner, width, processors, with_bias, monkeypatch)
+
+
+@pytest.mark.parametrize("inner, most", [(256, 2), (1024, 4), (1024, 2), (1024, 1)])  # a row in 1, 2 and 4 warps
+def test_products_of_one_row_that_threads_hold(inner, most, monkeypatch):
+    from hone.kernels.gpu import held
+
+    monkeypatch.setattr(held, "HELD", most)
+    compare_products_of_few_rows(1, inner, inner, 4, True, monkeypatch)
+
+
+def compare_products_of_few_rows(rows, inner, width, processors, with_bias, monkeypatch):
     from hone.kernels.gpu import products
 
     monkeypatch.setattr(products, "processors", lambda: processors)
-    x, residual, norm = (torch.randn(*shape, device=DEVICE) for shape in ((rows, inner), (rows, 192), (192,)))
-    weight, following = torch.randn(192, inner, device=DEVICE) * 0.1, torch.randn(2 * 40, 192, device=DEVICE) * 0.1
-    bias, other = (torch.randn(n, device=DEVICE) if with_bias else None for n in (192, 2 * 40))
+    x, residual, norm = (torch.randn(*shape, device=DEVICE) for shape in ((rows, inner), (rows, width), (width,)))
+    weight, following = torch.randn(width, inner, device=DEVICE) * 0.1, torch.randn(2 * 37, width, device=DEVICE) * 0.1
+    bias, other = (torch.randn(n, device=DEVICE) if with_bias else None for n in (width, 2 * 37))
     expected = residual + F.linear(x, weight, bias)
     got, scaled = products.few_onto(residual, x, weight, bias, norm, 1e-6)
     close(got, expected, 1e-3)
-    normed = F.linear(F.rms_norm(expected, (192,), norm, 1e-6), following, other)
+    normed = F.linear(F.rms_norm(expected, (width,), norm, 1e-6), following, other)
     close(products.few(scaled, following, other), normed, 1e-3)
     close(products.few(scaled, following, other, is_swiglu=True), swiglu_reference(normed), 1e-3)
     assert products.few_onto(residual, x, weight, bias, None, 0.0)[1] is None

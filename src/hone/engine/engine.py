@@ -294,7 +294,6 @@ class Engine:
         for sequence in started:
             sequence.versions.append((0, self.version))
             sequence.first_step = self.steps
-            sequence.remembered = len(sequence.prompt) // self.pool.size  # by admission
         self.decoding = [*self.decoding, *started]
         self._has_changed = True
         if self.graphs is None or any(s.max_tokens == 1 or s.is_watched for s in started):
@@ -394,7 +393,7 @@ class Engine:
             self._finish([(sequences[i], counts[i], reason) for i, reason in reasons.items()], look.snapshot)
 
     def _read_ahead(self, look: _Look) -> None:
-        """Does what can be done for sequences that go on before they are done."""
+        """Reads what sequences that go on had by then, and remembers their pages, so that the end is quick."""
         counts: list[int] = look.snapshot.on_host()[look.slots, column.COUNT].tolist()
         found = zip(look.sequences, look.slots, counts, strict=True)
         going = [(sequence, n) for sequence, slot, n in found if sequence.slot == slot]

@@ -30,7 +30,7 @@ class Sequence:
     alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)  # tokens of its completion, as far as the host has read them
     logprobs: list[float] = field(default_factory=list)  # theirs
-    remembered: int = 0  # its first pages that others may use
+    remembered: int = 0  # so many of its first pages were given to others for use, those of the completion included
     routing: NDArray[np.int16] | None = None  # experts of its tokens, once it has ended
 
     @property

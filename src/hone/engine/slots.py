@@ -90,8 +90,8 @@ class Slots:
     def generated(
         self, slots: list[int], first: int, end: int, snapshot: "Snapshot"
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Tokens first … end and their logprobs of these slots, of what there was at the snapshot; logprobs with as
-        many digits as a float32 has, or texts of them would be twice as long.
+        """Tokens `first` to `end`, that one excluded, and their logprobs of these slots, of what there was at the
+        snapshot; logprobs with as many digits as a float32 has, or texts of them would be twice as long.
 
         On a GPU they are read beside what it computes: nothing writes to them any more.
         """

@@ -32,7 +32,8 @@ def held_kernel(
     BN: tl.constexpr, BK: tl.constexpr, COUNT: tl.constexpr, HAS_BIAS: tl.constexpr, SWIGLU: tl.constexpr,
     SQUARES: tl.constexpr, ONTO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BN numbers of W x, N of K each, in tiles of BK, with what `product_kernel` does around it; M is 1.
+    """BN numbers of W x, N of K each, in tiles of BK, with what `product_kernel` does around it. M, which
+    it takes as that kernel does, is 1.
 
     Every tile is BN x BK, those of x too, so that no number changes its thread before all are added up.
     """
@@ -92,7 +93,7 @@ class Held(NamedTuple):
 
 
 def held_tile(inner: int, is_swiglu: bool) -> Held | None:
-    """A row of weights, of gate and up two, is spread over as many warps as have room for it; None without room."""
+    """A row of weights, of gate and up two, is spread over the fewest warps that have room; None where none have."""
     for warps in (1, 2, 4):
         BK = warps * LANES * VECTOR
         if inner % BK == 0 and inner // BK * (1 + is_swiglu) <= HELD:

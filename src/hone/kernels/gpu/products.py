@@ -225,13 +225,13 @@ GATED = {4: (4, 4, 16, 128, 4), 8: (8, 2, 32, 128, 5), 16: (16, 2, 32, 128, 4), 
 
 
 def fewest_tile(rows: int, columns: int, inner: int, is_swiglu: bool) -> Tile | Held:
-    """Threads hold the weights for one row, if they are small: large ones take longer to fetch than kernels to wait."""
+    """The tile of `few` and `few_onto`: for one row threads hold the weights, if these are small."""
     held = held_tile(inner, is_swiglu) if rows == 1 and columns * inner * (1 + is_swiglu) <= SMALL_WEIGHT else None
     return held or few_tile(rows, columns, inner, is_swiglu)
 
 
 def few_tile(rows: int, columns: int, inner: int, is_swiglu: bool) -> Tile:
-    """The tile of `few` and `few_onto`. Few columns are cut so that no multiprocessor has two tiles of 3 to 32 rows."""
+    """The tile of products of up to 32 rows. Few columns are cut so that no multiprocessor has two tiles of 3 to 32."""
     is_narrow = columns < 16 * processors()
     table = NARROW if is_narrow else GATED if is_swiglu else WIDE
     R, S, BN, BK, stages = table[min(most for most in table if rows <= most)]
