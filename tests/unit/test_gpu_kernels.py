@@ -196,8 +196,8 @@ def test_rows_of_weights_that_threads_have_room_to_hold():
     from hone.kernels.gpu.held import HELD, LANES, VECTOR, WARPS, Held, held_tile
 
     known = {
-        (1024, False): (8, 256, 4), (3072, False): (8, 256, 12), (8192, False): (4, 512, 16),
-        (8192, True): (2, 1024, 8), (896, False): None, (2304, True): None,
+        (1024, False): (8, 256, 4), (3072, False): (8, 256, 12), (6144, False): (4, 512, 12),
+        (2048, True): (4, 512, 4), (8192, False): (2, 1024, 8), (896, False): None, (2304, True): None,
     }  # fmt: skip
     assert {given: held_tile(*given) for given in known} == known
     for inner, is_swiglu in itertools.product(range(64, 20_000, 64), (False, True)):
@@ -205,8 +205,11 @@ def test_rows_of_weights_that_threads_have_room_to_hold():
         if tile is not None:
             assert inner == tile.BK * tile.COUNT and tile.COUNT * (1 + is_swiglu) <= HELD
             assert tile.BN * tile.BK == WARPS * LANES * VECTOR
-    for rows, columns, is_held in ((1, 1024, True), (2, 1024, False), (1, 8192, False)):  # one row, small weights
-        assert isinstance(products.fewest_tile(rows, columns, 1024, False), Held) is is_held
+    cases = {  # rows, columns, inner numbers, of gate and up, of heads
+        (1, 4096, 1024, False, True): True, (2, 4096, 1024, False, True): False, (1, 4096, 2048, False, True): False,
+        (1, 6144, 2048, True, False): True, (1, 2048, 6144, False, False): True, (1, 9728, 2560, True, False): False,
+    }  # fmt: skip
+    assert {case: isinstance(products.fewest_tile(*case), Held) for case in cases} == cases
 
 
 @pytest.mark.parametrize("memory, stages", [(99, 3), (163, 6), (227, 8)])

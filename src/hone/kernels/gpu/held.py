@@ -14,7 +14,7 @@ from hone.kernels.gpu.launching import let_next_start, wait_only
 
 WARPS, LANES = 8, 32
 VECTOR = 8  # numbers that a thread fetches at once
-HELD = 16  # such vectors of weights a thread, at most
+HELD = 12  # such vectors of weights a thread, at most
 
 
 @triton.jit

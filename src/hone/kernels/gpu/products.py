@@ -13,16 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels.gpu import (
-    FEWEST_TOKENS,
-    SMALL_WEIGHT,
-    Scaled,
-    has_dependent_launch,
-    options,
-    power_of_2,
-    processors,
-    stages_of,
-)
+from hone.kernels.gpu import FEWEST_TOKENS, Scaled, has_dependent_launch, options, power_of_2, processors, stages_of
 from hone.kernels.gpu.held import WARPS, Held, held_kernel, held_tile
 from hone.kernels.gpu.launching import prefetch, wait, wait_beside_next
 
@@ -137,14 +128,15 @@ def short(x: Tensor, weight: Tensor, bias: Tensor | None, is_swiglu: bool = Fals
 def few(normed: Scaled, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
     """`short` of a norm. For what `gpu.is_few` accepts."""
     (T, D), N = normed.scaled_TD.shape, len(weight) // (1 + is_swiglu)
-    return _product(normed, weight, bias, fewest_tile(T, N, D, is_swiglu), is_swiglu=is_swiglu)[0][0]
+    tile = fewest_tile(T, N, D, is_swiglu, is_of_heads=not is_swiglu)
+    return _product(normed, weight, bias, tile, is_swiglu=is_swiglu)[0][0]
 
 
 def few_onto(
     residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float
 ) -> tuple[Tensor, Scaled | None]:
     """residual + x W^T + b, T x O, and its norm where there is the weight of one. For what `gpu.is_few` accepts."""
-    tile = fewest_tile(*residual.shape, x.shape[1], False)
+    tile = fewest_tile(*residual.shape, x.shape[1], is_swiglu=False, is_of_heads=False)
     # Without a norm one is made of any numbers, and not read: that costs less than another kernel to compile.
     following = weight if norm is None else norm
     out, made = _product(x, weight, bias, tile, onto=(residual, following, eps))
@@ -224,9 +216,14 @@ WIDE = {4: (4, 4, 16, 128, 4), 8: (8, 2, 32, 128, 8), 16: (16, 4, 32, 64, 5), 32
 GATED = {4: (4, 4, 16, 128, 4), 8: (8, 2, 32, 128, 5), 16: (16, 2, 32, 128, 4), 32: (32, 2, 32, 64, 5)}
 
 
-def fewest_tile(rows: int, columns: int, inner: int, is_swiglu: bool) -> Tile | Held:
-    """The tile of `few` and `few_onto`: for one row threads hold the weights, if these are small."""
-    held = held_tile(inner, is_swiglu) if rows == 1 and columns * inner * (1 + is_swiglu) <= SMALL_WEIGHT else None
+HELD_WIDTH = 2048  # of a model at most, for one row of whose products threads hold the weights
+HELD_HEADS = 2**22  # numbers at most of a projection to heads that they hold
+
+
+def fewest_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads: bool) -> Tile | Held:
+    """The tile of `few` and `few_onto`; is_of_heads: attention comes after the product."""
+    is_small = min(columns, inner) <= HELD_WIDTH and not (is_of_heads and columns * inner > HELD_HEADS)
+    held = held_tile(inner, is_swiglu) if rows == 1 and is_small else None
     return held or few_tile(rows, columns, inner, is_swiglu)
 
 
