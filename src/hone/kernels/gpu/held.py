@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from hone.kernels.gpu.launching import let_next_start, wait_only
+from hone.kernels.gpu.rows import gated
 
 WARPS, LANES = 8, 32
 VECTOR = 8  # numbers that a thread fetches at once
@@ -32,8 +33,8 @@ def held_kernel(
     BN: tl.constexpr, BK: tl.constexpr, COUNT: tl.constexpr, HAS_BIAS: tl.constexpr, SWIGLU: tl.constexpr,
     SQUARES: tl.constexpr, ONTO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BN numbers of W x, N of K each, in tiles of BK, with what `product_kernel` does around it. M, which
-    it takes as that kernel does, is 1.
+    """BN of the N numbers of W x, in tiles of BK of its K, with what `product_kernel` does around it. M, which it takes
+    as that kernel does, is 1.
 
     Every tile is BN x BK, those of x too, so that no number changes its thread before all are added up.
     """
@@ -75,8 +76,7 @@ def held_kernel(
         total += before
     result = total.to(out.dtype.element_ty)
     if SWIGLU:  # rounded where the two kernels that this stands for round
-        gate = result.to(tl.float32)
-        result = (gate / (1.0 + tl.exp(-gate))).to(result.dtype) * total_up.to(result.dtype)
+        result = gated(result, total_up.to(result.dtype))
     tl.store(out + n, result, inside)
     if ONTO:
         exact = tl.where(inside, result.to(tl.float32), 0.0)

@@ -16,6 +16,7 @@ from torch import Tensor
 from hone.kernels.gpu import FEWEST_TOKENS, Scaled, has_dependent_launch, options, power_of_2, processors, stages_of
 from hone.kernels.gpu.held import WARPS, Held, held_kernel, held_tile
 from hone.kernels.gpu.launching import prefetch, wait, wait_beside_next
+from hone.kernels.gpu.rows import gated
 
 
 @triton.jit
@@ -101,8 +102,7 @@ def product_kernel(
         acc += before
     result = acc.to(out.dtype.element_ty)
     if SWIGLU:  # rounded where the two kernels that this stands for round
-        gate = result.to(tl.float32)
-        result = (gate / (1.0 + tl.exp(-gate))).to(result.dtype) * up.to(result.dtype)
+        result = gated(result, up.to(result.dtype))
     tl.store(out + at, result, inside)
     if ONTO:
         exact = result.to(tl.float32)

@@ -71,6 +71,13 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 
 
 @triton.jit
+def gated(gate, up):
+    """silu(gate) * up, rounded to their type after each of the two."""
+    exact = gate.to(tl.float32)
+    return (exact / (1.0 + tl.exp(-exact))).to(gate.dtype) * up
+
+
+@triton.jit
 def swiglu_kernel(gate_up, out, F, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """silu of the first half of gate_up's row t (T x 2F) times the second."""
     t = tl.program_id(0).to(tl.int64)
@@ -79,9 +86,7 @@ def swiglu_kernel(gate_up, out, F, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait_beside_next(PDL)
     gate = tl.load(gate_up + t * 2 * F + f, inside, other=0.0)
     up = tl.load(gate_up + t * 2 * F + F + f, inside, other=0.0)
-    exact = gate.to(tl.float32)
-    silu = (exact / (1.0 + tl.exp(-exact))).to(gate.dtype)
-    tl.store(out + t * F + f, silu * up, inside)
+    tl.store(out + t * F + f, gated(gate, up), inside)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
