@@ -11,7 +11,7 @@ import argparse
 
 from peer import finish, median
 from shapes_gpu import MODELS
-from training import our_model
+from training import gpu_seconds, our_model
 
 STEPS, REPEATS = 20, 3
 
@@ -30,8 +30,6 @@ def at_length(engine, length: int) -> None:
 
 
 def step_ms(engine, batch: int, length: int, parts: int = -1) -> float:
-    import torch
-
     from hone.engine.graphs import Key, padded
     from hone.engine.sampler import Sampler
 
@@ -43,12 +41,7 @@ def step_ms(engine, batch: int, length: int, parts: int = -1) -> float:
     times = []
     for _ in range(REPEATS):
         at_length(engine, length)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graphs.run(STEPS)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / STEPS)
+        times.append(gpu_seconds(lambda: graphs.run(STEPS)) * 1e3 / STEPS)
     return median(times)
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from generate_gpu import bandwidth
 from peer import finish, median
 from shapes_gpu import MODELS, limits
-from training import matrix_rate
+from training import gpu_seconds, matrix_rate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hone.kernels.gpu import has_dependent_launch
@@ -36,15 +36,8 @@ def seconds(run, times: int) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for i in range(times):
             run(i)
-    found = []
-    for _ in range(6):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) / 1e3 / times)
-    return median(found[1:])
+    graph.replay()
+    return median([gpu_seconds(graph.replay) for _ in range(5)]) / times
 
 
 def product_seconds(rows: int, columns: int, inner: int) -> float:

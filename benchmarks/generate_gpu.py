@@ -15,10 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from peer import ROOT, finish, median
-from training import QWEN3_06B
+from training import QWEN3_06B, gpu_seconds
 
 WORKER = ROOT / "benchmarks" / "generation.py"
 WORKLOADS = ("batch_128", "batch_256", "groups", "mixed")
@@ -81,17 +82,10 @@ def bandwidth() -> float:
 
     source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    times = []
-    for _ in range(6):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
+    seconds = median([gpu_seconds(partial(target.copy_, source)) for _ in range(6)])
     del source, target
     torch.cuda.empty_cache()  # others measure how much there is
-    return 2 * 2**32 / median(times)
+    return 2 * 2**32 / seconds
 
 
 def limit(name: str, rate: float) -> float:

@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 QWEN3_06B = {
@@ -56,20 +57,24 @@ def flops(lengths: list[int], targets: int, shape: dict = QWEN3_06B) -> float:
     return 3 * spec.flops_per_token(context, head=targets / sum(lengths)) * sum(lengths)
 
 
+def gpu_seconds(work: Callable[[], object]) -> float:
+    """Seconds that the GPU takes for what `work` launches, which has ended then."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 def matrix_rate() -> float:
     """FLOP a second of a large product in bf16."""
     import torch
 
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    seconds = []
-    for _ in range(30):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        a @ b
-        end.record()
-        torch.cuda.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
-    return 2 * 8192**3 / statistics.median(seconds)
+    return 2 * 8192**3 / statistics.median(gpu_seconds(lambda: a @ b) for _ in range(30))
 
 
 def measure(step, tokens_of, flops_of, laps=None) -> dict:

@@ -12,7 +12,7 @@ completion are reserved then, so that no admitted sequence waits for another.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +65,10 @@ class _Look:
     slots: NDArray[np.int64]
     watched: list[int]
     snapshot: Snapshot
+
+    def running(self, indices: Iterable[int]) -> list[int]:
+        """Those of these that have not ended since."""
+        return [i for i in indices if self.sequences[i].slot == self.slots[i]]
 
 
 def _slots(sequences: list[Sequence]) -> NDArray[np.int64]:
@@ -175,11 +179,8 @@ class Engine:
         wanted = [s for s in self.decoding if s.request.name in known]
         if not wanted:
             return {}
-        counts = [self._count(s) for s in wanted]
-        self._read(wanted, counts, self.slots.snapshot())
-        return {
-            s.request.name: s.completion(n, "").part(known[s.request.name]) for s, n in zip(wanted, counts, strict=True)
-        }
+        self._read([(s, self._count(s)) for s in wanted], self.slots.snapshot())
+        return {s.request.name: s.completion(self._count(s), "").part(known[s.request.name]) for s in wanted}
 
     def abort_all(self) -> None:
         for sequence in self.sequences():
@@ -371,17 +372,13 @@ class Engine:
         tells the sampler what those may draw next that are told token by token (`request.allows`)."""
         state, sequences = look.snapshot.on_host(), look.sequences
         ended = state[look.slots, column.DONE]
-
-        def running(indices: list[int]) -> list[int]:  # others ended since
-            return [i for i in indices if sequences[i].slot == look.slots[i]]
-
-        done, watched = running(ended.nonzero()[0].tolist()), running(look.watched)
+        done, watched = look.running(ended.nonzero()[0].tolist()), look.running(look.watched)
         if not done and not watched:
             return
         counts: list[int] = state[look.slots, column.COUNT].tolist()
         reasons = {i: "stop" if ended[i] == column.STOPPED else "length" for i in done}
         if watched:
-            self._read([sequences[i] for i in watched], [counts[i] for i in watched], look.snapshot)
+            self._read([(sequences[i], counts[i]) for i in watched], look.snapshot)
             for i in watched:
                 request, so_far = sequences[i].request, sequences[i].ids[: counts[i]]
                 kept = request.ends(so_far) if request.ends is not None else None
@@ -395,17 +392,15 @@ class Engine:
     def _read_ahead(self, look: _Look) -> None:
         """Reads what sequences that go on had by then, and remembers their pages, so that the end is quick."""
         counts: list[int] = look.snapshot.on_host()[look.slots, column.COUNT].tolist()
-        found = zip(look.sequences, look.slots, counts, strict=True)
-        going = [(sequence, n) for sequence, slot, n in found if sequence.slot == slot]
-        sequences = [sequence for sequence, _ in going]
-        self._read(sequences, [n for _, n in going], look.snapshot)
-        for sequence in sequences:
+        going = [(look.sequences[i], counts[i]) for i in look.running(range(len(counts)))]
+        self._read(going, look.snapshot)
+        for sequence, _ in going:
             self._remember(sequence)
 
-    def _read(self, sequences: list[Sequence], counts: list[int], snapshot: Snapshot) -> None:
+    def _read(self, wanted: Iterable[tuple[Sequence, int]], snapshot: Snapshot) -> None:
         """Brings the first tokens of these, so many of each and no more than there were at the snapshot, to the host,
         if they are not there."""
-        behind = [(s, n) for s, n in zip(sequences, counts, strict=True) if len(s.ids) < n]
+        behind = [(s, n) for s, n in wanted if len(s.ids) < n]
         if not behind:
             return
         first, end = min(len(s.ids) for s, _ in behind), max(n for _, n in behind)
@@ -424,7 +419,7 @@ class Engine:
 
     def _finish(self, ended: list[tuple[Sequence, int, str]], snapshot: Snapshot) -> None:
         """Hands over sequences that decode, with so many tokens, for that reason."""
-        self._read([s for s, _, _ in ended], [n for _, n, _ in ended], snapshot)
+        self._read([(s, n) for s, n, _ in ended], snapshot)
         gone = {id(s) for s, _, _ in ended}
         self.decoding = [s for s in self.decoding if id(s) not in gone]
         self._has_changed = True

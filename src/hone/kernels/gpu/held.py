@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from hone.kernels.gpu.launching import let_next_start, wait_only
-from hone.kernels.gpu.rows import gated
+from hone.kernels.gpu.rows import finished
 
 WARPS, LANES = 8, 32
 VECTOR = 8  # numbers that a thread fetches at once
@@ -45,6 +45,7 @@ def held_kernel(
     held = _tiles(at, BK, COUNT)
     if SWIGLU:
         held_up = _tiles(at + N.to(tl.int64) * K, BK, COUNT)
+    rstd, bias_N, bias_up_N, before = 0.0, 0.0, 0.0, 0.0
     if HAS_BIAS:
         bias_N = tl.load(bias + n, inside, other=0.0).to(tl.float32)
         if SWIGLU:
@@ -66,17 +67,8 @@ def held_kernel(
     total, total_up = tl.sum(acc, axis=1, keep_dims=True), tl.sum(up, axis=1, keep_dims=True)
     if SQUARES:
         rstd = tl.rsqrt(tl.sum(squares_P, axis=1, keep_dims=True) / K + eps)
-        total *= rstd
-        total_up *= rstd
-    if HAS_BIAS:
-        total += bias_N
-        if SWIGLU:
-            total_up += bias_up_N
-    if ONTO:
-        total += before
-    result = total.to(out.dtype.element_ty)
-    if SWIGLU:  # rounded where the two kernels that this stands for round
-        result = gated(result, total_up.to(result.dtype))
+    dtype: tl.constexpr = out.dtype.element_ty
+    result = finished(total, total_up, rstd, bias_N, bias_up_N, before, dtype, SQUARES, HAS_BIAS, SWIGLU, ONTO)
     tl.store(out + n, result, inside)
     if ONTO:
         exact = tl.where(inside, result.to(tl.float32), 0.0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from hone.kernels.gpu import FEWEST_TOKENS, Scaled, has_dependent_launch, options, power_of_2, processors, stages_of
 from hone.kernels.gpu.held import WARPS, Held, held_kernel, held_tile
 from hone.kernels.gpu.launching import prefetch, wait, wait_beside_next
-from hone.kernels.gpu.rows import gated
+from hone.kernels.gpu.rows import finished
 
 
 @triton.jit
@@ -66,6 +66,7 @@ def product_kernel(
     of_m, of_n = (pid_m * R + tl.arange(0, R))[:, None], (pid_n * BN + tl.arange(0, BN))[None, :]
     inside, at = (of_m < M) & (of_n < N), (split * M + of_m).to(tl.int64) * N + of_n
     # What is added after the loop is fetched before it. The weights do not depend on the kernel before.
+    rstd, bias_1N, bias_up_1N, before = 0.0, 0.0, 0.0, 0.0
     if HAS_BIAS:
         bias_1N = tl.load(bias + of_n, of_n < N, other=0.0).to(tl.float32)
         if SWIGLU:
@@ -91,18 +92,10 @@ def product_kernel(
         up = _joined(up, R, S, BN)
     if SQUARES:
         rstd = tl.rsqrt(tl.sum(squares_RP, axis=1) / K + eps)[:, None]
-        acc *= rstd
-        if SWIGLU:
-            up *= rstd
     if HAS_BIAS:
-        acc += tl.where(split == 0, bias_1N, 0.0)
-        if SWIGLU:
-            up += bias_up_1N
-    if ONTO:
-        acc += before
-    result = acc.to(out.dtype.element_ty)
-    if SWIGLU:  # rounded where the two kernels that this stands for round
-        result = gated(result, up.to(result.dtype))
+        bias_1N = tl.where(split == 0, bias_1N, 0.0)
+    dtype: tl.constexpr = out.dtype.element_ty
+    result = finished(acc, up, rstd, bias_1N, bias_up_1N, before, dtype, SQUARES, HAS_BIAS, SWIGLU, ONTO)
     tl.store(out + at, result, inside)
     if ONTO:
         exact = result.to(tl.float32)

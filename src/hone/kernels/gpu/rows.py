@@ -78,6 +78,28 @@ def gated(gate, up):
 
 
 @triton.jit
+def finished(
+    acc, up, rstd, bias, bias_up, before, dtype: tl.constexpr,
+    SQUARES: tl.constexpr, HAS_BIAS: tl.constexpr, SWIGLU: tl.constexpr, ONTO: tl.constexpr,
+):  # fmt: skip
+    """What `product_kernel` says comes after a product; what a flag does not ask for may be anything."""
+    if SQUARES:
+        acc *= rstd
+        if SWIGLU:
+            up *= rstd
+    if HAS_BIAS:
+        acc += bias
+        if SWIGLU:
+            up += bias_up
+    if ONTO:
+        acc += before
+    result = acc.to(dtype)
+    if SWIGLU:  # rounded where the two kernels that this stands for round
+        result = gated(result, up.to(dtype))
+    return result
+
+
+@triton.jit
 def swiglu_kernel(gate_up, out, F, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """silu of the first half of gate_up's row t (T x 2F) times the second."""
     t = tl.program_id(0).to(tl.int64)
