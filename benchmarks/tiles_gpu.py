@@ -4,7 +4,7 @@
 
 Starts from the tiles in use, and tries those beside them: half or twice a size, a stage more or fewer, four or eight
 warps. What makes the whole step of the engine at least half a percent faster stays. Each line is a try and the
-milliseconds of its step; the last name what was found, for the tables of `kernels/gpu/products.py`, `sampling.py` and
+milliseconds of its step; the last name what was found, for `kernels/gpu/held.py`, `products.py`, `sampling.py` and
 `decode.py`, whose tests say whether it is right. Compiling takes a second a try.
 """
 
@@ -22,11 +22,11 @@ ENOUGH = 0.995  # of the best time so far
 Setting = tuple[int | None, ...]
 
 
-def beside(setting: Setting, names: tuple[str, ...], fixed: frozenset[str]) -> Iterator[Setting]:
+def beside(setting: Setting, names: tuple[str, ...]) -> Iterator[Setting]:
     """Settings that differ from this one in a number."""
     for i, name in enumerate(names):
         value = setting[i]
-        if value is None or name in fixed:
+        if value is None:
             continue
         others = {value - 1, value + 1} if name == "stages" else {value // 2, value * 2}
         if name == "warps":
@@ -46,7 +46,7 @@ def main() -> None:
     import torch
 
     from hone.engine.engine import Engine
-    from hone.kernels.gpu import decode, products, sampling
+    from hone.kernels.gpu import decode, held, products, sampling
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="Qwen3-0.6B")
@@ -54,24 +54,31 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=120.0)
     args = parser.parse_args()
-    own_product, own_blocks, own_head = products._product, decode.alone_shape, sampling.head_tile
+    own_product, own_held, own_blocks, own_head = (
+        products._product, held.held_tile, decode.alone_shape, sampling.head_tile
+    )  # fmt: skip
     used: dict[str, Setting] = {}  # what stands in for the settings of each kernel, by its name
-    of_product = ("rows", "stretches", "columns", "inner", "stages", "lines", "warps")
+    of_product = ("rows", "columns", "inner", "stages", "lines", "warps")
+    of_held = ("rows", "columns", "inner", "held", "ahead", "warps", "registers")
     names = {
         "attention": ("first", "tile", "warps", "stages", "registers"),
         "head": ("words", "inner", "stages", "warps"),
     }
 
-    def product(
-        x: Any, weight: Any, bias: Any, tile: Any, splits: int = 1, is_swiglu: bool = False, **others: Any
-    ) -> Any:
+    def product(x: Any, weight: Any, bias: Any, tile: Any, splits: int = 1, is_swiglu: bool = False) -> Any:
         N, K = weight.shape
         name = f"{N} x {K}, {splits} parts" if splits > 1 else f"{N} x {K}"
         names.setdefault(name, of_product)
-        if isinstance(tile, products.Tile):  # how threads hold weights follows from their size
-            tile = products.Tile(*used.setdefault(name, tile))
-            divides(K, tile.S * tile.BK)
-        return own_product(x, weight, bias, tile, splits, is_swiglu, **others)
+        tile = products.Tile(*used.setdefault(name, tile))
+        divides(K, tile.BK)
+        return own_product(x, weight, bias, tile, splits, is_swiglu)
+
+    def held_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads: bool) -> held.Held:
+        name = f"{columns * (1 + is_swiglu)} x {inner}, held"
+        names.setdefault(name, of_held)
+        tile = held.Held(*used.setdefault(name, own_held(rows, columns, inner, is_swiglu, is_of_heads)))
+        divides(inner, tile.WARPS * tile.BK)
+        return tile
 
     def blocks(*inputs: Any) -> Setting:
         setting = used.setdefault("attention", own_blocks(*inputs))
@@ -84,7 +91,7 @@ def main() -> None:
         divides(setting[0], sampling.CELL)
         return setting
 
-    products._product = product
+    products._product, held.held_tile = product, held_tile
     decode.alone_shape, sampling.head_tile = blocks, head
     engine = Engine(
         our_model(MODELS[args.model]), max_batch_size=args.rows, max_model_len=args.length + 256, kv_cache_gib=8
@@ -102,8 +109,7 @@ def main() -> None:
     while moved and time.monotonic() < end:
         moved = False
         for name in list(used):
-            single = frozenset({"stretches"} if "parts" in name else ())  # a tile of parts has one stretch
-            for setting in beside(used[name], names[name], single):
+            for setting in beside(used[name], names[name]):
                 if time.monotonic() > end:
                     break
                 before, used[name] = used[name], setting

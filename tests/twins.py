@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hone.kernels import gpu
 from hone.kernels.flat_attention import Sequences
 from hone.kernels.logprobs import at_least_fp32
 from hone.kernels.norm import add_norm_reference
@@ -33,6 +34,25 @@ def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits:
     if bias_O is not None:
         parts[0] += bias_O
     return parts
+
+
+def few(normed: gpu.Scaled, weight_OI: Tensor, bias_O: Tensor | None, is_swiglu: bool = False) -> Tensor:
+    """In fp32 up to the result, as `kernels/gpu/held.py`."""
+    x_TD = normed.scaled_TD.float()
+    rstd_T1 = torch.rsqrt(normed.squares_TP.sum(dim=1, keepdim=True) / x_TD.shape[1] + normed.eps)
+    out_TO = F.linear(x_TD * rstd_T1, weight_OI.float(), None if bias_O is None else bias_O.float())
+    return (swiglu_reference(out_TO) if is_swiglu else out_TO).to(weight_OI.dtype)
+
+
+def few_onto(
+    residual_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, norm_O: Tensor | None, eps: float
+) -> tuple[Tensor, gpu.Scaled | None]:
+    added_TO = F.linear(x_TI.float(), weight_OI.float(), None if bias_O is None else bias_O.float())
+    total_TO = (residual_TO + added_TO).to(x_TI.dtype)
+    if norm_O is None:
+        return total_TO, None
+    squares_T1 = total_TO.float().square().sum(dim=1, keepdim=True)
+    return total_TO, gpu.Scaled((total_TO * norm_O).to(x_TI.dtype), squares_T1, eps)
 
 
 def low_rank_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Any, a_RI: Any = None, b_OR: Any = None) -> Tensor:

@@ -16,11 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton._C.libtriton import get_cache_invalidating_env_vars
-from hone.kernels.gpu import compiling, rows
+from triton.experimental.gluon._runtime import GluonASTSource
+from hone.kernels.gpu import compiling, held, rows
 
 seen = []
 triton.knobs.compilation.listener = lambda **found: seen.append((found["src"].constants[(3,)], found["cache_hit"]))
-kernel = rows.swiglu_kernel
+kernel = rows_kernel = rows.swiglu_kernel
 names = dict(gate_up="*bf16", out="*bf16", F="i32", BLOCK="constexpr", PDL="constexpr")
 compiling.ALONE = 0  # others compile all
 
@@ -39,6 +40,24 @@ assert len(others) == 2 and not any(os.path.exists(f"/proc/{pid}") for pid in ot
 with compiling.Compilers(2) as compilers:  # what is kept needs nobody
     compiled(compilers, 256)
     assert compilers.started == []
+
+triton.knobs.compilation.listener = lambda **found: seen.append(found["cache_hit"])
+half = dict.fromkeys(("x", "w", "bias", "residual", "norm", "out", "scaled"), "*bf16")
+numbers = half | dict.fromkeys(("squares", "own_squares"), "*fp32") | dict.fromkeys("MNKP", "i32") | {"eps": "fp32"}
+kernel = held.held_kernel
+for rows, is_swiglu in ((1, False), (32, True)):  # in Gluon
+    tile = held.held_tile(rows, 1024, 1024, is_swiglu, False)._asdict()
+    registers = tile.pop("maxnreg")
+    around = dict(COUNT=2, HAS_BIAS=True, SWIGLU=is_swiglu, SQUARES=64 * is_swiglu, ONTO=not is_swiglu, PDL=True)
+    known = {(kernel.arg_names.index(n),): value for n, value in (tile | around | {"HELD": 2, "AHEAD": 2}).items()}
+    signature = {name: numbers.get(name, "constexpr") for name in kernel.arg_names}
+    source = GluonASTSource(kernel, signature, known)
+    options = {"num_warps": tile["WARPS"], "maxnreg": registers, "launch_pdl": True}
+    with compiling.Compilers(1) as compilers:
+        made = compilers.compile(source, GPUTarget("cuda", 90, 32), options, get_cache_invalidating_env_vars())
+        assert "mma.sync" in made.asm["ptx"] and seen[-1] is True, seen
+triton.knobs.compilation.listener = lambda **found: seen.append((found["src"].constants[(3,)], found["cache_hit"]))
+kernel = rows_kernel
 
 with compiling.Compilers(1) as compilers:  # one that has ended leaves it to who asks
     compilers._start()

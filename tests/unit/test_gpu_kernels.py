@@ -112,39 +112,6 @@ def test_swiglu_of_a_product(rows, F_, with_bias):
     close(short(x, weight, bias, is_swiglu=True), swiglu_reference(expected), 1e-3)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 6, 16, 20])
-@pytest.mark.parametrize("inner", [64, 512])
-@pytest.mark.parametrize(
-    "width, processors, with_bias", [(192, 1, False), (192, 4, True), (192, 16, False), (512, 4, True)]
-)
-def test_products_of_few_rows_and_what_stands_around_them(rows, inner, width, processors, with_bias, monkeypatch):
-    compare_products_of_few_rows(rows, inner, width, processors, with_bias, monkeypatch)
-
-
-@pytest.mark.parametrize("inner, most", [(256, 2), (1024, 4), (1024, 2), (1024, 1)])  # a row in 1, 2 and 4 warps
-def test_products_of_one_row_that_threads_hold(inner, most, monkeypatch):
-    from hone.kernels.gpu import held
-
-    monkeypatch.setattr(held, "HELD", most)
-    compare_products_of_few_rows(1, inner, inner, 4, True, monkeypatch)
-
-
-def compare_products_of_few_rows(rows, inner, width, processors, with_bias, monkeypatch):
-    from hone.kernels.gpu import products
-
-    monkeypatch.setattr(products, "processors", lambda: processors)
-    x, residual, norm = (torch.randn(*shape, device=DEVICE) for shape in ((rows, inner), (rows, width), (width,)))
-    weight, following = torch.randn(width, inner, device=DEVICE) * 0.1, torch.randn(2 * 37, width, device=DEVICE) * 0.1
-    bias, other = (torch.randn(n, device=DEVICE) if with_bias else None for n in (width, 2 * 37))
-    expected = residual + F.linear(x, weight, bias)
-    got, scaled = products.few_onto(residual, x, weight, bias, norm, 1e-6)
-    close(got, expected, 1e-3)
-    normed = F.linear(F.rms_norm(expected, (width,), norm, 1e-6), following, other)
-    close(products.few(scaled, following, other), normed, 1e-3)
-    close(products.few(scaled, following, other, is_swiglu=True), swiglu_reference(normed), 1e-3)
-    assert products.few_onto(residual, x, weight, bias, None, 0.0)[1] is None
-
-
 @pytest.mark.parametrize("which, products_of_few, adapted", [
     (lambda rows, columns: True, 11, False), (lambda rows, columns: True, 8, True),  # the first norm comes before them
     (lambda rows, columns: rows == 128, 6, False), (lambda rows, columns: rows != 128, 0, False),
@@ -153,7 +120,7 @@ def compare_products_of_few_rows(rows, inner, width, processors, with_bias, monk
 @torch.no_grad()
 def test_a_model_whose_products_do_what_stands_around_them(which, products_of_few, adapted, monkeypatch):
     from hone.kernels import gpu
-    from hone.kernels.gpu import products
+    from hone.kernels.gpu import held
 
     made = Transformer(ModelSpec(512, 128, 192, 3, 4, 2, 64, 1e-6, 1e4, True, 256, 0.1, False))
     made.init_weights(torch.Generator().manual_seed(0))
@@ -164,52 +131,29 @@ def test_a_model_whose_products_do_what_stands_around_them(which, products_of_fe
     tokens, attention, kept = torch.arange(6, device=DEVICE), PackedAttention([6], DEVICE), torch.tensor([1, 4, 5])
     inputs = (tokens, attention.positions(), attention, kept.to(DEVICE))
     expected = made(*inputs)
-    calls, few, few_onto = [], products.few, products.few_onto
+    calls = []
     monkeypatch.setattr(gpu, "takes", lambda x: True)
     monkeypatch.setattr(gpu, "is_few", lambda x, weight: which(*weight.shape))
-    monkeypatch.setattr(products, "few", lambda *inputs: calls.append(1) or few(*inputs))
-    monkeypatch.setattr(products, "few_onto", lambda *inputs: calls.append(1) or few_onto(*inputs))
+    monkeypatch.setattr(held, "few", lambda *inputs: calls.append(1) or twins.few(*inputs))
+    monkeypatch.setattr(held, "few_onto", lambda *inputs: calls.append(1) or twins.few_onto(*inputs))
     close(made(*inputs), expected, 1e-3)
     assert len(calls) == products_of_few
 
 
-def test_tiles_of_few_rows_have_room_on_a_multiprocessor(monkeypatch):
-    from hone.kernels import gpu
-    from hone.kernels.gpu import products
+def test_tiles_of_few_rows_are_whole_and_have_room_in_registers():
+    from hone.kernels.gpu.held import held_tile
 
-    monkeypatch.setattr(products, "processors", lambda: 132)
-    columns_and_inner = itertools.product((256, 1024, 1536, 2048, 4096, 8192, 9728), (64, 192, 512, 2048, 2560, 4096))
-    for memory, rows, (columns, inner), is_swiglu in itertools.product(
-        (99 * 1024, 227 * 1024), range(1, 33), list(columns_and_inner), (False, True)
+    columns_and_inner = itertools.product((256, 1024, 1536, 2048, 4096, 8192, 9728), range(64, 20_000, 64))
+    for rows, (columns, inner), (is_swiglu, is_of_heads) in itertools.product(
+        (1, 8, 9, 16, 17, 32), list(columns_and_inner), ((False, False), (True, False), (False, True))
     ):
-        monkeypatch.setattr(gpu, "shared_memory", lambda memory=memory: memory)
-        tile = products.few_tile(rows, columns, inner, is_swiglu)
-        numbers, stages = tile.R * tile.S + tile.BN * tile.S * (1 + is_swiglu), tile.stages(is_swiglu)
-        assert stages >= 2 and 2 * tile.BK * numbers * stages <= memory
-        assert inner % (tile.BK * tile.S) == 0 and (rows <= tile.R or rows > 16) and tile.R * tile.S >= 16
-        programs = -(-columns // tile.BN) * -(-rows // tile.R)
-        assert programs <= 132 or rows <= 2 or columns >= 16 * 132
-
-
-def test_rows_of_weights_that_threads_have_room_to_hold():
-    from hone.kernels.gpu import products
-    from hone.kernels.gpu.held import HELD, LANES, VECTOR, WARPS, Held, held_tile
-
-    known = {
-        (1024, False): (8, 256, 4), (3072, False): (8, 256, 12), (6144, False): (4, 512, 12),
-        (2048, True): (4, 512, 4), (8192, False): (2, 1024, 8), (896, False): None, (2304, True): None,
-    }  # fmt: skip
-    assert {given: held_tile(*given) for given in known} == known
-    for inner, is_swiglu in itertools.product(range(64, 20_000, 64), (False, True)):
-        tile = held_tile(inner, is_swiglu)
-        if tile is not None:
-            assert inner == tile.BK * tile.COUNT and tile.COUNT * (1 + is_swiglu) <= HELD
-            assert tile.BN * tile.BK == WARPS * LANES * VECTOR
-    cases = {  # rows, columns, inner numbers, of gate and up, of heads
-        (1, 4096, 1024, False, True): True, (2, 4096, 1024, False, True): False, (1, 4096, 2048, False, True): False,
-        (1, 6144, 2048, True, False): True, (1, 2048, 6144, False, False): True, (1, 9728, 2560, True, False): False,
-    }  # fmt: skip
-    assert {case: isinstance(products.fewest_tile(*case), Held) for case in cases} == cases
+        tile = held_tile(rows, columns, inner, is_swiglu, is_of_heads)
+        stretches, one_left = divmod(inner, tile.WARPS * tile.BK)
+        assert one_left == 0 and tile.BN % 16 == 0 and tile.BK % 32 == 0
+        assert rows <= tile.R or (rows > 16 and tile.R == 16)
+        weights = tile.BN * tile.BK * min(tile.HELD, stretches) * (1 + is_swiglu)
+        sums = 2 * tile.BN * tile.R * (1 + is_swiglu)  # of 4 bytes each
+        assert (weights + sums) // 64 <= (128 if tile.maxnreg else 224), (rows, columns, inner, tile)
 
 
 @pytest.mark.parametrize("memory, stages", [(99, 3), (163, 6), (227, 8)])
@@ -227,13 +171,7 @@ def test_measured_tiles_have_room_on_a_hopper(monkeypatch):
     monkeypatch.setattr(gpu, "shared_memory", lambda: 227 * 1024)
     for module in (products, sampling):
         monkeypatch.setattr(module, "has_dependent_launch", lambda: True)
-    monkeypatch.setattr(products, "processors", lambda: 132)
-    tiles = [
-        (products.few_tile(rows, columns, 2048, is_swiglu), is_swiglu)
-        for rows, columns, is_swiglu in itertools.product((1, 4, 8, 16, 32), (1024, 2048, 4096, 8192), (False, True))
-        if columns > 2048 or not is_swiglu
-    ]
-    tiles += [(products.short_tile(rows, is_swiglu), is_swiglu) for rows in (40, 128) for is_swiglu in (False, True)]
+    tiles = [(products.short_tile(rows, is_swiglu), is_swiglu) for rows in (40, 128) for is_swiglu in (False, True)]
     tiles += [(products.part_tile(rows, width, 512), False) for rows in (8, 32, 64, 256) for width in (64, 128)]
     for tile, is_swiglu in tiles:
         assert tile.stages(is_swiglu) == tile.STAGES

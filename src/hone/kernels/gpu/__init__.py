@@ -132,7 +132,7 @@ def is_few(x_TI: Tensor, weight_OI: Tensor) -> bool:
     Hidden states are multiplied by a norm's weight before they are divided by their size: float16 may not hold that.
     """
     most = FUSED_TOKENS if weight_OI.numel() > SMALL_WEIGHT else FEWEST_TOKENS
-    is_fused = x_TI.dim() == 2 and len(x_TI) <= most and weight_OI.shape[1] % 64 == 0
+    is_fused = x_TI.dim() == 2 and len(x_TI) <= most and weight_OI.shape[1] % 64 == 0 and len(weight_OI) >= 32
     is_taken = x_TI.dtype == torch.bfloat16 and takes(x_TI) and has_dependent_launch()
     return is_fused and is_taken and not numerics.is_exact()
 

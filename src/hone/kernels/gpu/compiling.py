@@ -113,7 +113,7 @@ class Compilers:
             return here()
         self._start()
         elsewhere, function = self.idle.get(), src.fn
-        job = (function.module, function.fn.__qualname__, src.signature, src.constants, src.attrs)
+        job = (type(src), function.module, function.fn.__qualname__, src.signature, src.constants, src.attrs)
         try:
             elsewhere(pickle.dumps((job, target, options, _env_vars)))
             return here()
@@ -166,18 +166,17 @@ def _ask(to: IO[bytes], back: IO[bytes], job: bytes) -> None:
 def serve(jobs: IO[bytes], results: IO[bytes]) -> None:
     """Compiles what it is asked for, until there is no more."""
     import triton
-    from triton.compiler import ASTSource
 
     while True:
         results.write(DONE)
         results.flush()
         try:
-            (module, name, *source), target, options, env_vars = pickle.load(jobs)
+            (kind, module, name, *source), target, options, env_vars = pickle.load(jobs)
         except EOFError:
             return
         with suppress(Exception):  # who asked compiles once more, and says what is wrong
             function = getattr(importlib.import_module(module), name)
-            triton.compile(ASTSource(function, *source), target=target, options=options, _env_vars=env_vars)
+            triton.compile(kind(function, *source), target=target, options=options, _env_vars=env_vars)
 
 
 if __name__ == "__main__":

@@ -1,93 +1,209 @@
-"""y = x W^T for one row of x and small weights: threads hold their weights before x is there.
+"""y = x W^T for few rows of x: threads hold weights before x is there.
 
-A step of one sequence is a chain of kernels that each need what the one before made, and nothing else but weights. So a
-kernel starts while the one before it runs, fetches all of its weights into registers, and only then waits. What is left
-to do after that is short: x passes through plain arithmetic, a row of weights in one warp or a few.
+A step of few sequences is a chain of kernels that each need what the one before made, and weights. So a kernel starts
+while the one before it runs, asks for its first weights, and only then waits. Weights and rows go straight into the
+registers from which the matrix units take them. A warp has stretches of the inner dimension of its own, so that warps
+exchange nothing before all is multiplied:
+
+    weights ──────► registers ─┐
+    wait ──► rows ─► registers ┴─► a sum of products a warp ─► shared memory ─► added up ─► what comes after a product
+
+This is Gluon, Triton's language in which the kernel says which thread has which numbers.
 """
 
 from typing import NamedTuple
 
+import torch
 import triton
-import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from hone.kernels.gpu import Scaled, options, power_of_2
 from hone.kernels.gpu.launching import let_next_start, wait_only
 from hone.kernels.gpu.rows import finished
 
-WARPS, LANES = 8, 32
-VECTOR = 8  # numbers that a thread fetches at once
-HELD = 12  # such vectors of weights a thread, at most
+VECTOR = gl.constexpr(8)  # numbers that a thread fetches at once
 
 
 @triton.jit
-def _tiles(at, step, COUNT: tl.constexpr):
-    """COUNT tiles, each `step` numbers after the one before, all asked for at once."""
-    found = (tl.load(at),)
-    for c in tl.static_range(1, COUNT):
-        found = found + (tl.load(at + c * step),)  # noqa: RUF005 - the kernel language has no unpacking
+def _fetched(at, step, there, FIRST: gl.constexpr, END: gl.constexpr):
+    """Tiles FIRST … END, each `step` numbers after the one before, all asked for at once. `there`: None for all."""
+    other: gl.constexpr = None if there is None else 0.0
+    found = (gl.load(at + FIRST * step, there, other),)
+    for c in gl.static_range(FIRST + 1, END):
+        found = found + (gl.load(at + c * step, there, other),)  # noqa: RUF005 - the language has no unpacking
     return found
 
 
-@triton.jit(do_not_specialize=["P"])
+@gluon.jit(do_not_specialize=["M", "P"])
 def held_kernel(
     x, w, bias, squares, residual, norm, out, scaled, own_squares, M, N, K, P, eps,
-    BN: tl.constexpr, BK: tl.constexpr, COUNT: tl.constexpr, HAS_BIAS: tl.constexpr, SWIGLU: tl.constexpr,
-    SQUARES: tl.constexpr, ONTO: tl.constexpr, PDL: tl.constexpr,
+    R: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
+    COUNT: gl.constexpr, HAS_BIAS: gl.constexpr, SWIGLU: gl.constexpr, SQUARES: gl.constexpr, ONTO: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """BN of the N numbers of W x, in tiles of BK of its K, with what `product_kernel` does around it. M, which it takes
-    as that kernel does, is 1.
+    """Tile (m, n), R x BN, of x M x K times w N x K transposed. K is COUNT times WARPS stretches of BK, of which HELD
+    are fetched before the kernel before has ended, and AHEAD of x as soon as it has. Around the product, in this order:
 
-    Every tile is BN x BK, those of x too, so that no number changes its thread before all are added up.
+    SQUARES   x is that of a `Scaled`: division by its root mean square, of P sums of squares a row (SQUARES: room for)
+    bias
+    SWIGLU    w has twice as many rows, gates above ups: silu(gate) * up
+    ONTO      residual M x N is added, and the `Scaled` of the result is made as well
+
+    w is the left side of the product on the chip, whose rows are 16 at least, and x the right one, with 8 at least.
     """
+    of_sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    of_w: gl.constexpr = gl.DotOperandLayout(0, of_sums, VECTOR)
+    of_x: gl.constexpr = gl.DotOperandLayout(1, of_sums, VECTOR)
+    # What the warps have of a number comes together in one thread; threads side by side have columns side by side.
+    SIDE: gl.constexpr = min(BN // 16, WARPS)
+    of_parts: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 16, 2], [1, SIDE, WARPS // SIDE], [1, 2, 0])
+    of_tile: gl.constexpr = gl.SliceLayout(0, of_parts)
     let_next_start(PDL)
-    pid = tl.program_id(0)
-    n, k = pid * BN + tl.arange(0, BN)[:, None], tl.arange(0, BK)[None, :]
-    inside, at = n < N, w + (n % N).to(tl.int64) * K + k
-    held = _tiles(at, BK, COUNT)
+    pid_n, pid_m = gl.program_id(0), gl.program_id(1)
+    s = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, of_w)))[:, None, None]
+    first_n = gl.minimum(pid_n * BN, N - BN)  # columns that the last two tiles share are the last but one's
+    n = first_n + gl.arange(0, BN, gl.SliceLayout(0, gl.SliceLayout(2, of_w)))[None, :, None]
+    k = gl.arange(0, BK, gl.SliceLayout(0, gl.SliceLayout(1, of_w)))[None, None, :]
+    of_n, step = w + (n.to(gl.int64) * K + s * BK + k), WARPS * BK
+    held = _fetched(of_n, step, None, 0, HELD)
     if SWIGLU:
-        held_up = _tiles(at + N.to(tl.int64) * K, BK, COUNT)
-    rstd, bias_N, bias_up_N, before = 0.0, 0.0, 0.0, 0.0
+        of_up = of_n + N.to(gl.int64) * K
+        held_up = _fetched(of_up, step, None, 0, HELD)
+    m = pid_m * R + gl.arange(0, R, gl.SliceLayout(0, of_tile))
+    n_1 = first_n + gl.arange(0, BN, gl.SliceLayout(1, of_tile))[:, None]
+    inside, at = (m[None, :] < M) & (n_1 >= pid_n * BN), m[None, :] * N + n_1
+    rstd, bias_N1, bias_up_N1, before = 0.0, 0.0, 0.0, 0.0
     if HAS_BIAS:
-        bias_N = tl.load(bias + n, inside, other=0.0).to(tl.float32)
+        bias_N1 = gl.load(bias + n_1).to(gl.float32)
         if SWIGLU:
-            bias_up_N = tl.load(bias + N + n, inside, other=0.0).to(tl.float32)
+            bias_up_N1 = gl.load(bias + N + n_1).to(gl.float32)
     if ONTO:
-        norm_N = tl.load(norm + n, inside, other=0.0).to(tl.float32)
+        norm_N1 = gl.load(norm + n_1).to(gl.float32)
+    s_x = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, of_x)))[:, None, None]
+    k_x = gl.arange(0, BK, gl.SliceLayout(0, gl.SliceLayout(2, of_x)))[None, :, None]
+    m_x = pid_m * R + gl.arange(0, R, gl.SliceLayout(0, gl.SliceLayout(1, of_x)))[None, None, :]
+    of_m = x + (m_x * K + s_x * BK + k_x)
     wait_only(PDL)
-    if SQUARES:  # added up at last: it would hold up what is fetched after it
-        p = tl.arange(0, SQUARES)[None, :] + 0 * n
-        squares_P = tl.load(squares + p, p < P, other=0.0)
-    if ONTO:
-        before = tl.load(residual + n, inside, other=0.0).to(tl.float32)
-    acc, up = tl.zeros((BN, BK), tl.float32), tl.zeros((BN, BK), tl.float32)
-    for c in tl.static_range(COUNT):
-        tile = tl.load(x + c * BK + k + 0 * n).to(tl.float32)
-        acc += held[c].to(tl.float32) * tile
-        if SWIGLU:
-            up += held_up[c].to(tl.float32) * tile
-    total, total_up = tl.sum(acc, axis=1, keep_dims=True), tl.sum(up, axis=1, keep_dims=True)
+    rows = _fetched(of_m, step, m_x < M, 0, AHEAD)
     if SQUARES:
-        rstd = tl.rsqrt(tl.sum(squares_P, axis=1, keep_dims=True) / K + eps)
-    dtype: tl.constexpr = out.dtype.element_ty
-    result = finished(total, total_up, rstd, bias_N, bias_up_N, before, dtype, SQUARES, HAS_BIAS, SWIGLU, ONTO)
-    tl.store(out + n, result, inside)
+        of_squares: gl.constexpr = gl.BlockedLayout([1, max(SQUARES // 32, 1)], [1, 32], [WARPS, 1], [1, 0])
+        m_s = pid_m * R + gl.arange(0, R, gl.SliceLayout(1, of_squares))[:, None]
+        p = gl.arange(0, SQUARES, gl.SliceLayout(0, of_squares))[None, :]
+        squares_RP = gl.load(squares + m_s * P + p, (p < P) & (m_s < M), other=0.0)
     if ONTO:
-        exact = tl.where(inside, result.to(tl.float32), 0.0)
-        tl.store(scaled + n, (exact * norm_N).to(result.dtype), inside)
-        tl.store(own_squares + pid, tl.sum(exact * exact))
+        before = gl.load(residual + at, inside, other=0.0).to(gl.float32)
+    acc, up = gl.zeros([WARPS, BN, R], gl.float32, of_sums), gl.zeros([WARPS, BN, R], gl.float32, of_sums)
+    for c in gl.static_range(COUNT):
+        if c + AHEAD < COUNT:
+            rows = rows + _fetched(of_m, step, m_x < M, c + AHEAD, c + AHEAD + 1)
+        acc = mma_v2(held[c], rows[c], acc)
+        if SWIGLU:
+            up = mma_v2(held_up[c], rows[c], up)
+        if c + HELD < COUNT:
+            held = held + _fetched(of_n, step, None, c + HELD, c + HELD + 1)
+            if SWIGLU:
+                held_up = held_up + _fetched(of_up, step, None, c + HELD, c + HELD + 1)
+    # All into shared memory, then one barrier, then all out of it.
+    in_memory: gl.constexpr = gl.SwizzledSharedLayout(2, 1, min(R // 2, 8), [2, 1, 0])
+    sums = gl.allocate_shared_memory(gl.float32, [WARPS, BN, R], in_memory, acc)
+    if SWIGLU:
+        sums_up = gl.allocate_shared_memory(gl.float32, [WARPS, BN, R], in_memory, up)
+    if SQUARES:
+        size = gl.allocate_shared_memory(gl.float32, [R], gl.SwizzledSharedLayout(1, 1, 1, [0]), gl.sum(squares_RP, 1))
+        rstd = gl.rsqrt(size.load(gl.SliceLayout(0, of_tile)) / K + eps)[None, :]
+    total, total_up = gl.sum(sums.load(of_parts), axis=0), 0.0
+    if SWIGLU:
+        total_up = gl.sum(sums_up.load(of_parts), axis=0)
+    dtype: gl.constexpr = out.dtype.element_ty
+    result = finished(total, total_up, rstd, bias_N1, bias_up_N1, before, dtype, SQUARES, HAS_BIAS, SWIGLU, ONTO)
+    gl.store(out + at, result, inside)
+    if ONTO:
+        exact = gl.where(inside, result.to(gl.float32), 0.0)
+        gl.store(scaled + at, (exact * norm_N1).to(dtype), inside)
+        gl.store(own_squares + m * gl.num_programs(0) + pid_n, gl.sum(exact * exact, axis=0), m < M)
 
 
 class Held(NamedTuple):
     """How held_kernel is cut."""
 
+    R: int
     BN: int
     BK: int
-    COUNT: int
+    HELD: int
+    AHEAD: int
+    WARPS: int = 8
+    maxnreg: int | None = None
 
 
-def held_tile(inner: int, is_swiglu: bool) -> Held | None:
-    """A row of weights, of gate and up two, is spread over the fewest warps that have room; None where none have."""
-    for warps in (1, 2, 4):
-        BK = warps * LANES * VECTOR
-        if inner % BK == 0 and inner // BK * (1 + is_swiglu) <= HELD:
-            return Held(WARPS // warps, BK, inner // BK)
-    return None
+# As measured (benchmarks/RESULTS.md): for a projection to heads, one with SwiGLU, one onto a stream. A thread of 128
+# registers leaves room for a block of the next kernel on the same multiprocessor.
+Tiles = tuple[Held, Held, Held]
+# Models of up to 1,024 numbers, of whose products the registers of a few blocks have room for all weights; of more; of
+# 3,584 and more, which have many. Each by how many rows there are at most.
+NARROW: dict[int, Tiles] = {
+    8: (Held(8, 64, 64, 2, 4), Held(8, 32, 64, 2, 4), Held(8, 32, 64, 6, 4)),
+    16: (Held(16, 32, 64, 2, 2, 8, 168), Held(16, 16, 64, 2, 2, 8, 128), Held(16, 16, 64, 3, 3, 16, 128)),
+    32: (Held(32, 32, 32, 4, 4), Held(32, 16, 32, 8, 4, 4), Held(16, 16, 32, 12, 8, 8, 168)),
+}
+MIDDLE: dict[int, Tiles] = {
+    8: (Held(8, 32, 64, 2, 4, 8, 128), Held(8, 16, 64, 2, 4, 8, 128), Held(8, 16, 64, 6, 6, 8, 128)),
+    16: (Held(16, 32, 64, 2, 2, 8, 128), Held(16, 16, 64, 2, 2, 8, 128), Held(16, 16, 64, 4, 4, 8, 128)),
+    32: (Held(32, 32, 32, 3, 2, 8, 128), Held(32, 16, 32, 3, 2, 4, 128), Held(16, 16, 32, 3, 4, 8, 128)),
+}
+WIDE: dict[int, Tiles] = {**MIDDLE, 8: (Held(8, 64, 32, 4, 16), Held(8, 16, 64, 4, 16, 4), Held(8, 16, 64, 8, 16, 4))}
+
+
+def held_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads: bool) -> Held:
+    """For up to 32 rows and at least 16 columns; is_of_heads: attention comes after the product. `inner` is a multiple
+    of 64."""
+    width = min(columns, inner)
+    tiles = NARROW if width <= 1024 else MIDDLE if width < 3584 else WIDE
+    tile = tiles[min(most for most in tiles if rows <= most)][0 if is_of_heads else 1 if is_swiglu else 2]
+    BN, BK, warps, held = tile.BN, tile.BK, tile.WARPS, tile.HELD
+    while columns < BN:
+        BN //= 2
+    if inner % (warps * BK):
+        BK = 32
+    while inner % (warps * BK):
+        warps //= 2
+    return tile._replace(BN=BN, BK=BK, WARPS=warps, HELD=held + (inner // (warps * BK) == 5))
+
+
+def few(normed: Scaled, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
+    """x W^T + b of a norm x, T x O; is_swiglu: silu(g) * u where that is g and u. For what `gpu.is_few` accepts."""
+    return _product(normed, weight, bias, is_swiglu)[0]
+
+
+def few_onto(
+    residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float
+) -> tuple[Tensor, Scaled | None]:
+    """residual + x W^T + b, T x O, and its norm where there is the weight of one. For what `gpu.is_few` accepts."""
+    # Without a norm one is made of any numbers, and not read: that costs less than another kernel to compile.
+    out, made = _product(x, weight, bias, onto=(residual, weight if norm is None else norm, eps))
+    return out, None if norm is None else made
+
+
+def _product(
+    x: Tensor | Scaled, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False,
+    onto: tuple[Tensor, Tensor, float] | None = None,
+) -> tuple[Tensor, Scaled | None]:  # fmt: skip
+    """`onto`: a residual stream, and weight and epsilon of the norm after it."""
+    squares, eps = (None, 0.0) if isinstance(x, Tensor) else (x.squares_TP, x.eps)
+    x = (x if isinstance(x, Tensor) else x.scaled_TD).contiguous()
+    (M, K), N = x.shape, len(weight) // (1 + is_swiglu)
+    P = 0 if squares is None else squares.shape[1]
+    tile = held_tile(M, N, K, is_swiglu, is_of_heads=not is_swiglu and onto is None)
+    count, tiles, out = K // (tile.WARPS * tile.BK), -(-N // tile.BN), x.new_empty(M, N)
+    made = None if onto is None else Scaled(x.new_empty(M, N), x.new_empty(M, tiles, dtype=torch.float32), onto[2])
+    tile = tile._replace(HELD=min(tile.HELD, count), AHEAD=min(tile.AHEAD, count))
+    held_kernel[(tiles, -(-M // tile.R))](
+        x, weight, weight if bias is None else bias, x if squares is None else squares,
+        *((x, x) if onto is None else (onto[0].contiguous(), onto[1])), out,
+        *((out, out) if made is None else (made.scaled_TD, made.squares_TP)), M, N, K, P, eps,
+        **tile._asdict(), COUNT=count, HAS_BIAS=bias is not None, SWIGLU=is_swiglu,
+        SQUARES=power_of_2(P) if P else 0, ONTO=onto is not None, **options(tile.WARPS),
+    )  # fmt: skip
+    return out, made
