@@ -14,9 +14,10 @@ def close(one, two):
     torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("inner, width", [(64, 192), (512, 1024), (896, 896), (1024, 1536), (2560, 2560), (6144, 2048)])
-@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 20, 32])
+@pytest.mark.parametrize("inner, width, with_bias", [
+    (64, 192, True), (512, 1024, False), (896, 896, True), (2560, 2560, True), (6144, 2048, False), (3584, 3584, True),
+])  # fmt: skip
+@pytest.mark.parametrize("rows", [1, 8, 9, 20, 32])
 def test_products_of_few_rows_and_what_stands_around_them(rows, inner, width, with_bias):
     from hone.kernels.gpu import held
 

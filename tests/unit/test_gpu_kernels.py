@@ -140,6 +140,30 @@ def test_a_model_whose_products_do_what_stands_around_them(which, products_of_fe
     assert len(calls) == products_of_few
 
 
+def test_which_products_do_what_stands_around_them(monkeypatch):
+    from hone.kernels import gpu
+
+    monkeypatch.setattr(gpu, "takes", lambda x: True)
+    monkeypatch.setattr(gpu, "has_dependent_launch", lambda: True)
+    most = {}
+    for O, I in (
+        (4096, 1024),
+        (6144, 1024),
+        (4096, 2048),
+        (2048, 6144),
+        (6144, 2560),
+        (2560, 9728),
+        (16, 512),
+        (512, 96),
+    ):
+        rows = [torch.empty(T, I, dtype=torch.bfloat16, device="meta") for T in range(1, 40)]
+        most[O, I] = sum(gpu.is_few(x_TI, torch.empty(O, I, device="meta")) for x_TI in rows)
+    assert most == {
+        (4096, 1024): 32, (6144, 1024): 32, (4096, 2048): 16, (2048, 6144): 16, (6144, 2560): 8, (2560, 9728): 8,
+        (16, 512): 0, (512, 96): 0,
+    }  # fmt: skip
+
+
 def test_tiles_of_few_rows_are_whole_and_have_room_in_registers():
     from hone.kernels.gpu.held import held_tile
 

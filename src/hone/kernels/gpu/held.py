@@ -162,14 +162,15 @@ def held_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads:
     width = min(columns, inner)
     tiles = NARROW if width <= 1024 else MIDDLE if width < 3584 else WIDE
     tile = tiles[min(most for most in tiles if rows <= most)][0 if is_of_heads else 1 if is_swiglu else 2]
-    BN, BK, warps, held = tile.BN, tile.BK, tile.WARPS, tile.HELD
+    BN, BK, warps = tile.BN, tile.BK, tile.WARPS
     while columns < BN:
         BN //= 2
     if inner % (warps * BK):
         BK = 32
     while inner % (warps * BK):
         warps //= 2
-    return tile._replace(BN=BN, BK=BK, WARPS=warps, HELD=held + (inner // (warps * BK) == 5))
+    held = tile.HELD + (rows <= 8 and inner // (warps * BK) == 5)  # more than half of them
+    return tile._replace(BN=BN, BK=BK, WARPS=warps, HELD=held)
 
 
 def few(normed: Scaled, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
