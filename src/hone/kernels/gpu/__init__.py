@@ -1,5 +1,5 @@
-"""Kernels for the GPU, in Triton. Each has a plain-torch twin, beside the function of `hone.kernels` that calls it or
-in tests.
+"""Kernels for the GPU, in Triton and its language Gluon. Each has a plain-torch twin, beside the function of
+`hone.kernels` that calls it or in tests.
 
 A decode step is 150 to 280 small kernels in a CUDA graph, so what counts is the time between them: each is launched
 with programmatic dependent launch (PDL), so that its blocks start while the kernel before it runs. `wait` stops until

@@ -82,7 +82,7 @@ def finished(
     acc, up, rstd, bias, bias_up, before, dtype: tl.constexpr,
     SQUARES: tl.constexpr, HAS_BIAS: tl.constexpr, SWIGLU: tl.constexpr, ONTO: tl.constexpr,
 ):  # fmt: skip
-    """What `product_kernel` says comes after a product; what a flag does not ask for may be anything."""
+    """What `held_kernel` says comes after a product; what a flag does not ask for may be anything."""
     if SQUARES:
         acc *= rstd
         if SWIGLU:
