@@ -2,10 +2,10 @@
 
     python benchmarks/tiles_gpu.py [--model Qwen3-0.6B] [--rows 32] [--length 128] [--seconds 120]
 
-Starts from the tiles in use, and tries those beside them: half or twice a size, a stage more or fewer, four or eight
-warps. What makes the whole step of the engine at least half a percent faster stays. Each line is a try and the
-milliseconds of its step; the last name what was found, for `kernels/gpu/held.py`, `products.py`, `sampling.py` and
-`decode.py`, whose tests say whether it is right. Compiling takes a second a try.
+Starts from the tiles in use, and tries those beside them: half or twice a size, a stage more or fewer, 4, 8 or 16
+warps, another limit of registers. What makes the whole step of the engine at least half a percent faster stays. Each
+line is a try and the milliseconds of its step; the last name what was found, for `kernels/gpu/held.py`, `products.py`,
+`sampling.py` and `decode.py`, whose tests say whether it is right. Compiling takes a second a try.
 """
 
 import argparse
@@ -24,15 +24,19 @@ Setting = tuple[int | None, ...]
 
 def beside(setting: Setting, names: tuple[str, ...]) -> Iterator[Setting]:
     """Settings that differ from this one in a number."""
+    choices = {"warps": (4, 8, 16), "registers": (None, 128, 168)}
     for i, name in enumerate(names):
         value = setting[i]
-        if value is None:
+        if name in choices:
+            others: set[int | None] = set(choices[name])
+        elif value is None:
             continue
-        others = {value - 1, value + 1} if name == "stages" else {value // 2, value * 2}
-        if name == "warps":
-            others = {4, 8}
-        for other in sorted(others - {value}):
-            if other >= 1:
+        elif name in ("stages", "held", "ahead"):
+            others = {value - 1, value + 1}
+        else:
+            others = {value // 2, value * 2}
+        for other in others - {value}:
+            if other is None or other >= 1:
                 yield (*setting[:i], other, *setting[i + 1 :])
 
 

@@ -25,7 +25,8 @@ from hone.kernels import numerics
 IS_AVAILABLE = importlib.util.find_spec("triton") is not None and os.environ.get("HONE_GPU_KERNELS", "1") != "0"
 HALF = (torch.bfloat16, torch.float16)
 FEW_TOKENS = 256  # up to here a product is bound by fetching weights
-FUSED_TOKENS, FUSED_WIDTH = 8, 2048  # up to here products also do what stands around them, in such a model up to twice
+FUSED_TOKENS = 8  # up to here products also do what stands around them
+FUSED_WIDTH = 2048  # of a model; up to here they do so for twice as many tokens
 FEWEST_TOKENS = 32  # up to here with small weights, too; the arithmetic of a tile is a small part of its time
 MOST_PARTS = 8  # of the inner dimension of a product
 LONG_PART = 800  # numbers of a part that is worth tiles of 128 columns
@@ -131,10 +132,12 @@ def is_few(x_TI: Tensor, weight_OI: Tensor) -> bool:
 
     Hidden states are multiplied by a norm's weight before they are divided by their size: float16 may not hold that.
     """
-    most = FEWEST_TOKENS if weight_OI.numel() <= SMALL_WEIGHT else FUSED_TOKENS
-    if min(weight_OI.shape) <= FUSED_WIDTH:
-        most = max(most, 2 * FUSED_TOKENS)
-    is_fused = x_TI.dim() == 2 and len(x_TI) <= most and len(weight_OI) >= 32 and weight_OI.shape[1] % 64 == 0
+    (columns, inner), most = weight_OI.shape, FUSED_TOKENS * (1 + (min(weight_OI.shape) <= FUSED_WIDTH))
+    if weight_OI.numel() <= SMALL_WEIGHT:
+        most = FEWEST_TOKENS
+    # 16 columns at least, each of gate and up; a long inner size in two warps would be slow, and slow to compile.
+    is_cut = columns >= 32 and inner % (64 if inner <= FUSED_WIDTH else 128) == 0
+    is_fused = x_TI.dim() == 2 and len(x_TI) <= most and is_cut
     is_taken = x_TI.dtype == torch.bfloat16 and takes(x_TI) and has_dependent_launch()
     return is_fused and is_taken and not numerics.is_exact()
 

@@ -44,8 +44,9 @@ def held_kernel(
     COUNT: gl.constexpr, HAS_BIAS: gl.constexpr, SWIGLU: gl.constexpr, SQUARES: gl.constexpr, ONTO: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Tile (m, n), R x BN, of x M x K times w N x K transposed. K is COUNT times WARPS stretches of BK, of which HELD
-    are fetched before the kernel before has ended, and AHEAD of x as soon as it has. Around the product, in this order:
+    """Tile (m, n), R x BN, of x M x K times w N x K transposed. K is COUNT times WARPS stretches of BK. A warp has
+    asked for HELD of its COUNT before the kernel before has ended, and asks for AHEAD of x as soon as it has. Around
+    the product, in this order:
 
     SQUARES   x is that of a `Scaled`: division by its root mean square, of P sums of squares a row (SQUARES: room for)
     bias
@@ -138,8 +139,8 @@ class Held(NamedTuple):
     maxnreg: int | None = None
 
 
-# As measured (benchmarks/RESULTS.md): for a projection to heads, one with SwiGLU, one onto a stream. A thread of 128
-# registers leaves room for a block of the next kernel on the same multiprocessor.
+# As measured (benchmarks/RESULTS.md): for a projection to heads, one with SwiGLU, one onto a stream. Where threads have
+# up to 128 registers, a block of the next kernel finds room on the same multiprocessor; the others do better without.
 Tiles = tuple[Held, Held, Held]
 # Models of up to 1,024 numbers, of whose products the registers of a few blocks have room for all weights; of more; of
 # 3,584 and more, which have many. Each by how many rows there are at most.
@@ -169,7 +170,7 @@ def held_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads:
         BK = 32
     while inner % (warps * BK):
         warps //= 2
-    held = tile.HELD + (rows <= 8 and inner // (warps * BK) == 5)  # more than half of them
+    held = max(tile.HELD, 3) if rows <= 8 and inner // (warps * BK) == 5 else tile.HELD  # of five more than half
     return tile._replace(BN=BN, BK=BK, WARPS=warps, HELD=held)
 
 

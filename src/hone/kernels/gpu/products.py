@@ -42,11 +42,13 @@ def product_kernel(
         prefetch(ahead, K, LINES)
         if SWIGLU:
             prefetch(ahead + to_up, K, LINES)
+    of_m, of_n = (pid_m * R + tl.arange(0, R))[:, None], (pid_n * BN + tl.arange(0, BN))[None, :]
+    inside, at = (of_m < M) & (of_n < N), (split * M + of_m).to(tl.int64) * N + of_n
     bias_1N, bias_up_1N = 0.0, 0.0
     if HAS_BIAS:
-        bias_1N = tl.where(split == 0, tl.load(bias + n, n < N, other=0.0).to(tl.float32), 0.0)[None, :]
+        bias_1N = tl.load(bias + of_n, of_n < N, other=0.0).to(tl.float32)
         if SWIGLU:
-            bias_up_1N = tl.load(bias + N + n, n < N, other=0.0).to(tl.float32)[None, :]
+            bias_up_1N = tl.load(bias + N + of_n, of_n < N, other=0.0).to(tl.float32)
     columns = starts[None, :] + k[:, None]
     wait_beside_next(PDL)
     acc, up = tl.zeros((R, BN), tl.float32), tl.zeros((R, BN), tl.float32)
@@ -56,8 +58,10 @@ def product_kernel(
         acc = tl.dot(tile, tl.load(columns + t * BK), acc)
         if SWIGLU:
             up = tl.dot(tile, tl.load(columns + to_up + t * BK), up)
+    if HAS_BIAS:
+        bias_1N = tl.where(split == 0, bias_1N, 0.0)
     result = finished(acc, up, 0.0, bias_1N, bias_up_1N, 0.0, out.dtype.element_ty, False, HAS_BIAS, SWIGLU, False)
-    tl.store(out + (split * M + m[:, None]).to(tl.int64) * N + n[None, :], result, there & (n < N)[None, :])
+    tl.store(out + at, result, inside)
 
 
 def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int, width: int) -> Tensor:
