@@ -21,7 +21,7 @@ from hone.kernels.gpu import compiling, held, rows
 
 seen = []
 triton.knobs.compilation.listener = lambda **found: seen.append((found["src"].constants[(3,)], found["cache_hit"]))
-kernel = rows_kernel = rows.swiglu_kernel
+kernel = rows.swiglu_kernel
 names = dict(gate_up="*bf16", out="*bf16", F="i32", BLOCK="constexpr", PDL="constexpr")
 compiling.ALONE = 0  # others compile all
 
@@ -41,28 +41,6 @@ with compiling.Compilers(2) as compilers:  # what is kept needs nobody
     compiled(compilers, 256)
     assert compilers.started == []
 
-triton.knobs.compilation.listener = lambda **found: seen.append(found["cache_hit"])
-half = dict.fromkeys(("x", "w", "bias", "residual", "norm", "out", "scaled"), "*bf16")
-numbers = half | dict.fromkeys(("squares", "own_squares"), "*fp32") | dict.fromkeys("MNKP", "i32") | {"eps": "fp32"}
-kernel = held.held_kernel
-for rows, is_swiglu in ((1, False), (16, False), (32, True)):  # in Gluon
-    K, width = 2048, 1024
-    tile = held.held_tile(rows, width, K, is_swiglu, False)._asdict()
-    registers = tile.pop("maxnreg")
-    around = dict(HAS_BIAS=True, SWIGLU=is_swiglu, SQUARES=64 * is_swiglu, ONTO=not is_swiglu, PDL=True)
-    known = tile | around | {"COUNT": K // (tile["WARPS"] * tile["BK"])}
-    known |= {name: min(known[name], known["COUNT"]) for name in ("HELD", "AHEAD")}
-    known = {(kernel.arg_names.index(name),): value for name, value in known.items()}
-    signature = {name: numbers.get(name, "constexpr") for name in kernel.arg_names}
-    even = [n for n, name in enumerate(kernel.arg_names) if name in numbers and name not in ("M", "P", "eps")]
-    source = GluonASTSource(kernel, signature, known, {(n,): [["tt.divisibility", 16]] for n in even})
-    options = {"num_warps": tile["WARPS"], "maxnreg": registers, "launch_pdl": True}
-    with compiling.Compilers(1) as compilers:
-        made = compilers.compile(source, GPUTarget("cuda", 90, 32), options, get_cache_invalidating_env_vars())
-        assert "mma.sync" in made.asm["ptx"] and "ld.global.v4.b32" in made.asm["ptx"] and seen[-1] is True, seen
-triton.knobs.compilation.listener = lambda **found: seen.append((found["src"].constants[(3,)], found["cache_hit"]))
-kernel = rows_kernel
-
 with compiling.Compilers(1) as compilers:  # one that has ended leaves it to who asks
     compilers._start()
     ask = compilers.idle.get()
@@ -72,6 +50,24 @@ with compiling.Compilers(1) as compilers:  # one that has ended leaves it to who
     compilers.idle.put(ask)
     compiled(compilers, 1024)
 assert seen[-1] == (1024, False), seen
+
+triton.knobs.compilation.listener = lambda **found: seen.append(found["cache_hit"])
+half = dict.fromkeys(("x", "w", "bias", "residual", "norm", "out", "scaled"), "*bf16")
+numbers = half | dict.fromkeys(("squares", "own_squares"), "*fp32") | dict.fromkeys("MNKP", "i32") | {"eps": "fp32"}
+kernel = held.held_kernel
+for rows, is_swiglu in ((1, False), (16, False), (32, True)):  # in Gluon
+    K, width = 2048, 1024
+    tile = held.held_tile(rows, width, K, is_swiglu, False).constants(K)
+    registers = tile.pop("maxnreg")
+    around = dict(HAS_BIAS=True, SWIGLU=is_swiglu, SQUARES=64 * is_swiglu, ONTO=not is_swiglu, PDL=True)
+    known = {(kernel.arg_names.index(name),): value for name, value in (tile | around).items()}
+    signature = {name: numbers.get(name, "constexpr") for name in kernel.arg_names}
+    even = [n for n, name in enumerate(kernel.arg_names) if name in numbers and name not in ("M", "P", "eps")]
+    source = GluonASTSource(kernel, signature, known, {(n,): [["tt.divisibility", 16]] for n in even})
+    options = {"num_warps": tile["WARPS"], "maxnreg": registers, "launch_pdl": True}
+    with compiling.Compilers(1) as compilers:
+        made = compilers.compile(source, GPUTarget("cuda", 90, 32), options, get_cache_invalidating_env_vars())
+        assert "mma.sync" in made.asm["ptx"] and "ld.global.v4.b32" in made.asm["ptx"] and seen[-1] is True, seen
 print("done")
 """
 

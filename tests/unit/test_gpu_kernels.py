@@ -162,10 +162,9 @@ def test_tiles_of_few_rows_are_whole_and_their_weights_have_room_in_registers():
         (1, 8, 9, 16, 17, 32), list(columns_and_inner), ((False, False), (True, False), (False, True))
     ):
         tile = held_tile(rows, columns, inner, is_swiglu, is_of_heads)
-        stretches, one_left = divmod(inner, tile.WARPS * tile.BK)
-        assert one_left == 0 and tile.BN % 16 == 0 and columns >= tile.BN and tile.BK % 32 == 0
+        assert inner % (tile.WARPS * tile.BK) == 0 and tile.BN % 16 == 0 and columns >= tile.BN and tile.BK % 32 == 0
         assert rows <= tile.R or (rows > 16 and tile.R == 16)
-        weights = tile.BN * tile.BK * min(tile.HELD, stretches) * (1 + is_swiglu)
+        weights = tile.BN * tile.BK * tile.constants(inner)["HELD"] * (1 + is_swiglu)
         sums = 2 * tile.BN * tile.R * (1 + is_swiglu)  # of 4 bytes each
         assert (weights + sums) // 64 <= (128 if tile.maxnreg else 224), (rows, columns, inner, tile)
 

@@ -132,7 +132,8 @@ def is_few(x_TI: Tensor, weight_OI: Tensor) -> bool:
 
     Hidden states are multiplied by a norm's weight before they are divided by their size: float16 may not hold that.
     """
-    (columns, inner), most = weight_OI.shape, FUSED_TOKENS * (1 + (min(weight_OI.shape) <= FUSED_WIDTH))
+    columns, inner = weight_OI.shape
+    most = 2 * FUSED_TOKENS if min(columns, inner) <= FUSED_WIDTH else FUSED_TOKENS
     if weight_OI.numel() <= SMALL_WEIGHT:
         most = FEWEST_TOKENS
     # 16 columns at least, each of gate and up; a long inner size in two warps would be slow, and slow to compile.

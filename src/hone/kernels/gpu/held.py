@@ -138,6 +138,11 @@ class Held(NamedTuple):
     WARPS: int = 8
     maxnreg: int | None = None
 
+    def constants(self, inner: int) -> dict[str, int | None]:
+        """What held_kernel takes for an inner size."""
+        count = inner // (self.WARPS * self.BK)
+        return {**self._asdict(), "COUNT": count, "HELD": min(self.HELD, count), "AHEAD": min(self.AHEAD, count)}
+
 
 # As measured (benchmarks/RESULTS.md): for a projection to heads, one with SwiGLU, one onto a stream. Where threads have
 # up to 128 registers, a block of the next kernel finds room on the same multiprocessor; the others do better without.
@@ -198,14 +203,13 @@ def _product(
     (M, K), N = x.shape, len(weight) // (1 + is_swiglu)
     P = 0 if squares is None else squares.shape[1]
     tile = held_tile(M, N, K, is_swiglu, is_of_heads=not is_swiglu and onto is None)
-    count, tiles, out = K // (tile.WARPS * tile.BK), -(-N // tile.BN), x.new_empty(M, N)
+    tiles, out = -(-N // tile.BN), x.new_empty(M, N)
     made = None if onto is None else Scaled(x.new_empty(M, N), x.new_empty(M, tiles, dtype=torch.float32), onto[2])
-    tile = tile._replace(HELD=min(tile.HELD, count), AHEAD=min(tile.AHEAD, count))
     held_kernel[(tiles, -(-M // tile.R))](
         x, weight, weight if bias is None else bias, x if squares is None else squares,
         *((x, x) if onto is None else (onto[0].contiguous(), onto[1])), out,
         *((out, out) if made is None else (made.scaled_TD, made.squares_TP)), M, N, K, P, eps,
-        **tile._asdict(), COUNT=count, HAS_BIAS=bias is not None, SWIGLU=is_swiglu,
+        **tile.constants(K), HAS_BIAS=bias is not None, SWIGLU=is_swiglu,
         SQUARES=power_of_2(P) if P else 0, ONTO=onto is not None, **options(tile.WARPS),
     )  # fmt: skip
     return out, made
