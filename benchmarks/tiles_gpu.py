@@ -5,7 +5,7 @@
 Starts from the tiles in use, and tries those beside them: half or twice a size, a stage more or fewer, 4, 8 or 16
 warps, another limit of registers. What makes the whole step of the engine at least half a percent faster stays. Each
 line is a try and the milliseconds of its step; the last name what was found, for `kernels/gpu/held.py`, `products.py`,
-`sampling.py` and `decode.py`, whose tests say whether it is right. Compiling takes a second a try.
+`sampling.py` and `alone.py`, whose tests say whether it is right. Compiling takes a second a try.
 """
 
 import argparse
@@ -24,7 +24,7 @@ Setting = tuple[int | None, ...]
 
 def beside(setting: Setting, names: tuple[str, ...]) -> Iterator[Setting]:
     """Settings that differ from this one in a number."""
-    choices = {"warps": (4, 8, 16), "registers": (None, 128, 168)}
+    choices = {"warps": (1, 2, 4, 8, 16), "registers": (None, 128, 168)}
     for i, name in enumerate(names):
         value = setting[i]
         if name in choices:
@@ -50,7 +50,7 @@ def main() -> None:
     import torch
 
     from hone.engine.engine import Engine
-    from hone.kernels.gpu import decode, held, products, sampling
+    from hone.kernels.gpu import alone, held, products, sampling
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="Qwen3-0.6B")
@@ -59,13 +59,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     args = parser.parse_args()
     own_product, own_held, own_blocks, own_head = (
-        products._product, held.held_tile, decode.alone_shape, sampling.head_tile
+        products._product, held.held_tile, alone.blocks_of, sampling.head_tile
     )  # fmt: skip
     used: dict[str, Setting] = {}  # what stands in for the settings of each kernel, by its name
     of_product = ("rows", "columns", "inner", "stages", "lines", "warps")
     of_held = ("rows", "columns", "inner", "held", "ahead", "warps", "registers")
     names = {
-        "attention": ("first", "tile", "warps", "stages", "registers"),
+        "attention": ("warps", "stages", "registers", "tokens"),
         "head": ("words", "inner", "stages", "warps"),
     }
 
@@ -84,10 +84,8 @@ def main() -> None:
         divides(inner, tile.WARPS * tile.BK)
         return tile
 
-    def blocks(*inputs: Any) -> Setting:
-        setting = used.setdefault("attention", own_blocks(*inputs))
-        divides(setting[0], setting[1])
-        return setting
+    def blocks(*inputs: Any) -> alone.Blocks:
+        return alone.Blocks(*used.setdefault("attention", own_blocks(*inputs)))
 
     def head(rows: int, inner: int) -> Setting:
         setting = used.setdefault("head", own_head(rows, inner))
@@ -96,7 +94,7 @@ def main() -> None:
         return setting
 
     products._product, held.held_tile = product, held_tile
-    decode.alone_shape, sampling.head_tile = blocks, head
+    alone.blocks_of, sampling.head_tile = blocks, head
     engine = Engine(
         our_model(MODELS[args.model]), max_batch_size=args.rows, max_model_len=args.length + 256, kv_cache_gib=8
     )

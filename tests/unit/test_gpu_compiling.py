@@ -17,7 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.experimental.gluon._runtime import GluonASTSource
-from hone.kernels.gpu import compiling, held, rows
+from hone.kernels import gpu
+from hone.kernels.gpu import alone, compiling, held, rows
+
+gpu.processors = lambda: 132
 
 seen = []
 triton.knobs.compilation.listener = lambda **found: seen.append((found["src"].constants[(3,)], found["cache_hit"]))
@@ -52,22 +55,38 @@ with compiling.Compilers(1) as compilers:  # one that has ended leaves it to who
 assert seen[-1] == (1024, False), seen
 
 triton.knobs.compilation.listener = lambda **found: seen.append(found["cache_hit"])
-half = dict.fromkeys(("x", "w", "bias", "residual", "norm", "out", "scaled"), "*bf16")
-numbers = half | dict.fromkeys(("squares", "own_squares"), "*fp32") | dict.fromkeys("MNKP", "i32") | {"eps": "fp32"}
-kernel = held.held_kernel
-for rows, is_swiglu in ((1, False), (16, False), (32, True)):  # in Gluon
-    K, width = 2048, 1024
-    tile = held.held_tile(rows, width, K, is_swiglu, False).constants(K)
-    registers = tile.pop("maxnreg")
-    around = dict(HAS_BIAS=True, SWIGLU=is_swiglu, SQUARES=64 * is_swiglu, ONTO=not is_swiglu, PDL=True)
-    known = {(kernel.arg_names.index(name),): value for name, value in (tile | around).items()}
+
+def in_gluon(kernel, numbers, known, uneven, warps, registers):
+    # The PTX for a Hopper; `uneven`: arguments that need not be multiples of 16.
     signature = {name: numbers.get(name, "constexpr") for name in kernel.arg_names}
-    even = [n for n, name in enumerate(kernel.arg_names) if name in numbers and name not in ("M", "P", "eps")]
-    source = GluonASTSource(kernel, signature, known, {(n,): [["tt.divisibility", 16]] for n in even})
-    options = {"num_warps": tile["WARPS"], "maxnreg": registers, "launch_pdl": True}
+    constants = {(kernel.arg_names.index(name),): value for name, value in (known | {"PDL": True}).items()}
+    even = [n for n, name in enumerate(kernel.arg_names) if name in numbers and name not in uneven]
+    source = GluonASTSource(kernel, signature, constants, {(n,): [["tt.divisibility", 16]] for n in even})
+    options = {"num_warps": warps, "maxnreg": registers, "launch_pdl": True}
     with compiling.Compilers(1) as compilers:
         made = compilers.compile(source, GPUTarget("cuda", 90, 32), options, get_cache_invalidating_env_vars())
-        assert "mma.sync" in made.asm["ptx"] and "ld.global.v4.b32" in made.asm["ptx"] and seen[-1] is True, seen
+    assert seen[-1] is True, seen
+    return made.asm["ptx"]
+
+half = dict.fromkeys(("x", "w", "bias", "residual", "norm", "out", "scaled"), "*bf16")
+numbers = half | dict.fromkeys(("squares", "own_squares"), "*fp32") | dict.fromkeys("MNKP", "i32") | {"eps": "fp32"}
+for rows, is_swiglu in ((1, False), (16, False), (32, True)):
+    tile = held.held_tile(rows, 1024, 2048, is_swiglu, False).constants(2048)
+    registers = tile.pop("maxnreg")
+    around = dict(HAS_BIAS=True, SWIGLU=is_swiglu, SQUARES=64 * is_swiglu, ONTO=not is_swiglu)
+    ptx = in_gluon(held.held_kernel, numbers, tile | around, ("M", "P", "eps"), tile["WARPS"], registers)
+    assert "mma.sync" in ptx and "ld.global.v4.b32" in ptx
+
+half = dict.fromkeys(("qkv", "q_scale", "k_scale", "keys", "values", "out"), "*bf16")
+numbers = half | dict.fromkeys(("cos", "sin", "part_acc", "part_stats"), "*fp32")
+numbers |= dict.fromkeys(("active", "state", "table"), "*i64") | dict.fromkeys(("eps", "scale_log2"), "fp32")
+numbers |= {"arrived": "*i32", "table_row": "i32"}
+for H, K, E, parts, count in ((16, 8, 128, 1, 8), (28, 4, 128, 8, 300), (32, 8, 64, 1, 2048), (32, 2, 256, 2, 2)):
+    cut = alone.blocks_of(count, 1, 1024, E, False)._asdict()
+    registers = cut.pop("maxnreg")
+    sizes = dict(H=H, K=K, E=E, PAGE=64, C=gpu.power_of_2(H // K), PARTS=parts, NORM=True)
+    ptx = in_gluon(alone.alone_kernel, numbers, cut | sizes, ("eps", "scale_log2"), cut["WARPS"], registers)
+    assert all(name in ptx for name in ("mma.sync", "cp.async.cg.shared.global", "ldmatrix"))
 print("done")
 """
 

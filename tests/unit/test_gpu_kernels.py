@@ -234,11 +234,11 @@ def rope(positions, E):
 
 
 @pytest.mark.parametrize("H, K, with_norm", [(4, 2, True), (6, 2, False), (3, 3, True)])
-@pytest.mark.parametrize("how", ["alone", "alone, long", "divided, long", "shared", "exact"])
+@pytest.mark.parametrize("how", ["shared", "exact"])
 def test_decoding_by_pages(H, K, with_norm, how, monkeypatch):
-    from hone.kernels.gpu.decode import MEMBERS, Divided, Shared, decode
+    from hone.kernels.gpu.decode import MEMBERS, Shared, decode
 
-    is_shared, is_exact = "shared" in how, how == "exact"
+    is_exact = how == "exact"
     monkeypatch.setattr(numerics, "_kept", numerics.PARTS if is_exact else frozenset())
     E, PAGE, lengths = 16, 64 if is_exact else 16, [47, 40, 3, 50, 35]  # rows 0, 1 and 4 share their first two pages
     B, pages = len(lengths), 1 + torch.randperm(40)
@@ -250,7 +250,7 @@ def test_decoding_by_pages(H, K, with_norm, how, monkeypatch):
         table[slot, :5] = pages[2 + 5 * b : 7 + 5 * b]
         if b in (0, 1, 4) and not is_exact:
             table[slot, :2] = pages[:2]
-            state[slot, column.OWN_PAGE] = 2 if is_shared else 0
+            state[slot, column.OWN_PAGE] = 2
     before = torch.randn(2, 41, PAGE, K, E, device=DEVICE)
     qkv, (cos, sin) = torch.randn(B, H + 2 * K, E, device=DEVICE), rope(60, E)
     scales = [torch.rand(E, device=DEVICE) if with_norm else None for _ in "qk"]
@@ -260,45 +260,16 @@ def test_decoding_by_pages(H, K, with_norm, how, monkeypatch):
     expected_cache, cache = before.clone(), before.clone()
     expected = attend_by_pages_reference(*turned, *expected_cache, Rows(active, state, table))
     shared = None
-    if is_shared:
+    if not is_exact:
         shared = Shared.empty(4, B, 2, H, E, torch.device(DEVICE))
         for i in range(2):  # each page a stretch of its own, the other two are empty
             shared.stretches_I2[i] = torch.tensor([i, i + 1])
             for place, row in enumerate((0, 1, 4)):
                 shared.members_IR[i, place] = row
                 shared.parts_BS[row, i] = i * MEMBERS + place
-    arrived = torch.zeros(B * K, dtype=torch.int32, device=DEVICE)
-    divided = Divided(4, arrived) if "divided" in how else None  # more parts than some have pages
-    got = decode(qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, shared, divided, "long" in how)
+    got = decode(qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, shared, None, False, 64)
     close(got, expected)
     close(cache, expected_cache)
-    assert not arrived.any()
-
-
-@pytest.mark.parametrize("parts", [1, 2, 8])
-@pytest.mark.parametrize("processors, is_long, E", [(5, False, 16), (3, False, 16), (2, False, 16), (1, False, 16),
-                                                    (1, True, 16), (1, False, 256)])  # fmt: skip
-def test_decoding_by_pages_that_lie_apart_in_blocks_of_every_shape(processors, is_long, E, parts, monkeypatch):
-    from hone.kernels import gpu
-    from hone.kernels.gpu.decode import Divided, decode
-
-    monkeypatch.setattr(gpu, "processors", lambda: processors * parts)
-    H, K, PAGE, lengths = 4, 2, 64, [150, 64, 3, 63, 130]
-    B, table = len(lengths), (1 + torch.randperm(15)).view(5, 3).to(DEVICE)
-    active, at = torch.arange(B, device=DEVICE), torch.tensor(lengths, device=DEVICE)
-    state = torch.zeros(B, column.FIELDS, dtype=torch.int64, device=DEVICE)
-    state[:, column.LENGTH] = at
-    cache = torch.randn(2, 16, PAGE, K, E, device=DEVICE)
-    qkv, (cos, sin) = torch.randn(B, H + 2 * K, E, device=DEVICE), rope(160, E)
-    scales = [torch.rand(E, device=DEVICE) for _ in "qk"]
-    turned, expected_cache = norm_rope(qkv, *scales, cos[at][:, None], sin[at][:, None], 1e-6, H), cache.clone()
-    expected = attend_by_pages_reference(*turned, *expected_cache, Rows(active, state, table))
-    arrived = torch.zeros(B * K, dtype=torch.int32, device=DEVICE)
-    divided = None if parts == 1 else Divided(parts, arrived)
-    got = decode(qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, None, divided, is_long)
-    close(got, expected, 1e-4)
-    close(cache, expected_cache)
-    assert not arrived.any()
 
 
 @pytest.mark.parametrize("source", ["logits", "filtered logits", "hidden states"])

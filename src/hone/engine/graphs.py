@@ -148,7 +148,7 @@ class DecodeGraphs:
 
     def rows_by(self, key: Key) -> Rows:
         """All slots, as graphs of this key read them."""
-        from hone.kernels.gpu.decode import Divided
+        from hone.kernels.gpu.alone import Divided
 
         slots, divided = self.slots, Divided(key.parts, self.arrived) if key.parts and not key.stretches else None
         return Rows(slots.active, slots.state, slots.table, self.shared_by(key), divided, key.is_long)

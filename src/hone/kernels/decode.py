@@ -10,7 +10,8 @@ from torch import Tensor
 from hone.kernels import cpu, gpu, row_state
 
 if TYPE_CHECKING:
-    from hone.kernels.gpu.decode import Divided, Shared
+    from hone.kernels.gpu.alone import Divided
+    from hone.kernels.gpu.decode import Shared
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ IS_AVAILABLE = importlib.util.find_spec("triton") is not None and os.environ.get
 HALF = (torch.bfloat16, torch.float16)
 FEW_TOKENS = 256  # up to here a product is bound by fetching weights
 FUSED_TOKENS = 8  # up to here products also do what stands around them
+NARROW_WIDTH = 1024  # of a model whose weights are so few that registers of a few blocks have room for a product's
 FUSED_WIDTH = 2048  # of a model; up to here they do so for twice as many tokens
 FEWEST_TOKENS = 32  # up to here with small weights, too; the arithmetic of a tile is a small part of its time
 MOST_PARTS = 8  # of the inner dimension of a product
@@ -81,6 +82,16 @@ def shared_memory() -> int:
     if capability[0] in (9, 10):
         return 227 * 2**10
     return (163 if capability in ((8, 0), (8, 7)) else 99) * 2**10
+
+
+def memory_share(width: int, rows: int) -> int | None:
+    """How many percent of a multiprocessor's fast memory are for blocks in a step of few rows, in a model so many
+    numbers wide; None: as the driver has it. As measured (benchmarks/RESULTS.md): attention's keys and values need it,
+    and products need a cache through which their weights come; both have the same, so that one can start while the
+    other runs."""
+    if rows > FEWEST_TOKENS:
+        return None
+    return 72 if width <= NARROW_WIDTH else 44 if rows <= FUSED_TOKENS else 58
 
 
 def stages_of(wanted: int, rows: int, inner: int) -> int:

@@ -1,6 +1,6 @@
 """Attention of one new token a sequence over the pages of the cache.
 
-    qkv ─┬─ norm, rope, the new token, own pages of a sequence (alone_kernel) ──────────────────────────────► out
+    qkv ─┬─ norm, rope, the new token, own pages of a sequence (alone_kernel, in alone.py) ─────────────────► out
          └─ newest_heads ─► pages that several share (shared_kernel) ─► what is left (decode_kernel) ───────► out
 
 A block of `alone_kernel` and `decode_kernel` is one sequence and one k/v head; of `shared_kernel` one stretch of shared
@@ -18,11 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels import gpu, numerics, row_state
+from hone.kernels import numerics, row_state
 from hone.kernels.gpu import options, power_of_2
+from hone.kernels.gpu.alone import Divided, attend_alone
 from hone.kernels.gpu.attention import KEYS, attend
-from hone.kernels.gpu.launching import wait, wait_beside_next
-from hone.kernels.gpu.rows import head_scales, newest_heads
+from hone.kernels.gpu.launching import wait
+from hone.kernels.gpu.rows import newest_heads
 
 FIELDS, LENGTH, OWN_PAGE = (
     tl.constexpr(row_state.FIELDS),
@@ -30,17 +31,6 @@ FIELDS, LENGTH, OWN_PAGE = (
     tl.constexpr(row_state.OWN_PAGE),
 )
 MEMBERS = 16  # sequences that one block of shared_kernel serves
-
-
-@triton.jit
-def _weigh(q, k, seen, scale_log2, top, weight):
-    """Softmax weights of one more tile of keys, tokens x E, for queries E x C. Returns top and sum of weights so far,
-    the tile's weights relative to that top, and by how much less what came before counts."""
-    scores = tl.where(seen, tl.dot(k, q) * scale_log2, -1e30)
-    best = tl.maximum(top, tl.max(scores, axis=0))
-    p = tl.exp2(scores - best[None, :])
-    shrink = tl.exp2(top - best)
-    return best, weight * shrink + tl.sum(p, axis=0), p.to(k.dtype), shrink[None, :]
 
 
 @triton.jit
@@ -59,9 +49,12 @@ def _mix(
         at = (page * K + head) * E + n * (K * E) + e
         seen = n < L - start
         k = tl.load(keys + at, seen, other=0.0)
-        top, weight, p, shrink = _weigh(q, k, seen, scale_log2, top, weight)
+        scores = tl.where(seen, tl.dot(k, q) * scale_log2, -1e30)
+        best = tl.maximum(top, tl.max(scores, axis=0))
+        p, shrink = tl.exp2(scores - best[None, :]), tl.exp2(top - best)
+        top, weight = best, weight * shrink + tl.sum(p, axis=0)
         v = tl.load(values + at, seen, other=0.0)
-        acc = tl.dot(tl.trans(v), p, acc * shrink)
+        acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * shrink[None, :])
     return top, weight, acc
 
 
@@ -130,78 +123,6 @@ def decode_kernel(
         part_acc, part_stats, rows, (part >= 0)[:, None] & inside, top, weight, acc, PARTS, E
     )
     tl.store(out + at, (acc / weight[None, :]).to(out.dtype.element_ty), inside)
-
-
-@triton.jit
-def _turned(half, other_half, own, other, eps, E: tl.constexpr, NORM: tl.constexpr):
-    """Heads E x C, normalised, and the sum of them times `own` and their other halves times `other`, which scale and
-    rotate them."""
-    x, y = half.to(tl.float32), other_half.to(tl.float32)
-    if NORM:
-        rstd = tl.rsqrt(tl.sum(x * x, axis=0) / E + eps)[None, :]
-        x, y = (x * rstd).to(half.dtype).to(tl.float32), (y * rstd).to(half.dtype).to(tl.float32)
-    return (x * own + y * other).to(half.dtype)
-
-
-@triton.jit
-def alone_kernel(
-    qkv, q_scale, k_scale, cos, sin, eps, keys, values, out, active, state, table, table_row, part_acc, part_stats,
-    arrived, scale_log2,
-    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
-    FIRST: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Mixed values of the new token of batch row b, out B x (H * E), whose k and v go into the cache. A block has one
-    of PARTS stretches of the sequence, the last one has the new token, too. Keys and values of its FIRST tokens are on
-    their way before the projection is there. `arrived` counts the blocks that are done; it is left at 0."""
-    G: tl.constexpr = H // K
-    head, b, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    c, n, e = tl.arange(0, C)[None, :], tl.arange(0, FIRST)[:, None], tl.arange(0, E)[:, None]
-    slot = tl.load(active + b)
-    position = tl.load(state + slot * FIELDS + LENGTH)
-    L, pages = position.to(tl.int32), table + slot * table_row  # tokens in the cache, and where
-    size = tl.cdiv(tl.cdiv(L, TILE), PARTS) * TILE
-    start, end = tl.minimum(part * size, L), tl.minimum((part + 1) * size, L)
-    seen, n = start + n < end, start + n
-    page = tl.load(pages + n // PAGE, seen, other=0).to(tl.int64) * PAGE + n % PAGE
-    at = (page * K + head) * E + tl.arange(0, E)[None, :]
-    first_k, first_v = tl.load(keys + at, seen, other=0.0), tl.load(values + at, seen, other=0.0)
-    cell = ((tl.load(pages + L // PAGE).to(tl.int64) * PAGE + L % PAGE) * K + head) * E + e
-    # All that follows is E x C, like the queries: changes of shape would take longer than the loads.
-    e, swapped = e + 0 * c, (e + E // 2) % E + 0 * c
-    own, other = tl.load(cos + position * E + e).to(tl.float32), tl.load(sin + position * E + e).to(tl.float32)
-    own_k, other_k = own, other
-    if NORM:
-        own_k, other_k = own * tl.load(k_scale + e).to(tl.float32), other * tl.load(k_scale + swapped).to(tl.float32)
-        own, other = own * tl.load(q_scale + e).to(tl.float32), other * tl.load(q_scale + swapped).to(tl.float32)
-    wait_beside_next(PDL)
-    row, inside, is_newest = b * (H + 2 * K) + head, c < G, part == PARTS - 1
-    of_q, of_k = qkv + (row + head * (G - 1) + c) * E, qkv + (row + H) * E
-    q, q_other = tl.load(of_q + e, inside, other=0.0), tl.load(of_q + swapped, inside, other=0.0)
-    k, k_other, v = tl.load(of_k + e), tl.load(of_k + swapped), tl.load(of_k + K * E + e)
-    q = _turned(q, q_other, own, other, eps, E, NORM)
-    k = _turned(k, k_other, own_k, other_k, eps, E, NORM)
-    top = tl.where(is_newest, tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=0) * scale_log2, -1e30)
-    weight = tl.full((C,), 1.0, tl.float32)
-    top, weight, p, shrink = _weigh(q, first_k, seen, scale_log2, top, weight)
-    acc = tl.dot(tl.trans(first_v), p, v.to(tl.float32) * shrink)
-    top, weight, acc = _mix(
-        q, scale_log2, keys, values, pages, start + FIRST, end, head, top, weight, acc, K, E, PAGE, TILE, STAGES
-    )
-    tl.store(keys + cell + 0 * c, k, (c == 0) & is_newest)
-    tl.store(values + cell + 0 * c, v, (c == 0) & is_newest)
-    at_out = out + (b * H + head * G + c) * E + e
-    if PARTS == 1:
-        tl.store(at_out, (acc / weight[None, :]).to(out.dtype.element_ty), inside)
-    else:
-        c, s, mine = tl.arange(0, C), tl.arange(0, PARTS)[:, None], b * K + head
-        _put_part(part_acc, part_stats, (mine * PARTS + part) * G + c, top, weight, acc, c < G, E)
-        tl.debug_barrier()  # all threads have put their numbers
-        if tl.atomic_add(arrived + mine, 1) == PARTS - 1:
-            tl.store(arrived + mine, 0)
-            rows, taken = (mine * PARTS + s) * G + c[None, :], (s < PARTS) & (c < G)[None, :]
-            top, weight, acc = _nothing(C, E)
-            top, weight, acc = _with_parts(part_acc, part_stats, rows, taken, top, weight, acc, PARTS, E)
-            tl.store(at_out, (acc / weight[None, :]).to(out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -286,72 +207,40 @@ class Shared:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Divided:
-    """How many blocks read a sequence, of a k/v head each, and for every row and k/v head how many of them are done,
-    which is none before and after a kernel."""
-
-    parts: int
-    arrived: Tensor
-
-
-def alone_shape(is_long: bool, blocks: int, head_size: int) -> tuple[int, int, int, int, int | None]:
-    """First tokens, tokens of a tile, warps, stages and registers of alone_kernel, as measured (RESULTS.md).
-
-    A tile lies in one page: the first tokens are a multiple of it.
-    """
-    if head_size > 128:
-        return 32, 32, 4, 2, None
-    if blocks <= 2 * gpu.processors():
-        return 128, 32, 8, 2, 128
-    if is_long or gpu.are_few(blocks):
-        return 64, 64, 4, 2, 128
-    if blocks <= 8 * gpu.processors():
-        return 32, 16, 2, 2, 128
-    return 16, 16, 1, 2 if head_size <= 64 else 1, 128
-
-
 def decode(
     qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, cos: Tensor, sin: Tensor, eps: float, H: int,
     keys: Tensor, values: Tensor, active: Tensor, state: Tensor, table: Tensor, shared: Shared | None,
-    divided: Divided | None, is_long: bool,
+    divided: Divided | None, is_long: bool, width: int,
 ) -> Tensor:  # fmt: skip
     """Mixed values B x (H * E) of one new token a row, whose keys and values go into the cache: pages x PAGE x K x E.
 
-    is_long: blocks for long sequences. divided: given where several blocks read one, and none is shared.
+    is_long: blocks for long sequences. divided: given where several blocks read one, and none is shared. width: numbers
+    of the model's residual stream.
     """
+    is_exact = numerics.keeps_order("attention")
+    if shared is None and not is_exact:
+        return attend_alone(
+            qkv, q_scale, k_scale, cos, sin, eps, H, keys, values, active, state, table, divided, is_long, width
+        )
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
     out = qkv.new_empty(B, H * E)
     scale = math.log2(math.e) / math.sqrt(E)
-    sizes, width = {"H": H, "K": K, "E": E, "PAGE": PAGE}, power_of_2(H // K)
+    sizes, queries = {"H": H, "K": K, "E": E, "PAGE": PAGE}, power_of_2(H // K)
     where = (active, state, table, table.shape[1])
-    if shared is None and not numerics.keeps_order("attention"):
-        scales, is_normed = head_scales(qkv, q_scale, k_scale)
-        parts, results = 1, (out, out, out)
-        if divided is not None:
-            parts = divided.parts
-            results = (*(torch.empty(B * H * parts, n, device=out.device) for n in (E, 2)), divided.arrived)
-        first, tile, warps, stages, registers = alone_shape(is_long or parts > 1, K * B * parts, E)
-        alone_kernel[(K, B, parts)](
-            qkv.contiguous(), *scales, cos, sin, eps, keys, values, out, *where, *results, scale, **sizes,
-            TILE=min(tile, PAGE), C=max(8, width), FIRST=first, PARTS=parts, NORM=is_normed, STAGES=stages,
-            maxnreg=registers, **options(warps),
-        )  # fmt: skip
-        return out
     q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)
-    if shared is None or numerics.keeps_order("attention"):
+    if shared is None or is_exact:
         ordered_kernel[(K, B)](
-            q, keys, values, out, *where, scale, H=H, K=K, E=E, PAGE=PAGE, M=max(16, width), N=KEYS, STAGES=3,
+            q, keys, values, out, *where, scale, H=H, K=K, E=E, PAGE=PAGE, M=max(16, queries), N=KEYS, STAGES=3,
             enable_fp_fusion=False, **options(1),
         )  # fmt: skip
         return out
     shared_kernel[(K, len(shared.stretches_I2))](
         q, keys, values, active, table, table.shape[1], shared.stretches_I2, shared.members_IR, shared.acc,
-        shared.stats, scale, **sizes, R=MEMBERS, TILE=min(64, PAGE), GP=width, STAGES=2, **options(4),
+        shared.stats, scale, **sizes, R=MEMBERS, TILE=min(64, PAGE), GP=queries, STAGES=2, **options(4),
     )  # fmt: skip
     decode_kernel[(K, B)](
         q, keys, values, out, *where, shared.acc, shared.stats, shared.parts_BS, scale, **sizes, R=MEMBERS,
-        TILE=min(16, PAGE), C=max(8, width), STAGES=2, PARTS=shared.parts_BS.shape[1], maxnreg=144, **options(1),
+        TILE=min(16, PAGE), C=max(8, queries), STAGES=2, PARTS=shared.parts_BS.shape[1], maxnreg=144, **options(1),
     )  # fmt: skip
     return out

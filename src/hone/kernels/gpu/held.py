@@ -20,8 +20,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from hone.kernels import gpu
 from hone.kernels.gpu import Scaled, options, power_of_2
-from hone.kernels.gpu.launching import let_next_start, wait_only
+from hone.kernels.gpu.launching import divide, let_next_start, wait_only
 from hone.kernels.gpu.rows import finished
 
 VECTOR = gl.constexpr(8)  # numbers that a thread fetches at once
@@ -147,8 +148,8 @@ class Held(NamedTuple):
 # As measured (benchmarks/RESULTS.md): for a projection to heads, one with SwiGLU, one onto a stream. Where threads have
 # up to 128 registers, a block of the next kernel finds room on the same multiprocessor; the others do better without.
 Tiles = tuple[Held, Held, Held]
-# Models of up to 1,024 numbers, of whose products the registers of a few blocks have room for all weights; of more; of
-# 3,584 and more, which have many. Each by how many rows there are at most.
+# Models of up to NARROW_WIDTH numbers; of more; of 3,584 and more, which have many weights. Each by how many rows there
+# are at most.
 NARROW: dict[int, Tiles] = {
     8: (Held(8, 64, 64, 2, 4), Held(8, 32, 64, 2, 4), Held(8, 32, 64, 6, 4)),
     16: (Held(16, 32, 64, 2, 2, 8, 168), Held(16, 16, 64, 2, 2, 8, 128), Held(16, 16, 64, 3, 3, 16, 128)),
@@ -166,7 +167,7 @@ def held_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads:
     """For up to 32 rows and at least 16 columns; is_of_heads: attention comes after the product. `inner` is a multiple
     of 64."""
     width = min(columns, inner)
-    tiles = NARROW if width <= 1024 else MIDDLE if width < 3584 else WIDE
+    tiles = NARROW if width <= gpu.NARROW_WIDTH else MIDDLE if width < 3584 else WIDE
     tile = tiles[min(most for most in tiles if rows <= most)][0 if is_of_heads else 1 if is_swiglu else 2]
     BN, BK, warps = tile.BN, tile.BK, tile.WARPS
     while columns < BN:
@@ -205,11 +206,12 @@ def _product(
     tile = held_tile(M, N, K, is_swiglu, is_of_heads=not is_swiglu and onto is None)
     tiles, out = -(-N // tile.BN), x.new_empty(M, N)
     made = None if onto is None else Scaled(x.new_empty(M, N), x.new_empty(M, tiles, dtype=torch.float32), onto[2])
-    held_kernel[(tiles, -(-M // tile.R))](
+    kernel = held_kernel[(tiles, -(-M // tile.R))](
         x, weight, weight if bias is None else bias, x if squares is None else squares,
         *((x, x) if onto is None else (onto[0].contiguous(), onto[1])), out,
         *((out, out) if made is None else (made.scaled_TD, made.squares_TP)), M, N, K, P, eps,
         **tile.constants(K), HAS_BIAS=bias is not None, SWIGLU=is_swiglu,
         SQUARES=power_of_2(P) if P else 0, ONTO=onto is not None, **options(tile.WARPS),
     )  # fmt: skip
+    divide(kernel, gpu.memory_share(min(N, K), M))
     return out, made

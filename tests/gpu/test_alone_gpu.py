@@ -1,0 +1,74 @@
+"""Attention of one new token a sequence over pages of its own, against plain torch. On a GPU alone: Triton's
+interpreter does not take Gluon."""
+
+import pytest
+import torch
+
+from hone.kernels import gpu
+from hone.kernels import row_state as column
+from hone.kernels.decode import Rows, attend_by_pages_reference
+from hone.kernels.norm_rope import norm_rope_reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+PAGE, LONGEST = 64, 400
+
+
+def made(H, K, E, rows, with_norm=True):
+    """Inputs of `decode`: those in front of the cache, keys and values, where tokens are. Lengths around the ends of
+    pages, and any; pages all over the cache."""
+    torch.manual_seed(rows + E)
+    lengths = torch.randint(0, LONGEST, (rows,))
+    lengths[: min(rows, 7)] = torch.tensor([0, 1, PAGE, PAGE - 1, LONGEST, PAGE + 1, 16])[:rows]
+    pages = LONGEST // PAGE + 2
+    table = (1 + torch.randperm(rows * pages)).view(rows, pages).cuda()
+    state = torch.zeros(rows, column.FIELDS, dtype=torch.int64, device="cuda")
+    state[:, column.LENGTH] = lengths.cuda()
+    angles = torch.rand(LONGEST + 1, E // 2, device="cuda") * 6
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
+    qkv = torch.randn(rows, H + 2 * K, E, device="cuda").bfloat16()
+    scales = [torch.rand(E, device="cuda").bfloat16() if with_norm else None for _ in "qk"]
+    cache = torch.randn(2, rows * pages + 1, PAGE, K, E, device="cuda").bfloat16()
+    return (qkv, *scales, cos, sin, 1e-6, H), cache, (torch.randperm(rows, device="cuda"), state, table)
+
+
+def expected_of(heads, cache, where):
+    qkv, q_scale, k_scale, cos, sin, eps, H = heads
+    at = where[1][where[0], column.LENGTH]
+    turned = norm_rope_reference(qkv, q_scale, k_scale, cos[at][:, None], sin[at][:, None], eps, H)
+    return attend_by_pages_reference(*turned, *cache, Rows(*where))
+
+
+# One k/v head for many queries, as many as queries, numbers of queries that are no power of 2; all sizes of heads.
+@pytest.mark.parametrize("H, K, E, with_norm", [
+    (16, 8, 128, True), (32, 8, 64, True), (28, 4, 128, False), (4, 2, 16, True), (8, 8, 256, True), (3, 3, 32, True),
+    (32, 2, 64, True),
+])  # fmt: skip
+@pytest.mark.parametrize("parts", [1, 2, 32])
+@pytest.mark.parametrize("processors", [1000, 20, 1])  # so that blocks are few, many, very many
+def test_blocks_of_every_shape(H, K, E, with_norm, parts, processors, monkeypatch):
+    from hone.kernels.gpu.alone import Divided
+    from hone.kernels.gpu.decode import decode
+
+    monkeypatch.setattr(gpu, "processors", lambda: processors * parts)
+    rows = 12
+    heads, cache, where = made(H, K, E, rows, with_norm)
+    expected_cache = cache.clone()
+    expected = expected_of(heads, expected_cache, where)
+    arrived = torch.zeros(rows * K, dtype=torch.int32, device="cuda")
+    divided = None if parts == 1 else Divided(parts, arrived)
+    for width in (1024, 4096):  # with more and with fewer stages
+        got = decode(*heads, *cache, *where, None, divided, False, width)
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(cache, expected_cache, rtol=2e-2, atol=2e-2)
+        assert not arrived.any()
+
+
+def test_what_a_page_has_beyond_a_sequence_does_not_count():
+    from hone.kernels.gpu.decode import decode
+
+    heads, cache, where = made(16, 8, 128, 12)
+    expected = decode(*heads, *cache.clone(), *where, None, None, False, 1024)
+    for length, pages in zip(where[1][:, column.LENGTH].tolist(), where[2].tolist(), strict=True):
+        cache[:, pages[length // PAGE], length % PAGE + 1 :] = float("nan")
+        cache[:, pages[length // PAGE + 1 :]] = float("nan")
+    assert torch.equal(decode(*heads, *cache, *where, None, None, False, 1024), expected)
