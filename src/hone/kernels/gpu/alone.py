@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language import debug_barrier
 
 from hone.kernels import gpu, row_state
 from hone.kernels.gpu import options, power_of_2
@@ -200,7 +201,7 @@ def alone_kernel(
         gl.store(part_acc + row[None, :] * E + e_1, acc_EC)
         gl.store(part_stats + row * 2, best_C)
         gl.store(part_stats + row * 2 + 1, weight_C)
-        gl.thread_barrier()  # all threads have put their numbers
+        debug_barrier()  # all threads have put their numbers
         if gl.atomic_add(arrived + mine, 1) == PARTS - 1:
             gl.store(arrived + mine, 0)
             found = -1e30, 0.0, 0.0
