@@ -89,9 +89,9 @@ def memory_share(width: int, rows: int) -> int | None:
     numbers wide; None: as the driver has it. As measured (benchmarks/RESULTS.md): attention's keys and values need it,
     and products need a cache through which their weights come; both have the same, so that one can start while the
     other runs."""
-    if rows > FEWEST_TOKENS:
-        return None
-    return 72 if width <= NARROW_WIDTH else 44 if rows <= FUSED_TOKENS else 58
+    if rows > FUSED_TOKENS:
+        return 58 if rows <= FEWEST_TOKENS else None
+    return 72 if width <= NARROW_WIDTH else 44
 
 
 def stages_of(wanted: int, rows: int, inner: int) -> int:

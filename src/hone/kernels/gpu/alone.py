@@ -244,14 +244,14 @@ class Blocks(NamedTuple):
 
 def blocks_of(blocks: int, rows: int, width: int, head_size: int, is_long: bool) -> Blocks:
     """For so many blocks, in a model so many numbers wide; as measured (benchmarks/RESULTS.md)."""
-    most = 128 if head_size <= 128 else None
-    if blocks <= 2 * gpu.processors():
-        has_room = width <= gpu.NARROW_WIDTH and rows <= 2 * gpu.FUSED_TOKENS
-        cut = Blocks(4, 3, None) if has_room else Blocks(4, 2, most)
-    elif is_long or gpu.are_few(blocks):
+    a_processor = blocks / gpu.processors()
+    limited = head_size <= 128  # else it would spill registers
+    if a_processor <= (2 if width <= gpu.NARROW_WIDTH else 1):
+        cut = Blocks(4, 3, None) if rows <= gpu.FUSED_TOKENS else Blocks(4, 2, 128 if limited else None)
+    elif a_processor <= (8 if is_long else 4):
         cut = Blocks(2, 3, None)
     else:
-        cut = Blocks(1, 2, 144 if most else None)
+        cut = Blocks(1, 2, 144 if limited else None)
     return cut._replace(STAGES=gpu.stages_of(cut.STAGES, 2 * cut.WARPS * cut.TOKENS, head_size))
 
 
