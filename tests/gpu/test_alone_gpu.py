@@ -49,9 +49,7 @@ def close(one, two):
     (16, 8, 128, True), (32, 8, 64, True), (28, 4, 128, False), (4, 2, 16, True), (8, 8, 256, True), (3, 3, 32, True),
     (32, 2, 64, True),
 ])  # fmt: skip
-@pytest.mark.parametrize(
-    "parts, processors", [(1, 1000), (1, 20), (1, 1), (2, 20), (32, 1000)]
-)  # from few blocks to many
+@pytest.mark.parametrize("parts, processors", [(1, 1000), (1, 20), (1, 1), (2, 20), (32, 1000)])
 def test_blocks_of_every_shape(H, K, E, with_norm, parts, processors, monkeypatch):
     from hone.kernels.gpu.alone import Divided
     from hone.kernels.gpu.decode import decode
