@@ -238,20 +238,19 @@ class Blocks(NamedTuple):
 
     WARPS: int
     STAGES: int
-    maxnreg: int | None
+    maxnreg: int | None = None
     TOKENS: int = 16
 
 
 def blocks_of(blocks: int, rows: int, width: int, head_size: int, is_long: bool) -> Blocks:
     """For so many blocks, in a model so many numbers wide; as measured (benchmarks/RESULTS.md)."""
     a_processor = blocks / gpu.processors()
-    limited = head_size <= 128  # else it would spill registers
     if a_processor <= (2 if width <= gpu.NARROW_WIDTH else 1):
-        cut = Blocks(4, 3, None) if rows <= gpu.FUSED_TOKENS else Blocks(4, 2, 128 if limited else None)
+        cut = Blocks(4, 3 if rows <= gpu.FUSED_TOKENS else 2)
     elif a_processor <= (8 if is_long else 4):
-        cut = Blocks(2, 3, None)
+        cut = Blocks(2, 3)
     else:
-        cut = Blocks(1, 2, 144 if limited else None)
+        cut = Blocks(1, 2, 144 if head_size <= 128 else None)  # larger heads would not fit into so few registers
     return cut._replace(STAGES=gpu.stages_of(cut.STAGES, 2 * cut.WARPS * cut.TOKENS, head_size))
 
 

@@ -11,6 +11,7 @@ exchange nothing before all is multiplied:
 This is Gluon, Triton's language in which the kernel says which thread has which numbers.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,7 @@ def held_kernel(
 
     w is the left side of the product on the chip, whose rows are 16 at least, and x the right one, with 8 at least.
     """
+    gl.static_assert(BK % (4 * VECTOR) == 0, "four threads have a row of a stretch; with fewer results would be wrong")
     of_sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     of_w: gl.constexpr = gl.DotOperandLayout(0, of_sums, VECTOR)
     of_x: gl.constexpr = gl.DotOperandLayout(1, of_sums, VECTOR)
@@ -148,26 +150,29 @@ class Held(NamedTuple):
 # As measured (benchmarks/RESULTS.md): for a projection to heads, one with SwiGLU, one onto a stream. Where threads have
 # up to 128 registers, a block of the next kernel finds room on the same multiprocessor; the others do better without.
 Tiles = tuple[Held, Held, Held]
-# Models of up to NARROW_WIDTH numbers; of more; of 3,584 and more, which have many weights. Each by how many rows there
-# are at most.
 NARROW: dict[int, Tiles] = {
-    8: (Held(8, 64, 64, 2, 4), Held(8, 32, 64, 2, 4), Held(8, 32, 64, 6, 4)),
-    16: (Held(16, 32, 64, 2, 2, 8, 168), Held(16, 16, 64, 2, 2, 8, 128), Held(16, 16, 64, 3, 3, 16, 128)),
-    32: (Held(32, 32, 32, 4, 4), Held(32, 16, 32, 8, 4, 4), Held(16, 16, 32, 12, 8, 8, 168)),
+    1: (Held(8, 64, 64, 2, 4), Held(8, 32, 64, 2, 2, 8, 144), Held(8, 32, 32, 12, 9)),
+    8: (Held(8, 64, 64, 2, 4), Held(8, 32, 64, 2, 4), Held(8, 32, 64, 6, 3)),
+    16: (Held(16, 32, 64, 2, 2, 8, 200), Held(16, 16, 32, 4, 4, 8, 128), Held(16, 16, 64, 3, 2, 16, 128)),
+    32: (Held(32, 32, 32, 3, 4, 8, 168), Held(32, 16, 32, 8, 4, 4), Held(16, 16, 32, 11, 8, 8, 128)),
 }
 MIDDLE: dict[int, Tiles] = {
-    8: (Held(8, 32, 64, 2, 4, 8, 128), Held(8, 16, 64, 2, 4, 8, 128), Held(8, 16, 64, 6, 6, 8, 128)),
-    16: (Held(16, 32, 64, 2, 2, 8, 128), Held(16, 16, 64, 2, 2, 8, 128), Held(16, 16, 64, 4, 4, 8, 128)),
+    8: (Held(8, 32, 64, 3, 4, 8, 168), Held(8, 16, 64, 3, 4, 8, 128), Held(8, 16, 32, 10, 12, 8, 168)),
+    16: (Held(16, 32, 64, 2, 2, 8, 128), Held(16, 16, 64, 2, 1, 4, 168), Held(16, 16, 32, 8, 8, 8, 128)),
     32: (Held(32, 32, 32, 3, 2, 8, 128), Held(32, 16, 32, 3, 2, 4, 128), Held(16, 16, 32, 3, 4, 8, 128)),
 }
+BROAD: dict[int, Tiles] = {
+    **MIDDLE, 8: (Held(8, 32, 64, 3, 2, 16, 128), Held(8, 16, 64, 3, 4, 8, 128), Held(8, 16, 64, 6, 6, 8, 128)),
+}  # fmt: skip
 WIDE: dict[int, Tiles] = {**MIDDLE, 8: (Held(8, 64, 32, 4, 16), Held(8, 16, 64, 4, 16, 4), Held(8, 16, 64, 8, 16, 4))}
+# Up to which width of a model. In registers of a few blocks of narrow ones there is room for all weights of a product.
+WIDTHS = {gpu.NARROW_WIDTH: NARROW, gpu.FUSED_WIDTH: MIDDLE, 3583: BROAD, math.inf: WIDE}
 
 
 def held_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads: bool) -> Held:
     """For up to 32 rows and at least 16 columns; is_of_heads: attention comes after the product. `inner` is a multiple
     of 64."""
-    width = min(columns, inner)
-    tiles = NARROW if width <= gpu.NARROW_WIDTH else MIDDLE if width < 3584 else WIDE
+    tiles = next(found for most, found in WIDTHS.items() if min(columns, inner) <= most)
     tile = tiles[min(most for most in tiles if rows <= most)][0 if is_of_heads else 1 if is_swiglu else 2]
     BN, BK, warps = tile.BN, tile.BK, tile.WARPS
     while columns < BN:
@@ -176,8 +181,7 @@ def held_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads:
         BK = 32
     while inner % (warps * BK):
         warps //= 2
-    held = max(tile.HELD, 3) if rows <= 8 and inner // (warps * BK) == 5 else tile.HELD  # of five more than half
-    return tile._replace(BN=BN, BK=BK, WARPS=warps, HELD=held)
+    return tile._replace(BN=BN, BK=BK, WARPS=warps)
 
 
 def few(normed: Scaled, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
