@@ -28,13 +28,10 @@ if TYPE_CHECKING:
 
 WORTH_SHARING = 4096  # tokens that a step must be spared, to pay for the kernel that reads pages for groups
 ENOUGH_BLOCKS = 100  # of the kernel that reads shared pages: shorter stretches cost more to put together
-FEW_BLOCKS = 2.5  # a multiprocessor has so many of those that read own pages, or fewer: then sequences are divided
-# Into how many parts a sequence is divided: the first of these that makes no more than ENOUGH_PARTS blocks, of PART
-# tokens or longer, or else the last.
-PARTS = (32, 8, 4, 2)
-ENOUGH_PARTS = 4  # blocks a multiprocessor
-PART = 64  # tokens of a part at least
-DIVIDED = 144  # mean tokens of a sequence that is worth dividing
+# Into how many parts a sequence is divided: the first of these that makes no more blocks than there are multiprocessors,
+# of PART tokens or longer.
+PARTS = (32, 16, 8, 4, 2)
+PART = 96  # tokens of a part at least
 MOST_PARTS = 32  # stretches of one shared prompt
 SOON = 64  # steps after which sequences have become so much longer that another way may be better
 LONG = 384  # mean tokens of a sequence from which larger blocks are faster
@@ -127,11 +124,10 @@ class DecodeGraphs:
     def _parts(self, rows: int, mean: float) -> int:
         """Into how many parts each sequence is divided: blocks then read it in parallel, on multiprocessors that would
         otherwise be idle."""
-        blocks = rows * self.heads
-        if mean < DIVIDED or blocks > FEW_BLOCKS * gpu.processors() or numerics.keeps_order("attention"):
+        if numerics.keeps_order("attention"):
             return 0
-        most = min(ENOUGH_PARTS * gpu.processors() / blocks, mean / PART)
-        return next((parts for parts in PARTS if parts <= most), PARTS[-1])
+        most = min(gpu.processors() / (rows * self.heads), mean / PART)
+        return next((parts for parts in PARTS if parts <= most), 0)
 
     def shared_by(self, key: Key) -> Shared | None:
         """Room for what sequences share, for graphs of this key."""

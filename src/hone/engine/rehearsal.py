@@ -3,7 +3,7 @@
 import torch
 
 from hone.engine.engine import Engine
-from hone.engine.graphs import ENOUGH_PARTS, PART, PARTS, Key, padded
+from hone.engine.graphs import PART, PARTS, Key, padded
 from hone.engine.prefill import Stretch
 from hone.engine.sampler import Sampler
 from hone.kernels import gpu
@@ -24,8 +24,8 @@ def rehearse(engine: Engine, sequences: int) -> None:
     ways = [Key(B, Sampler.PLAIN, False, 0, 0, False) for B in rows]
     ways += [Key(B, Sampler.PLAIN, False, 0, 0, True) for B in rows if graphs.is_long(B, engine.max_model_len, 0)]
     for parts in (parts for parts in PARTS if parts * PART <= engine.max_model_len):
-        most = min(int(ENOUGH_PARTS * gpu.processors() / (graphs.heads * parts)), top)
-        ways += [Key(B, Sampler.PLAIN, False, 0, parts, False) for B in sorted({1, max(most, 1)})]
+        most = min(gpu.processors() // (graphs.heads * parts), top)
+        ways += [Key(B, Sampler.PLAIN, False, 0, parts, False) for B in sorted({1, most}) if most]
     ways.append(Key(top, Sampler.PLAIN, False, 8, 1, False))  # with prompts that groups share
     length = min(PROMPT, engine.max_model_len - 1)
     pages = list(range(engine.pool.needed(length)))

@@ -277,7 +277,7 @@ def attend_alone(
     if divided is not None:
         parts = divided.parts
         results = (*(torch.empty(B * K * parts * C, n, device=out.device) for n in (E, 2)), divided.arrived)
-    blocks = blocks_of(K * B * parts, B, width, E, is_long or parts > 1)
+    blocks = blocks_of(K * B * parts, B, width, E, is_long)
     kernel = alone_kernel[(K, B, parts)](
         qkv.contiguous(), *scales, cos, sin, eps, keys, values, out, active, state, table, table.shape[1], *results,
         math.log2(math.e) / math.sqrt(E), H=H, K=K, E=E, PAGE=PAGE, C=C, PARTS=parts, NORM=is_normed,

@@ -151,7 +151,6 @@ class Held(NamedTuple):
 # up to 128 registers, a block of the next kernel finds room on the same multiprocessor; the others do better without.
 Tiles = tuple[Held, Held, Held]
 NARROW: dict[int, Tiles] = {
-    1: (Held(8, 64, 64, 2, 4), Held(8, 32, 64, 2, 2, 8, 144), Held(8, 32, 32, 12, 9)),
     8: (Held(8, 64, 64, 2, 4), Held(8, 32, 64, 2, 4), Held(8, 32, 64, 6, 3)),
     16: (Held(16, 32, 64, 2, 2, 8, 200), Held(16, 16, 32, 4, 4, 8, 128), Held(16, 16, 64, 3, 2, 16, 128)),
     32: (Held(32, 32, 32, 3, 4, 8, 168), Held(32, 16, 32, 8, 4, 4), Held(16, 16, 32, 11, 8, 8, 128)),
@@ -162,7 +161,7 @@ MIDDLE: dict[int, Tiles] = {
     32: (Held(32, 32, 32, 3, 2, 8, 128), Held(32, 16, 32, 3, 2, 4, 128), Held(16, 16, 32, 3, 4, 8, 128)),
 }
 BROAD: dict[int, Tiles] = {
-    **MIDDLE, 8: (Held(8, 32, 64, 3, 2, 16, 128), Held(8, 16, 64, 3, 4, 8, 128), Held(8, 16, 64, 6, 6, 8, 128)),
+    **MIDDLE, 8: (Held(8, 32, 64, 2, 4, 8, 128), Held(8, 16, 64, 3, 4, 8, 128), Held(8, 16, 64, 6, 6, 8, 128)),
 }  # fmt: skip
 WIDE: dict[int, Tiles] = {**MIDDLE, 8: (Held(8, 64, 32, 4, 16), Held(8, 16, 64, 4, 16, 4), Held(8, 16, 64, 8, 16, 4))}
 # Up to which width of a model. In registers of a few blocks of narrow ones there is room for all weights of a product.
