@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 WORTH_SHARING = 4096  # tokens that a step must be spared, to pay for the kernel that reads pages for groups
 ENOUGH_BLOCKS = 100  # of the kernel that reads shared pages: shorter stretches cost more to put together
-# Into how many parts a sequence is divided: the first of these that makes no more blocks than there are multiprocessors,
-# of PART tokens or longer.
+# Into how many parts a sequence is divided: the first of these that makes no more blocks than there are
+# multiprocessors, of PART tokens or longer.
 PARTS = (32, 16, 8, 4, 2)
 PART = 96  # tokens of a part at least
 MOST_PARTS = 32  # stretches of one shared prompt
