@@ -1,6 +1,6 @@
 """The Triton kernels against their plain twins, in Triton's interpreter: what they compute, not how fast.
 
-`make test-gpu` runs the same through the engine on a GPU, and compares the kernel in Gluon, which is not interpreted.
+`make test-gpu` runs the same through the engine on a GPU, and compares the kernels in Gluon, which are not interpreted.
 """
 
 import itertools
