@@ -2,7 +2,7 @@
 
     python benchmarks/tiles_gpu.py [--model Qwen3-0.6B] [--rows 32] [--length 128] [--seconds 120]
 
-Starts from the tiles in use, and tries those beside them: half or twice a size, a stage more or fewer, 4, 8 or 16
+Starts from the tiles in use, and tries those beside them: half or twice a size, a stage more or fewer, 1 to 16
 warps, another limit of registers. What makes the whole step of the engine at least half a percent faster stays. Each
 line is a try and the milliseconds of its step; the last name what was found, for `kernels/gpu/held.py`, `products.py`,
 `sampling.py` and `alone.py`, whose tests say whether it is right. Compiling takes a second a try.
@@ -24,7 +24,7 @@ Setting = tuple[int | None, ...]
 
 def beside(setting: Setting, names: tuple[str, ...]) -> Iterator[Setting]:
     """Settings that differ from this one in a number."""
-    choices = {"warps": (1, 2, 4, 8, 16), "registers": (None, 128, 168)}
+    choices = {"warps": (1, 2, 4, 8, 16), "registers": (None, 128, 144, 168, 200)}
     for i, name in enumerate(names):
         value = setting[i]
         if name in choices:

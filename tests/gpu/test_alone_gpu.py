@@ -13,21 +13,21 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 PAGE, LONGEST = 64, 400
 
 
-def made(H, K, E, rows, with_norm=True):
+def made(H, K, E, rows, with_norm=True, dtype=torch.float16):
     """Inputs of `decode`: those in front of the cache, keys and values, where tokens are. Lengths around the ends of
     pages, and any; pages all over the cache."""
     torch.manual_seed(rows + E)
     lengths = torch.randint(0, LONGEST, (rows,))
-    lengths[: min(rows, 7)] = torch.tensor([0, 1, PAGE, PAGE - 1, LONGEST, PAGE + 1, 16])[:rows]
+    lengths[:7] = torch.tensor([0, 1, PAGE, PAGE - 1, LONGEST, PAGE + 1, 16])
     pages = LONGEST // PAGE + 2
     table = (1 + torch.randperm(rows * pages)).view(rows, pages).cuda()
     state = torch.zeros(rows, column.FIELDS, dtype=torch.int64, device="cuda")
     state[:, column.LENGTH] = lengths.cuda()
     angles = torch.rand(LONGEST + 1, E // 2, device="cuda") * 6
     cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
-    qkv = torch.randn(rows, H + 2 * K, E, device="cuda").bfloat16()
-    scales = [torch.rand(E, device="cuda").bfloat16() if with_norm else None for _ in "qk"]
-    cache = torch.randn(2, rows * pages + 1, PAGE, K, E, device="cuda").bfloat16()
+    qkv = torch.randn(rows, H + 2 * K, E, device="cuda").to(dtype)
+    scales = [torch.rand(E, device="cuda").to(dtype) if with_norm else None for _ in "qk"]
+    cache = torch.randn(2, rows * pages + 1, PAGE, K, E, device="cuda").to(dtype)
     return (qkv, *scales, cos, sin, 1e-6, H), cache, (torch.randperm(rows, device="cuda"), state, table)
 
 
@@ -40,39 +40,51 @@ def expected_of(heads, cache, where):
     return attend_by_pages_reference(*turned, *cache, Rows(*where)), cache
 
 
-def close(one, two):
-    torch.testing.assert_close(one.float(), two, rtol=2e-2, atol=2e-2)
+def close(one, two, atol=1.5e-3):  # rounding to float16 takes 4e-4 at most here, a token too few 4e-3 at least
+    torch.testing.assert_close(one.float(), two, rtol=2e-2, atol=atol)
 
 
 # One k/v head for many queries, as many as queries, numbers of queries that are no power of 2; all sizes of heads.
 @pytest.mark.parametrize("H, K, E, with_norm", [
     (16, 8, 128, True), (32, 8, 64, True), (28, 4, 128, False), (4, 2, 16, True), (8, 8, 256, True), (3, 3, 32, True),
-    (32, 2, 64, True),
+    (32, 2, 64, True), (40, 1, 64, True),
 ])  # fmt: skip
-@pytest.mark.parametrize("parts, processors", [(1, 1000), (1, 20), (1, 1), (2, 20), (32, 1000)])
-def test_blocks_of_every_shape(H, K, E, with_norm, parts, processors, monkeypatch):
+# From few blocks to many, of few sequences and of more, of narrow models and wide ones.
+@pytest.mark.parametrize("parts, processors, rows, width", [
+    (1, 1000, 8, 1024), (1, 1000, 12, 4096), (1, 20, 12, 4096), (1, 1, 12, 1024), (2, 20, 8, 4096), (32, 1000, 8, 1024),
+])  # fmt: skip
+def test_blocks_of_every_shape(H, K, E, with_norm, parts, processors, rows, width, monkeypatch):
     from hone.kernels.gpu.alone import Divided
     from hone.kernels.gpu.decode import decode
 
     monkeypatch.setattr(gpu, "processors", lambda: processors * parts)
-    rows = 12
     heads, cache, where = made(H, K, E, rows, with_norm)
     expected, expected_cache = expected_of(heads, cache, where)
     arrived = torch.zeros(rows * K, dtype=torch.int32, device="cuda")
     divided = None if parts == 1 else Divided(parts, arrived)
-    for width in (1024, 4096):  # with more and with fewer stages
-        got = decode(*heads, *cache, *where, None, divided, False, width)
-        close(got, expected)
-        close(cache, expected_cache)
+    for is_long in (False, True):
+        close(decode(*heads, *cache, *where, None, divided, is_long, width), expected)
+        torch.testing.assert_close(cache.float(), expected_cache, rtol=2e-2, atol=2e-2)
         assert not arrived.any()
 
 
-def test_what_a_page_has_beyond_a_sequence_does_not_count():
+def test_half_precision_of_the_other_kind():
+    from hone.kernels.gpu.decode import decode
+
+    heads, cache, where = made(16, 8, 128, 12, dtype=torch.bfloat16)
+    expected, _ = expected_of(heads, cache, where)
+    close(decode(*heads, *cache, *where, None, None, False, 1024), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("parts", [1, 8])
+def test_what_pages_have_from_a_sequences_end_on_does_not_count(parts):
+    from hone.kernels.gpu.alone import Divided
     from hone.kernels.gpu.decode import decode
 
     heads, cache, where = made(16, 8, 128, 12)
-    expected = decode(*heads, *cache.clone(), *where, None, None, False, 1024)
+    divided = None if parts == 1 else Divided(parts, torch.zeros(12 * 8, dtype=torch.int32, device="cuda"))
+    expected = decode(*heads, *cache.clone(), *where, None, divided, False, 1024)
     for length, pages in zip(where[1][:, column.LENGTH].tolist(), where[2].tolist(), strict=True):
-        cache[:, pages[length // PAGE], length % PAGE + 1 :] = float("nan")
+        cache[:, pages[length // PAGE], length % PAGE :] = float("nan")
         cache[:, pages[length // PAGE + 1 :]] = float("nan")
-    assert torch.equal(decode(*heads, *cache, *where, None, None, False, 1024), expected)
+    assert torch.equal(decode(*heads, *cache, *where, None, divided, False, 1024), expected)

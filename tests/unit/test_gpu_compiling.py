@@ -20,7 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from hone.kernels import gpu
 from hone.kernels.gpu import alone, compiling, held, rows
 
-gpu.processors = lambda: 132
+gpu.processors, gpu.shared_memory = lambda: 132, lambda: 227 * 2**10
 
 seen = []
 triton.knobs.compilation.listener = lambda **found: seen.append((found["src"].constants[(3,)], found["cache_hit"]))
@@ -73,7 +73,7 @@ numbers = half | dict.fromkeys(("squares", "own_squares"), "*fp32") | dict.fromk
 for rows, is_swiglu in ((1, False), (16, False), (32, True)):
     tile = held.held_tile(rows, 1024, 2048, is_swiglu, False).constants(2048)
     registers = tile.pop("maxnreg")
-    around = dict(HAS_BIAS=True, SWIGLU=is_swiglu, SQUARES=64 * is_swiglu, ONTO=not is_swiglu)
+    around = dict(HAS_BIAS=True, SWIGLU=is_swiglu, SQUARES=64 * is_swiglu, ONTO=not is_swiglu, SHARE=None)
     ptx = in_gluon(held.held_kernel, numbers, tile | around, ("M", "P", "eps"), tile["WARPS"], registers)
     assert "mma.sync" in ptx and "ld.global.v4.b32" in ptx
 
@@ -81,10 +81,12 @@ half = dict.fromkeys(("qkv", "q_scale", "k_scale", "keys", "values", "out"), "*b
 numbers = half | dict.fromkeys(("cos", "sin", "part_acc", "part_stats"), "*fp32")
 numbers |= dict.fromkeys(("active", "state", "table"), "*i64") | dict.fromkeys(("eps", "scale_log2"), "fp32")
 numbers |= {"arrived": "*i32", "table_row": "i32"}
-for H, K, E, parts, count in ((16, 8, 128, 1, 8), (28, 4, 128, 8, 300), (32, 8, 64, 1, 2048), (32, 2, 256, 2, 2)):
-    cut = alone.blocks_of(count, 1, 1024, E, False)._asdict()
+shapes = ((16, 8, 128, 1, 8), (28, 4, 128, 8, 300), (32, 8, 64, 1, 2048), (32, 2, 256, 2, 2), (40, 1, 64, 1, 2))
+for H, K, E, parts, count in shapes:
+    C = gpu.power_of_2(H // K)
+    cut = alone.blocks_of(count, 1, 1024, C, E, False)._asdict()
     registers = cut.pop("maxnreg")
-    sizes = dict(H=H, K=K, E=E, PAGE=64, C=gpu.power_of_2(H // K), PARTS=parts, NORM=True)
+    sizes = dict(H=H, K=K, E=E, PAGE=64, C=C, PARTS=parts, NORM=True, SHARE=44)
     ptx = in_gluon(alone.alone_kernel, numbers, cut | sizes, ("eps", "scale_log2"), cut["WARPS"], registers)
     assert all(name in ptx for name in ("mma.sync", "cp.async.cg.shared.global", "ldmatrix"))
 print("done")

@@ -219,6 +219,31 @@ def test_into_how_many_parts_a_sequence_is_cut(rows, length, expected, monkeypat
     assert DecodeGraphs._parts(SimpleNamespace(heads=8), rows, length) == expected
 
 
+def test_a_kernels_share_of_memory_is_set_once_and_never_waited_for(monkeypatch):
+    from hone.kernels.gpu import launching
+
+    class Future:
+        def __getattr__(self, name):
+            raise AssertionError("waited until it is compiled")
+
+    asked = []
+    driver = SimpleNamespace(
+        cuFuncSetAttribute=lambda function, which, percent: asked.append((function.value, percent))
+    )
+    monkeypatch.setattr(launching.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(launching, "_told", set())
+    one, other = SimpleNamespace(function=2**40), SimpleNamespace(function=7)
+    for kernel, percent in ((one, None), (None, 44), (Future(), 44), (one, 44), (one, 44), (other, 58)):
+        launching.set_memory_share(kernel, percent)
+    assert asked == [(2**40, 44), (7, 58)]
+
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(launching.ctypes, "CDLL", missing)
+    launching.set_memory_share(SimpleNamespace(function=8), 44)
+
+
 @pytest.mark.parametrize("rows", [1, 20, 300])
 def test_a_product_in_order(rows, monkeypatch):
     from hone.kernels.gpu import products

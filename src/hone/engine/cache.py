@@ -26,7 +26,7 @@ PAGE = {"cuda": 64, "cpu": 16}
 class KVCache:
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, tokens: int) -> None:
         """Room for that many tokens."""
-        size, self.width = PAGE.get(device.type, 16), spec.hidden_size
+        size, self.hidden_size = PAGE.get(device.type, 16), spec.hidden_size
         self.pool = PagePool(1 + -(-tokens // size), size)
         shape = (spec.num_hidden_layers, 2, self.pool.pages, size, spec.num_key_value_heads, spec.head_dim)
         # Zeros, not garbage: masked positions are multiplied by a probability of 0, and 0 x NaN is NaN.
@@ -84,7 +84,7 @@ class DecodeAttention:
             where = (rows.active_B, rows.state, rows.table)
             return decode(
                 qkv_BNE, *scales, *tables, heads.eps, heads.H, keys, values, *where, rows.shared,
-                rows.divided, rows.is_long, self.cache.width,
+                rows.divided, rows.is_long, self.cache.hidden_size,
             )  # fmt: skip
         q, k, v = heads(qkv_BNE)
         attend = attend_by_pages if takes_pages(q) else attend_by_pages_reference

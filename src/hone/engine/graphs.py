@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 WORTH_SHARING = 4096  # tokens that a step must be spared, to pay for the kernel that reads pages for groups
 ENOUGH_BLOCKS = 100  # of the kernel that reads shared pages: shorter stretches cost more to put together
 # Into how many parts a sequence is divided: the first of these that makes no more blocks than there are
-# multiprocessors, of PART tokens or longer.
+# multiprocessors, of PART tokens or longer; or else it is one piece.
 PARTS = (32, 16, 8, 4, 2)
 PART = 96  # tokens of a part at least
 MOST_PARTS = 32  # stretches of one shared prompt
@@ -119,7 +119,9 @@ class DecodeGraphs:
 
     def is_long(self, rows: int, mean: float, parts: int) -> bool:
         """Whether sequences that share nothing are read by blocks for long ones."""
-        return parts == 0 and mean > LONG and not gpu.are_few(rows * self.heads)
+        from hone.kernels.gpu.alone import matters_length
+
+        return parts == 0 and mean > LONG and matters_length(rows * self.heads)
 
     def _parts(self, rows: int, mean: float) -> int:
         """Into how many parts each sequence is divided: blocks then read it in parallel, on multiprocessors that would

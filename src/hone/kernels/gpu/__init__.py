@@ -26,9 +26,9 @@ IS_AVAILABLE = importlib.util.find_spec("triton") is not None and os.environ.get
 HALF = (torch.bfloat16, torch.float16)
 FEW_TOKENS = 256  # up to here a product is bound by fetching weights
 FUSED_TOKENS = 8  # up to here products also do what stands around them
-NARROW_WIDTH = 1024  # of a model whose weights are so few that registers of a few blocks have room for a product's
 FUSED_WIDTH = 2048  # of a model; up to here they do so for twice as many tokens
 FEWEST_TOKENS = 32  # up to here with small weights, too; the arithmetic of a tile is a small part of its time
+NARROW_WIDTH = 1024  # of a model; up to here all weights of a product have room in the registers of the chip
 MOST_PARTS = 8  # of the inner dimension of a product
 LONG_PART = 800  # numbers of a part that is worth tiles of 128 columns
 MANY_TOKENS, SMALL_WEIGHT = 128, 7 * 2**20  # up to here starting early is worth more than what torch's product gains
@@ -43,19 +43,29 @@ class Scaled:
     eps: float
 
 
+def _has_kernels(x: Tensor) -> bool:
+    return IS_AVAILABLE and x.is_cuda and x.dtype in HALF and _copies_to_shared_memory()
+
+
+@functools.cache
+def _copies_to_shared_memory() -> bool:
+    """Whether the GPU can do so beside other work: from Ampere on."""
+    return torch.cuda.get_device_capability() >= (8, 0)
+
+
 def takes(x: Tensor) -> bool:
     """Whether the Triton kernels take this tensor."""
-    return IS_AVAILABLE and x.is_cuda and x.dtype in HALF and not torch.is_grad_enabled()
+    return _has_kernels(x) and not torch.is_grad_enabled()
 
 
 def trains(x: Tensor) -> bool:
     """Whether the kernels with gradients take this tensor."""
-    return IS_AVAILABLE and x.is_cuda and x.dtype in HALF and torch.is_grad_enabled()
+    return _has_kernels(x) and torch.is_grad_enabled()
 
 
 def takes_model(weight: Tensor, head_size: int) -> bool:
     """Whether all that a decode step of such a model does stays on the device."""
-    return IS_AVAILABLE and weight.is_cuda and weight.dtype in HALF and takes_heads(head_size)
+    return _has_kernels(weight) and takes_heads(head_size)
 
 
 @functools.cache
@@ -70,11 +80,6 @@ def processors() -> int:
     return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
 
 
-def are_few(blocks: int) -> bool:
-    """Whether so few blocks of attention are alike for long sequences and for short ones."""
-    return blocks <= 4 * processors()
-
-
 @functools.cache
 def shared_memory() -> int:
     """Bytes of its multiprocessor that a block can have (CUDA's guide, by compute capability)."""
@@ -85,10 +90,10 @@ def shared_memory() -> int:
 
 
 def memory_share(width: int, rows: int) -> int | None:
-    """How many percent of a multiprocessor's fast memory are for blocks in a step of few rows, in a model so many
-    numbers wide; None: as the driver has it. As measured (benchmarks/RESULTS.md): attention's keys and values need it,
-    and products need a cache through which their weights come; both have the same, so that one can start while the
-    other runs."""
+    """How many percent of a multiprocessor's fast memory are shared memory in a step of few rows, in a model so many
+    numbers wide; the rest is cache. None: as the driver has it. As measured (benchmarks/RESULTS.md): attention's keys
+    and values go through shared memory, products' weights through the cache; both kernels have the same, so that one
+    can start while the other runs."""
     if rows > FUSED_TOKENS:
         return 58 if rows <= FEWEST_TOKENS else None
     return 72 if width <= NARROW_WIDTH else 44
@@ -123,7 +128,7 @@ def trains_heads(head_size: int) -> bool:
 
 def trains_model(weight: Tensor, head_size: int) -> bool:
     """Whether all that a step of training such a model does has kernels."""
-    return IS_AVAILABLE and weight.is_cuda and weight.dtype in HALF and trains_heads(head_size)
+    return _has_kernels(weight) and trains_heads(head_size)
 
 
 def takes_head(hidden_TD: Tensor) -> bool:

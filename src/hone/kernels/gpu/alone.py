@@ -1,4 +1,4 @@
-"""Attention of one new token a sequence over pages that it shares with no other, keys and values through shared memory.
+"""Attention of one new token a sequence, which reads all of its pages by itself, keys and values through shared memory.
 
 A block is one sequence and one k/v head, or a part of that. It asks for the first tiles of keys and values while the
 projection to heads is still computed, since only the newest token's come from there. A warp has tokens of its own of
@@ -24,12 +24,14 @@ from triton.language import debug_barrier
 
 from hone.kernels import gpu, row_state
 from hone.kernels.gpu import options, power_of_2
-from hone.kernels.gpu.launching import divide, let_next_start, wait_only
+from hone.kernels.gpu.launching import let_next_start, set_memory_share, wait_only
 from hone.kernels.gpu.rows import head_scales
 
 FIELDS, LENGTH = gl.constexpr(row_state.FIELDS), gl.constexpr(row_state.LENGTH)
 VECTOR = gl.constexpr(8)  # numbers that a thread fetches at once
 FEWEST = gl.constexpr(8)  # columns of a product on the chip
+FEW, MANY = 4, 8  # blocks a multiprocessor
+MOST_QUERIES = 16  # of a k/v head, for blocks of several warps
 
 
 @gluon.jit
@@ -37,8 +39,8 @@ def _ask(
     keys, values, to_keys, to_values, pages, first, end, head,
     K: gl.constexpr, E: gl.constexpr, PAGE: gl.constexpr, WARPS: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
-    """Keys and values of positions first …, before `end`, are on their way; zeros for others. A warp's lie in one
-    page."""
+    """Keys and values of positions first …, before `end`, are on their way; zeros for others."""
+    gl.static_assert(PAGE % TOKENS == 0, "what a warp has of a tile lies in one page")
     LANES: gl.constexpr = min(E // VECTOR, 32)
     of_copies: gl.constexpr = gl.BlockedLayout([1, 1, VECTOR], [1, 32 // LANES, LANES], [WARPS, 1, 1], [2, 1, 0])
     w = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, of_copies)))[:, None, None]
@@ -53,7 +55,7 @@ def _ask(
 
 @gluon.jit
 def _repeated(x, times: gl.constexpr):
-    """All rows of x, so many times."""
+    """All rows of x, so many times, which is a power of 2."""
     if times > 1:
         twice = gl.reshape(gl.permute(gl.join(x, x), [2, 0, 1]), [2 * x.shape[0], x.shape[1]])
         rows = _repeated(twice, times // 2)
@@ -88,11 +90,12 @@ def alone_kernel(
     qkv, q_scale, k_scale, cos, sin, eps, keys, values, out, active, state, table, table_row, part_acc, part_stats,
     arrived, scale_log2,
     H: gl.constexpr, K: gl.constexpr, E: gl.constexpr, PAGE: gl.constexpr, WARPS: gl.constexpr, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, C: gl.constexpr, PARTS: gl.constexpr, NORM: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, C: gl.constexpr, PARTS: gl.constexpr, NORM: gl.constexpr, SHARE: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Mixed values of the new token of batch row b, out B x (H * E), whose k and v go into the cache. A block has one
     of PARTS stretches of the sequence, the last one has the new token, too. C: power of 2 that has room for the queries
-    of a k/v head. `arrived` counts the blocks that are done; it is left at 0."""
+    of a k/v head. `arrived` counts the blocks that are done; it is left at 0. SHARE: see `set_memory_share`."""
     G: gl.constexpr = H // K
     # Queries are rows on the left side of q k, whose rows are 16 at least, and columns on the right side of v p.
     COLUMNS: gl.constexpr = max(C, FEWEST)
@@ -110,7 +113,7 @@ def alone_kernel(
     L, pages = position.to(gl.int32), table + slot * table_row  # tokens in the cache, and where
     size = gl.cdiv(gl.cdiv(L, TILE), PARTS) * TILE
     start, end = gl.minimum(part * size, L), gl.minimum((part + 1) * size, L)
-    # Rows of 16 bytes each, turned against each other so that those below each other lie in different banks.
+    # Pieces of 16 bytes, turned against each other so that those below each other lie in different banks.
     SHORT: gl.constexpr = max(1, 64 // E)
     in_tiles: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, SHORT, 8 // SHORT, [2, 1, 0])
     tiles_k = gl.allocate_shared_memory(dtype, [STAGES, WARPS, TOKENS, E], in_tiles)
@@ -137,7 +140,8 @@ def alone_kernel(
     e_1 = gl.arange(0, E, gl.SliceLayout(1, of_out))[:, None]
     c_1 = gl.arange(0, C, gl.SliceLayout(0, of_out))
     wait_only(PDL)
-    of_q, of_k = qkv + (b * (H + 2 * K) + head * G + c) * E, qkv + (b * (H + 2 * K) + H + head) * E
+    row = qkv + b * (H + 2 * K) * E
+    of_q, of_k = row + (head * G + c) * E, row + (H + head) * E
     q, q_other = gl.load(of_q + e, c < G, other=0.0), gl.load(of_q + swapped, c < G, other=0.0)
     k, k_other, v = gl.load(of_k + e), gl.load(of_k + swapped), gl.load(of_k + K * E + e)
     newest_v = gl.load(of_k + K * E + e_1).to(gl.float32)
@@ -197,11 +201,11 @@ def alone_kernel(
         gl.store(at_out, (acc_EC / weight_C[None, :]).to(dtype), inside)
     else:
         mine = b * K + head
-        row = (mine * PARTS + part) * C + c_1
-        gl.store(part_acc + row[None, :] * E + e_1, acc_EC)
-        gl.store(part_stats + row * 2, best_C)
-        gl.store(part_stats + row * 2 + 1, weight_C)
-        debug_barrier()  # all threads have put their numbers
+        put = (mine * PARTS + part) * C + c_1
+        gl.store(part_acc + put[None, :] * E + e_1, acc_EC)
+        gl.store(part_stats + put * 2, best_C)
+        gl.store(part_stats + put * 2 + 1, weight_C)
+        debug_barrier()  # all threads have put their numbers; Gluon's own has another name in each version
         if gl.atomic_add(arrived + mine, 1) == PARTS - 1:
             gl.store(arrived + mine, 0)
             found = -1e30, 0.0, 0.0
@@ -242,12 +246,20 @@ class Blocks(NamedTuple):
     TOKENS: int = 16
 
 
-def blocks_of(blocks: int, rows: int, width: int, head_size: int, is_long: bool) -> Blocks:
-    """For so many blocks, in a model so many numbers wide; as measured (benchmarks/RESULTS.md)."""
-    a_processor = blocks / gpu.processors()
-    if a_processor <= (2 if width <= gpu.NARROW_WIDTH else 1):
+def matters_length(blocks: int) -> bool:
+    """Whether so many blocks are cut otherwise for long sequences than for short ones."""
+    return FEW < blocks / gpu.processors() <= MANY
+
+
+def blocks_of(blocks: int, rows: int, width: int, queries: int, head_size: int, is_long: bool) -> Blocks:
+    """For so many blocks and sequences (`rows`), so many queries of a k/v head, in a model so many numbers wide;
+    is_long: where that matters, for long sequences. As measured (benchmarks/RESULTS.md)."""
+    per_processor = blocks / gpu.processors()
+    if queries > MOST_QUERIES:
+        cut = Blocks(1, 2)  # the sums of several warps would not fit into shared memory
+    elif per_processor <= (2 if width <= gpu.NARROW_WIDTH else 1):
         cut = Blocks(4, 3 if rows <= gpu.FUSED_TOKENS else 2)
-    elif a_processor <= (8 if is_long else 4):
+    elif per_processor <= (MANY if is_long else FEW):
         cut = Blocks(2, 3)
     else:
         cut = Blocks(1, 2, 144 if head_size <= 128 else None)  # larger heads would not fit into so few registers
@@ -268,7 +280,7 @@ def attend_alone(
     keys: Tensor, values: Tensor, active: Tensor, state: Tensor, table: Tensor, divided: Divided | None, is_long: bool,
     width: int,
 ) -> Tensor:  # fmt: skip
-    """`decode.decode` where no pages are shared."""
+    """`decode.decode` where each sequence reads its pages by itself."""
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
     out, C = qkv.new_empty(B, H * E), power_of_2(H // K)
@@ -277,11 +289,11 @@ def attend_alone(
     if divided is not None:
         parts = divided.parts
         results = (*(torch.empty(B * K * parts * C, n, device=out.device) for n in (E, 2)), divided.arrived)
-    blocks = blocks_of(K * B * parts, B, width, E, is_long)
+    cut, share = blocks_of(K * B * parts, B, width, C, E, is_long), gpu.memory_share(width, B)
     kernel = alone_kernel[(K, B, parts)](
         qkv.contiguous(), *scales, cos, sin, eps, keys, values, out, active, state, table, table.shape[1], *results,
         math.log2(math.e) / math.sqrt(E), H=H, K=K, E=E, PAGE=PAGE, C=C, PARTS=parts, NORM=is_normed,
-        **blocks._asdict(), **options(blocks.WARPS),
+        SHARE=share, **cut._asdict(), **options(cut.WARPS),
     )  # fmt: skip
-    divide(kernel, gpu.memory_share(width, B))
+    set_memory_share(kernel, share)
     return out

@@ -229,7 +229,7 @@ def decode(
     sizes, queries = {"H": H, "K": K, "E": E, "PAGE": PAGE}, power_of_2(H // K)
     where = (active, state, table, table.shape[1])
     q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)
-    if shared is None or is_exact:
+    if is_exact:
         ordered_kernel[(K, B)](
             q, keys, values, out, *where, scale, H=H, K=K, E=E, PAGE=PAGE, M=max(16, queries), N=KEYS, STAGES=3,
             enable_fp_fusion=False, **options(1),

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from hone.kernels import gpu
 from hone.kernels.gpu import Scaled, options, power_of_2
-from hone.kernels.gpu.launching import divide, let_next_start, wait_only
+from hone.kernels.gpu.launching import let_next_start, set_memory_share, wait_only
 from hone.kernels.gpu.rows import finished
 
 VECTOR = gl.constexpr(8)  # numbers that a thread fetches at once
@@ -44,7 +44,7 @@ def held_kernel(
     x, w, bias, squares, residual, norm, out, scaled, own_squares, M, N, K, P, eps,
     R: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
     COUNT: gl.constexpr, HAS_BIAS: gl.constexpr, SWIGLU: gl.constexpr, SQUARES: gl.constexpr, ONTO: gl.constexpr,
-    PDL: gl.constexpr,
+    SHARE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Tile (m, n), R x BN, of x M x K times w N x K transposed. K is COUNT times WARPS stretches of BK. A warp has
     asked for HELD of its COUNT before the kernel before has ended, and asks for AHEAD of x as soon as it has. Around
@@ -164,8 +164,9 @@ BROAD: dict[int, Tiles] = {
     **MIDDLE, 8: (Held(8, 32, 64, 2, 4, 8, 128), Held(8, 16, 64, 3, 4, 8, 128), Held(8, 16, 64, 6, 6, 8, 128)),
 }  # fmt: skip
 WIDE: dict[int, Tiles] = {**MIDDLE, 8: (Held(8, 64, 32, 4, 16), Held(8, 16, 64, 4, 16, 4), Held(8, 16, 64, 8, 16, 4))}
-# Up to which width of a model. In registers of a few blocks of narrow ones there is room for all weights of a product.
-WIDTHS = {gpu.NARROW_WIDTH: NARROW, gpu.FUSED_WIDTH: MIDDLE, 3583: BROAD, math.inf: WIDE}
+# By the smaller size of a weight, which is the model's width or less, up to these.
+BROAD_WIDTH = 3583
+WIDTHS = {gpu.NARROW_WIDTH: NARROW, gpu.FUSED_WIDTH: MIDDLE, BROAD_WIDTH: BROAD, math.inf: WIDE}
 
 
 def held_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads: bool) -> Held:
@@ -208,13 +209,14 @@ def _product(
     P = 0 if squares is None else squares.shape[1]
     tile = held_tile(M, N, K, is_swiglu, is_of_heads=not is_swiglu and onto is None)
     tiles, out = -(-N // tile.BN), x.new_empty(M, N)
+    share = gpu.memory_share(K if onto is None else N, M)
     made = None if onto is None else Scaled(x.new_empty(M, N), x.new_empty(M, tiles, dtype=torch.float32), onto[2])
     kernel = held_kernel[(tiles, -(-M // tile.R))](
         x, weight, weight if bias is None else bias, x if squares is None else squares,
         *((x, x) if onto is None else (onto[0].contiguous(), onto[1])), out,
         *((out, out) if made is None else (made.scaled_TD, made.squares_TP)), M, N, K, P, eps,
         **tile.constants(K), HAS_BIAS=bias is not None, SWIGLU=is_swiglu,
-        SQUARES=power_of_2(P) if P else 0, ONTO=onto is not None, **options(tile.WARPS),
+        SQUARES=power_of_2(P) if P else 0, ONTO=onto is not None, SHARE=share, **options(tile.WARPS),
     )  # fmt: skip
-    divide(kernel, gpu.memory_share(min(N, K), M))
+    set_memory_share(kernel, share)
     return out, made

@@ -1,14 +1,14 @@
 """What kernels of a chain have in common: waiting for the kernel before, fetching ahead."""
 
 import ctypes
-import functools
+from contextlib import suppress
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 PREFERRED_SHARED_MEMORY_CARVEOUT = 9  # of cuFuncSetAttribute
-_divided: dict[int, int] = {}  # functions of the driver, and what they were told
+_told: set[int] = set()  # functions of the driver that have their share
 
 
 @triton.jit
@@ -48,17 +48,18 @@ def prefetch(rows, size, LINES: tl.constexpr):
     )
 
 
-def divide(kernel, percent):
-    """From its next launch on, so many percent of a multiprocessor's fast memory are for what this kernel's blocks
-    share, and the rest is its cache, through which loads come. None: as the driver has it.
+def set_memory_share(kernel, percent):
+    """From its next launch on, so many percent of a multiprocessor's fast memory are shared memory where this compiled
+    kernel runs, and the rest is cache. None: as the driver has it. Call it with one and the same number for a kernel:
+    kernels that should differ in it have a constant SHARE.
 
-    A kernel that wants it divided otherwise than the one before it begins when that one has ended."""
-    function = getattr(kernel, "function", None)  # there is none before it is loaded
-    if percent is not None and function is not None and _divided.get(function) != percent:
-        _driver().cuFuncSetAttribute(ctypes.c_void_p(function), PREFERRED_SHARED_MEMORY_CARVEOUT, percent)
-        _divided[function] = percent
-
-
-@functools.cache
-def _driver():
-    return ctypes.CDLL("libcuda.so.1")
+    A kernel that wants another division than the one before it begins when that one has ended."""
+    # There is no function before it is loaded; `getattr` would wait until it is compiled.
+    function = None if kernel is None else vars(kernel).get("function")
+    if percent is None or function is None or function in _told:
+        return
+    _told.add(function)
+    with suppress(OSError):  # it is no more than a wish
+        ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(
+            ctypes.c_void_p(function), PREFERRED_SHARED_MEMORY_CARVEOUT, percent
+        )
