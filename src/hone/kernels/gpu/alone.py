@@ -140,8 +140,7 @@ def alone_kernel(
     e_1 = gl.arange(0, E, gl.SliceLayout(1, of_out))[:, None]
     c_1 = gl.arange(0, C, gl.SliceLayout(0, of_out))
     wait_only(PDL)
-    row = qkv + b * (H + 2 * K) * E
-    of_q, of_k = row + (head * G + c) * E, row + (H + head) * E
+    of_q, of_k = qkv + (b * (H + 2 * K) + head * G + c) * E, qkv + (b * (H + 2 * K) + H + head) * E
     q, q_other = gl.load(of_q + e, c < G, other=0.0), gl.load(of_q + swapped, c < G, other=0.0)
     k, k_other, v = gl.load(of_k + e), gl.load(of_k + swapped), gl.load(of_k + K * E + e)
     newest_v = gl.load(of_k + K * E + e_1).to(gl.float32)
