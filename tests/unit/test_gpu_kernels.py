@@ -209,7 +209,8 @@ def test_into_how_many_parts_a_product_is_cut(rows, columns, inner, expected, mo
 
 
 @pytest.mark.parametrize("rows, length, expected", [
-    (1, 150, 0), (1, 200, 2), (8, 256, 2), (1, 800, 8), (1, 3000, 16), (4, 3000, 4), (8, 3000, 2), (32, 800, 0),
+    (1, 100, 0), (1, 150, 0), (1, 200, 2), (8, 256, 2), (1, 800, 8), (1, 3000, 16), (4, 3000, 4), (8, 3000, 2),
+    (32, 800, 0), (48, 3000, 0),
 ])  # fmt: skip
 def test_into_how_many_parts_a_sequence_is_cut(rows, length, expected, monkeypatch):
     from hone.engine.graphs import DecodeGraphs
