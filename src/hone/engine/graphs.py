@@ -121,7 +121,7 @@ class DecodeGraphs:
         """Whether sequences that share nothing are read by blocks for long ones."""
         from hone.kernels.gpu.alone import matters_length
 
-        return parts == 0 and mean > LONG and matters_length(rows * self.heads)
+        return parts == 0 and mean > LONG and matters_length(rows * self.heads, rows)
 
     def _parts(self, rows: int, mean: float) -> int:
         """Into how many parts each sequence is divided: blocks then read it in parallel, on multiprocessors that would

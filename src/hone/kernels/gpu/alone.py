@@ -245,9 +245,13 @@ class Blocks(NamedTuple):
     TOKENS: int = 16
 
 
-def matters_length(blocks: int) -> bool:
-    """Whether so many blocks are cut otherwise for long sequences than for short ones."""
-    return FEW < blocks / gpu.processors() <= MANY
+TALL = Blocks(4, 2, TOKENS=32)  # where a multiprocessor has one block at most
+
+
+def matters_length(blocks: int, rows: int) -> bool:
+    """Whether so many blocks, of so many sequences, are cut otherwise for long sequences than for short ones."""
+    per_processor = blocks / gpu.processors()
+    return FEW < per_processor <= MANY or (per_processor <= 1 and rows > gpu.FUSED_TOKENS)
 
 
 def blocks_of(blocks: int, rows: int, width: int, queries: int, head_size: int, is_long: bool) -> Blocks:
@@ -256,12 +260,19 @@ def blocks_of(blocks: int, rows: int, width: int, queries: int, head_size: int, 
     per_processor = blocks / gpu.processors()
     if queries > MOST_QUERIES:
         cut = Blocks(1, 2)  # the sums of several warps would not fit into shared memory
+    elif per_processor <= 1 and (is_long or rows <= gpu.FUSED_TOKENS) and _fitting(TALL, head_size) == TALL:
+        cut = TALL
     elif per_processor <= (2 if width <= gpu.NARROW_WIDTH else 1):
-        cut = Blocks(4, 3 if rows <= gpu.FUSED_TOKENS else 2)
+        cut = Blocks(4, 2)
     elif per_processor <= (MANY if is_long else FEW):
         cut = Blocks(2, 3)
     else:
         cut = Blocks(1, 2, 144 if head_size <= 128 else None)  # larger heads would not fit into so few registers
+    return _fitting(cut, head_size)
+
+
+def _fitting(cut: Blocks, head_size: int) -> Blocks:
+    """With no more stages than shared memory has room for."""
     return cut._replace(STAGES=gpu.stages_of(cut.STAGES, 2 * cut.WARPS * cut.TOKENS, head_size))
 
 
