@@ -553,3 +553,12 @@ def test_fingerprints():
     words[1][WORDS + 2] ^= 1
     assert (table.sums() == expected).tolist() == [True, False, True, True]
     assert torch.equal(table.sums(), sums_reference(words))
+    table.add((2,))  # what has come while others have not
+    words[0][3] ^= 1
+    table.add((3, 0))
+    assert torch.equal(table.sums(), sums_reference(words))
+    table.add((0, 1))
+    table.forget()  # they come once more
+    words[1][5] ^= 1
+    table.add((1,))
+    assert torch.equal(table.sums(), sums_reference(words))

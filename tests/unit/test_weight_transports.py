@@ -79,9 +79,17 @@ def test_what_arrives_is_what_was_sent(way, tmp_path, monkeypatch):
             place.mkdir()
             sizes.append(sender.send(version, export.adapter() if sender.takes == "adapter" else expected, place))
             message = json.loads(json.dumps(sender.message))  # it travels as JSON
-            receiver = make_receiver(message["type"])
+            receiver, told = make_receiver(message["type"]), []
+
+            def arrived(names, expected=expected, told=told):
+                told += [(name, torch.equal(server[name], expected[name])) for name in names]
+
+            receiver.arrived = arrived
             for _ in range(2):  # as another server, or one that was started again
+                told.clear()
                 receiver.receive(message, version, place, server)
+                assert len(dict(told)) == len(told) and all(is_new for _, is_new in told)
+                assert {name for name, _ in told} == (set(server) if "nccl" in way else set())
                 for name, tensor in server.items():
                     assert torch.equal(tensor, expected[name]), name
                     tensor.zero_()

@@ -73,7 +73,7 @@ class EmbeddedSampler(Sampler):
         if spec != model.spec:
             model = empty_model(spec, weight.dtype, weight.device)
         proof = self.proof if model is engine.model else Proof(model)
-        self.receivers.receive(message, version, place, proof.tensors)
+        self.receivers.receive(message, version, place, proof.tensors, proof.arriving())
         if model is engine.model:
             engine.set_version(version)
         else:
@@ -103,7 +103,7 @@ class EmbeddedSampler(Sampler):
             "device": cpu.words(model.embed.weight.device.type),
             "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
             "completions": self.engine.completions,
-            **({"fingerprints": of_each} if each else {}),
+            **({"fingerprints": self.proof.by_name(of_each)} if each else {}),
         }
 
     async def pause(self, mode: Pause) -> None:

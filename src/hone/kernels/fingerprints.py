@@ -32,6 +32,16 @@ class Fingerprints:
 
             self.table = Table(self.words, WORDS, ODD, powers)
 
+    def begin(self, numbers: Sequence[int]) -> None:
+        """Of tensors whose values do not change until they are asked for; on a GPU beside what is done meanwhile."""
+        if self.table is not None:
+            self.table.add(tuple(numbers))
+
+    def forget(self) -> None:
+        """What was begun: those values were not the last."""
+        if self.table is not None:
+            self.table.forget()
+
     def __call__(self) -> list[int]:
         """From 0 to 2^64 - 1, one a tensor, in their order; the device is waited for once."""
         sums = self.table.sums() if self.table is not None else sums_reference(self.words)

@@ -2,7 +2,8 @@
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -23,18 +24,29 @@ class Proof:
     def __init__(self, model: Transformer) -> None:
         self.model, self.tensors = model, dict(hf_tensors(model))  # by their HF names
         self._fingerprints = Fingerprints(list(self.tensors.values()))
-        self._words = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in self.tensors.items()]
+        self._numbers = {name: number for number, name in enumerate(self.tensors)}
+        words = "\n".join(f"{name} {tuple(one.shape)} {one.dtype}" for name, one in self.tensors.items())
+        self._names_and_shapes = hashlib.blake2b(words.encode(), digest_size=16)
 
-    def fingerprints(self) -> dict[str, str]:
-        """Of each weight: 64 bits that any one changed bit changes, computed where the weight is, alike on every
-        device."""
-        return {name: f"{value:016x}" for name, value in zip(self.tensors, self._fingerprints(), strict=True)}
+    def arriving(self) -> Callable[[Iterable[str]], None]:
+        """Wants to be told names of weights that have their new values, while others are still to come: what
+        `fingerprints` then gives is computed beside that."""
+        self._fingerprints.forget()
+        return lambda names: self._fingerprints.begin([self._numbers[name] for name in names])
 
-    def checksum(self, of_each: dict[str, str]) -> str:
-        """Of names, shapes and bits of all weights, in the boundary's order, from their fingerprints."""
-        digest = hashlib.blake2b(digest_size=16)
-        for words, value in zip(self._words, of_each.values(), strict=True):
-            digest.update(f"{words} {value}".encode())
+    def fingerprints(self) -> list[int]:
+        """Of each weight, in the boundary's order: 64 bits that any one changed bit changes, computed where the weight
+        is, alike on every device."""
+        return self._fingerprints()
+
+    def by_name(self, of_each: list[int]) -> dict[str, str]:
+        """Fingerprints as others read them."""
+        return {name: f"{value:016x}" for name, value in zip(self.tensors, of_each, strict=True)}
+
+    def checksum(self, of_each: list[int]) -> str:
+        """Of names, shapes and bits of all weights, from their fingerprints."""
+        digest = self._names_and_shapes.copy()
+        digest.update(struct.pack(f"<{len(of_each)}Q", *of_each))
         return digest.hexdigest()
 
 

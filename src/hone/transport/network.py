@@ -40,7 +40,7 @@ from hone.transport.gpu_memory import (
     opened_memory,
     tensors_in,
 )
-from hone.transport.weights import Receiver, Sender, Tensors
+from hone.transport.weights import Arrived, Receiver, Sender, Tensors
 
 distributed: Any = torch.distributed
 log = logging.getLogger("hone.inference")
@@ -177,7 +177,7 @@ class _Shown:
         self.layout: Layout = [tuple(row) for row in words["layout"]]
         self._is_here = words["gpu"] == gpu_of(device)
 
-    def copy(self, arrivals: "_Arrivals") -> None:
+    def copy(self, arrivals: "_Arrivals", arrived: Arrived | None) -> None:
         """Within one GPU straight to the tensors; else by a copy engine, which is quicker over NVLink. Raises
         ValueError where other tensors are expected."""
         if arrivals.layout != self.layout:
@@ -188,7 +188,7 @@ class _Shown:
             found = tensors_in(self.memory, self.layout)
             torch._foreach_copy_(list(arrivals.into.values()), [found[name] for name in arrivals.into])
         else:
-            arrivals.take(self._moving)
+            arrivals.take(self._moving, arrived)
         if self.memory.is_cuda:
             torch.cuda.current_stream(self.memory.device).synchronize()
 
@@ -243,11 +243,11 @@ class NetworkReceiver(Receiver):
             if shown is None:
                 self._ask(trainer, SEND, version)
                 trainer.pair = trainer.pair or pair(trainer.store, self._name, 1, device)
-                self._arrivals.take(lambda _, room: moving(trainer.pair, "recv", room))
+                self._arrivals.take(lambda _, room: moving(trainer.pair, "recv", room), self.arrived)
                 return
             with shown.stamp.kept(TIMEOUT.total_seconds()) as newest:
                 unless_superseded(version, newest)
-                shown.copy(self._arrivals)
+                shown.copy(self._arrivals, self.arrived)
             with suppress(distributed.DistError):  # it is here, whether the trainer gets to know that or not
                 self._tell(trainer, TAKEN, version)
         except (RuntimeError, OSError, distributed.DistError) as error:
@@ -300,9 +300,9 @@ class _Arrivals:
         self.layout, self._size = layout_of(into, dtype)
 
     @cached_property
-    def _parts(self) -> list[tuple[slice, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]]:
+    def _parts(self) -> list[tuple[slice, torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]]:
         """Of each portion where it is in the trainer's snapshot, the memory where it arrives, by turns in one of two
-        rooms, the tensors that it then is, and those that it is copied to."""
+        rooms, the tensors that it then is, by name, and those that it is copied to."""
         parts = list(portions(self.layout, self._size))
         sizes, device = [end - first for _, first, end in parts], next(iter(self.into.values())).device
         rooms = [torch.empty(max(sizes[k::2], default=0), dtype=torch.uint8, device=device) for k in (0, 1)]
@@ -310,18 +310,20 @@ class _Arrivals:
         for k, (layout, first, end) in enumerate(parts):
             arrived = tensors_in(rooms[k % 2], layout)
             places = [self.into[name] for name in arrived]
-            found.append((slice(first, end), rooms[k % 2][: sizes[k]], list(arrived.values()), places))
+            found.append((slice(first, end), rooms[k % 2][: sizes[k]], arrived, places))
         return found
 
-    def take(self, moving: Callable[[slice, torch.Tensor], Callable[[], None]]) -> None:
+    def take(self, moving: Callable[[slice, torch.Tensor], Callable[[], None]], arrived: Arrived | None) -> None:
         """`moving` begins to bring a part of the snapshot to a room, and gives what waits for it. A portion arrives
         while the one before it is copied."""
         waits = [moving(part, room) for part, room, *_ in self._parts[:1]]
-        for k, (*_, arrived, places) in enumerate(self._parts):
+        for k, (*_, portion, places) in enumerate(self._parts):
             if k + 1 < len(self._parts):
                 waits.append(moving(*self._parts[k + 1][:2]))
             waits[k]()
-            torch._foreach_copy_(places, arrived)
+            torch._foreach_copy_(places, list(portion.values()))
+            if arrived is not None:
+                arrived(portion)
 
     def is_for(self, into: Tensors, dtype: torch.dtype) -> bool:
         return into is self.into and dtype == self.dtype

@@ -8,7 +8,7 @@ receiver's has been.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from hone.transport.delivery import Message
 
 Tensors = Mapping[str, Tensor]
+Arrived = Callable[[Iterable[str]], None]
 
 
 class Sender(ABC):
@@ -50,7 +51,13 @@ class Sender(ABC):
 
 
 class Receiver(ABC):
-    """A server's side; kept from one version to the next."""
+    """A server's side; kept from one version to the next.
+
+    `arrived` is told names of tensors that have what is new, in the order of the device's work, while others are still
+    to come, each name once. A way that has nothing to do meanwhile need not call it.
+    """
+
+    arrived: Arrived | None = None
 
     @abstractmethod
     def receive(self, message: Message, version: int, place: Path, into: Tensors) -> None:

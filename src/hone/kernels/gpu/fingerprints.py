@@ -1,6 +1,6 @@
-"""Fingerprints of all weights in one launch: memory is read once."""
+"""Fingerprints of all weights in one launch, or of some while others are still to come: memory is read once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -47,33 +47,52 @@ def fingerprint_kernel(stretches, found, odd, WORD: tl.constexpr, WORDS: tl.cons
 
 
 class Table:
-    """Where the words of tensors stand, which stay there: made once, read at every launch. `length` of a stretch, `odd`
-    and `powers` are those of `kernels/fingerprints.py`."""
+    """Where the words of tensors stand, which stay there: found out once, read at every launch. `length` of a stretch,
+    `odd` and `powers` are those of `kernels/fingerprints.py`."""
 
     def __init__(
         self, words: Sequence[Tensor], length: int, odd: int, powers: Callable[[int], NDArray[np.int64]]
     ) -> None:
-        self.words, self.length, self.odd = words, length, odd
-        self.stretches: dict[torch.dtype, Tensor] = {}
-        for dtype in {one.dtype for one in words}:
-            rows = []
-            for number, one in enumerate(words):
-                if one.dtype == dtype and len(one):
-                    first = np.arange(0, len(one), length)
-                    row = np.empty((len(first), 4), dtype=np.int64)
-                    row[:, 0] = one.data_ptr() + first * one.element_size()
-                    row[:, 1] = np.minimum(len(one) - first, length)
-                    row[:, 2], row[:, 3] = powers(len(first)), number
-                    rows.append(row)
-            if rows:
-                self.stretches[dtype] = torch.from_numpy(np.concatenate(rows)).to(words[0].device)
+        self.words, self.length, self.odd, self.powers = words, length, odd, powers
+        self._stretches: dict[tuple[int, ...], list[tuple[torch.dtype, Tensor]]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing has been added up."""
+        self._left = dict.fromkeys(range(len(self.words)))
+        self._found = torch.zeros(len(self.words), dtype=torch.int64, device=self.words[0].device)
+
+    def add(self, numbers: tuple[int, ...]) -> None:
+        """Adds up the words of these tensors, once until `sums`."""
+        if numbers not in self._stretches:
+            self._stretches[numbers] = list(self._stretches_of(numbers))
+        for number in numbers:
+            del self._left[number]
+        with torch.cuda.device_of(self._found):
+            for dtype, stretches in self._stretches[numbers]:
+                fingerprint_kernel[(len(stretches),)](
+                    stretches, self._found, self.odd, WORD=TYPES[dtype], WORDS=self.length, BLOCK=BLOCK, num_warps=4
+                )
 
     def sums(self) -> Tensor:
         """What `sums_reference` gives, as int64 on the device."""
-        found = torch.zeros(len(self.words), dtype=torch.int64, device=self.words[0].device)
-        with torch.cuda.device_of(found):
-            for dtype, stretches in self.stretches.items():
-                fingerprint_kernel[(len(stretches),)](
-                    stretches, found, self.odd, WORD=TYPES[dtype], WORDS=self.length, BLOCK=BLOCK, num_warps=4
-                )
+        if self._left:
+            self.add(tuple(self._left))
+        found = self._found
+        self.forget()
         return found
+
+    def _stretches_of(self, numbers: tuple[int, ...]) -> Iterator[tuple[torch.dtype, Tensor]]:
+        for dtype in {self.words[number].dtype for number in numbers}:
+            rows = []
+            for number in numbers:
+                one = self.words[number]
+                if one.dtype == dtype and len(one):
+                    first = np.arange(0, len(one), self.length)
+                    row = np.empty((len(first), 4), dtype=np.int64)
+                    row[:, 0] = one.data_ptr() + first * one.element_size()
+                    row[:, 1] = np.minimum(len(one) - first, self.length)
+                    row[:, 2], row[:, 3] = self.powers(len(first)), number
+                    rows.append(row)
+            if rows:
+                yield dtype, torch.from_numpy(np.concatenate(rows)).to(one.device)

@@ -208,7 +208,7 @@ class Publisher:
             of_each = self.proof.fingerprints()
             delivery = Delivery(
                 self.run.id, version, self.proof.checksum(of_each), str(self.loaded.dtype).removeprefix("torch."),
-                canary, metrics, of_each, self.sender.message, sent, time.perf_counter() - start,
+                canary, metrics, self.proof.by_name(of_each), self.sender.message, sent, time.perf_counter() - start,
             )  # fmt: skip
             write_delivery(delivery, place)
         remove_before(broadcasts, version - self.keep)
