@@ -59,15 +59,15 @@ class Table:
 
     def forget(self) -> None:
         """Nothing has been added up."""
-        self._left = dict.fromkeys(range(len(self.words)))
+        self._left = set(range(len(self.words)))
         self._found = torch.zeros(len(self.words), dtype=torch.int64, device=self.words[0].device)
 
     def add(self, numbers: tuple[int, ...]) -> None:
         """Adds up the words of these tensors, once until `sums`."""
         if numbers not in self._stretches:
             self._stretches[numbers] = list(self._stretches_of(numbers))
-        for number in numbers:
-            del self._left[number]
+        assert self._left.issuperset(numbers), "a tensor is added up twice"
+        self._left.difference_update(numbers)
         with torch.cuda.device_of(self._found):
             for dtype, stretches in self._stretches[numbers]:
                 fingerprint_kernel[(len(stretches),)](
@@ -77,7 +77,7 @@ class Table:
     def sums(self) -> Tensor:
         """What `sums_reference` gives, as int64 on the device."""
         if self._left:
-            self.add(tuple(self._left))
+            self.add(tuple(sorted(self._left)))
         found = self._found
         self.forget()
         return found
