@@ -41,10 +41,9 @@ class HttpClient:
         self.base_url, self.model, self.extra_body = base_url.rstrip("/"), model, extra_body or {}
         self.timeout, self.retries, self.is_hone = timeout, retries, is_hone
         self.prompt_tokens = self.completion_tokens = 0  # of all answers
-        self.wire = _wire(self.base_url)
         self.http = httpx.AsyncClient(
-            headers=headers, timeout=timeout, transport=self.wire, limits=httpx.Limits(max_connections=None),
-            trust_env=httpx.URL(self.base_url).host not in LOOPBACK,
+            headers=headers, timeout=timeout, transport=_transport(self.base_url),
+            limits=httpx.Limits(max_connections=None), trust_env=httpx.URL(self.base_url).host not in LOOPBACK,
         )  # fmt: skip
 
     async def __aenter__(self) -> "HttpClient":
@@ -74,7 +73,7 @@ class HttpClient:
         deadline = time.monotonic() + patience
         while True:
             try:
-                answer = await self._send("GET", url, 10.0)
+                answer = await self.http.get(url, timeout=10.0)
                 break
             except httpx.HTTPError as error:
                 if isinstance(error, httpx.ConnectError) and time.monotonic() < deadline:
@@ -135,7 +134,7 @@ class HttpClient:
         if body is not None:
             return await self._post(url, body, timeout, self.retries)
         try:
-            answer = await self._send("GET", url, timeout)
+            answer = await self.http.get(url, timeout=timeout)
         except httpx.HTTPError as error:
             raise ServerLost(f"{url}: {_words(error)}") from None
         if answer.status_code != 200:
@@ -150,7 +149,7 @@ class HttpClient:
     async def why_down(self, timeout: float) -> str:
         """Why it does not answer on /health: it is gone, which shows at once, or silent; "" where it does."""
         try:
-            answer = await self._send("GET", f"{self.base_url.removesuffix('/v1')}/health", timeout)
+            answer = await self.http.get(f"{self.base_url.removesuffix('/v1')}/health", timeout=timeout)
         except httpx.ConnectError:
             return "it is gone: nothing listens there"
         except httpx.TimeoutException:
@@ -159,22 +158,13 @@ class HttpClient:
             return f"it is gone: /health: {_words(error)}"
         return "" if answer.status_code == 200 else f"/health answered {answer.status_code}"
 
-    async def _send(self, method: str, url: str, timeout: float, body: dict[str, Any] | None = None) -> httpx.Response:
-        """Straight over connections of our own where there are such: without httpx's cookies, redirects and hooks."""
-        request = self.http.build_request(method, url, json=body, timeout=timeout)
-        if self.wire is None:
-            return await self.http.send(request)
-        answer = await self.wire.handle_async_request(request)
-        await answer.aread()
-        return answer
-
     async def _post(
         self, url: str, body: dict[str, Any], timeout: float | None = None, retries: int = 0
     ) -> dict[str, Any]:
         timeout = timeout or self.timeout
         for attempt in range(retries + 1):
             try:
-                answer = await self._send("POST", url, timeout, body)
+                answer = await self.http.post(url, json=body, timeout=timeout)
             except httpx.TimeoutException:
                 raise ServerLost(f"{url} did not answer within {timeout} s") from None
             except httpx.HTTPError as error:
@@ -237,7 +227,7 @@ def connect(config: ClientConfig, model: str, **options: Any) -> list[HttpClient
     return [HttpClient(url, model, key or own_key(url), is_hone=True, **options) for url in urls]
 
 
-def _wire(url: str) -> httpx.AsyncBaseTransport | None:
+def _transport(url: str) -> httpx.AsyncBaseTransport | None:
     """The quicker one where it serves; None stands for httpx's own."""
     if importlib.util.find_spec("httptools") is None:
         return None
