@@ -81,7 +81,7 @@ half = dict.fromkeys(("qkv", "q_scale", "k_scale", "keys", "values", "out"), "*b
 numbers = half | dict.fromkeys(("cos", "sin", "part_acc", "part_stats"), "*fp32")
 numbers |= dict.fromkeys(("active", "state", "table"), "*i64") | dict.fromkeys(("eps", "scale_log2"), "fp32")
 numbers |= {"arrived": "*i32", "table_row": "i32"}
-shapes = ((16, 8, 128, 1, 1), (16, 8, 128, 1, 8), (28, 4, 128, 8, 300), (32, 8, 64, 1, 2048))
+shapes = ((16, 8, 128, 1, 8), (16, 8, 128, 1, 256), (28, 4, 128, 8, 300), (32, 8, 64, 1, 2048))
 shapes += ((32, 2, 256, 2, 2), (40, 1, 64, 1, 2))
 for H, K, E, parts, count in shapes:
     C = gpu.power_of_2(H // K)

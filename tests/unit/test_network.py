@@ -28,11 +28,9 @@ LOG = logging.getLogger("test")
 has_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no /proc")
 SERVER = """
 import json, sys, torch
-from hone.models.hf import hf_tensors
-from hone.models.proof import checksum
+from hone.models.proof import Proof
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
-from hone.models.hf import hf_tensors
 from hone.transport import network
 from hone.transport.network import NetworkReceiver, Superseded
 
@@ -42,10 +40,11 @@ if sys.argv[5:]:  # as if the trainer's memory were one that GPUs read; how it i
     network.is_near = lambda message, device: True
     network.opened_memory = eval(sys.argv[5])
 model, receiver = Transformer(ModelSpec(*SPEC)).to(device, dtype), NetworkReceiver()
+proof = Proof(model)
 for line in sys.stdin:
     try:
-        receiver.receive(message, int(line), None, dict(hf_tensors(model)))
-        print(checksum(model), "read" if receiver._trainer.shown else "sent", flush=True)
+        receiver.receive(message, int(line), None, proof.tensors, proof.arriving())
+        print(proof.checksum(proof.fingerprints()), "read" if receiver._trainer.shown else "sent", flush=True)
     except (Superseded, ValueError) as error:
         print(error, flush=True)
 """.replace("SPEC", repr(SPEC))

@@ -121,7 +121,10 @@ class DecodeGraphs:
         """Whether sequences that share nothing are read by blocks for long ones."""
         from hone.kernels.gpu.alone import matters_length
 
-        return parts == 0 and mean > LONG and matters_length(rows * self.heads, rows)
+        spec = self.decoder.model.spec
+        queries = gpu.power_of_2(spec.num_attention_heads // self.heads)
+        shape = rows * self.heads, rows, spec.hidden_size, queries, spec.head_dim
+        return parts == 0 and mean > LONG and matters_length(*shape)
 
     def _parts(self, rows: int, mean: float) -> int:
         """Into how many parts each sequence is divided: blocks then read it in parallel, on multiprocessors that would

@@ -25,7 +25,7 @@ class EmbeddedSampler(Sampler):
 
     def __init__(self, service: EngineService) -> None:
         self.service, self.streams = service, Streams(self.generate, self.look)
-        self.receivers, self._proof = Receivers(), Proof(service.engine.model)
+        self.receivers, self.proof = Receivers(), Proof(service.engine.model)  # of the model that is served
 
     @property
     def engine(self) -> Engine:
@@ -78,18 +78,11 @@ class EmbeddedSampler(Sampler):
             engine.set_version(version)
         else:
             engine.abort_all()
-            self.service.engine = engine.with_model(model, version)
+            self.service.engine, self.proof = engine.with_model(model, version), proof
             del engine
             gc.unfreeze()  # the old engine is in reference cycles, and gc.freeze has excluded it from collection
             gc.collect()
         return self._state(each=False)
-
-    @property
-    def proof(self) -> Proof:
-        """Of the model that is served."""
-        if self._proof.model is not self.engine.model:
-            self._proof = Proof(self.engine.model)
-        return self._proof
 
     async def state(self, each: bool = False) -> dict[str, Any]:
         return await self.service.run(lambda: self._state(each))

@@ -33,12 +33,12 @@ class Fingerprints:
             self.table = Table(self.words, WORDS, ODD, powers)
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Of tensors whose values do not change until they are asked for; on a GPU beside what is done meanwhile."""
+        """Of these tensors, each once, whose values stay until the next call: a GPU computes theirs already."""
         if self.table is not None:
             self.table.add(tuple(numbers))
 
     def forget(self) -> None:
-        """What was begun: those values were not the last."""
+        """All that was begun, since values change."""
         if self.table is not None:
             self.table.forget()
 

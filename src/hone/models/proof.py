@@ -29,8 +29,8 @@ class Proof:
         self._names_and_shapes = hashlib.blake2b(words.encode(), digest_size=16)
 
     def arriving(self) -> Callable[[Iterable[str]], None]:
-        """Wants to be told names of weights that have their new values, while others are still to come: what
-        `fingerprints` then gives is computed beside that."""
+        """What new values of the weights begin with: gives a function for the names of those that have arrived while
+        others are still to come, whose fingerprints are computed meanwhile on a GPU."""
         self._fingerprints.forget()
         return lambda names: self._fingerprints.begin([self._numbers[name] for name in names])
 
@@ -46,7 +46,7 @@ class Proof:
     def checksum(self, of_each: list[int]) -> str:
         """Of names, shapes and bits of all weights, from their fingerprints."""
         digest = self._names_and_shapes.copy()
-        digest.update(struct.pack(f"<{len(of_each)}Q", *of_each))
+        digest.update(struct.pack(f"<{len(self.tensors)}Q", *of_each))
         return digest.hexdigest()
 
 

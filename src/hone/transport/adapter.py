@@ -9,7 +9,7 @@ from pathlib import Path
 from hone.models.hf import load_weights, write_weights
 from hone.models.lora import merge_adapter
 from hone.transport.delivery import Message
-from hone.transport.weights import Receiver, Sender, Tensors
+from hone.transport.weights import Arrived, Receiver, Sender, Tensors, nobody
 
 BASE = "base"  # beside the versions
 
@@ -34,6 +34,6 @@ class AdapterSender(Sender):
 
 
 class AdapterReceiver(Receiver):
-    def receive(self, message: Message, version: int, place: Path, into: Tensors) -> None:
+    def receive(self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = nobody) -> None:
         load_weights(into, place.parent / BASE)
         merge_adapter(into, place)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from hone.models.hf import load_weights, write_weights
 from hone.transport.delivery import Message
-from hone.transport.weights import Receiver, Sender, Tensors
+from hone.transport.weights import Arrived, Receiver, Sender, Tensors, nobody
 
 
 class FileSender(Sender):
@@ -18,5 +18,5 @@ class FileSender(Sender):
 
 
 class FileReceiver(Receiver):
-    def receive(self, message: Message, version: int, place: Path, into: Tensors) -> None:
+    def receive(self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = nobody) -> None:
         load_weights(into, place)

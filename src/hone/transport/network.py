@@ -40,7 +40,7 @@ from hone.transport.gpu_memory import (
     opened_memory,
     tensors_in,
 )
-from hone.transport.weights import Arrived, Receiver, Sender, Tensors
+from hone.transport.weights import Arrived, Receiver, Sender, Tensors, nobody
 
 distributed: Any = torch.distributed
 log = logging.getLogger("hone.inference")
@@ -177,7 +177,7 @@ class _Shown:
         self.layout: Layout = [tuple(row) for row in words["layout"]]
         self._is_here = words["gpu"] == gpu_of(device)
 
-    def copy(self, arrivals: "_Arrivals", arrived: Arrived | None) -> None:
+    def copy(self, arrivals: "_Arrivals", arrived: Arrived) -> None:
         """Within one GPU straight to the tensors; else by a copy engine, which is quicker over NVLink. Raises
         ValueError where other tensors are expected."""
         if arrivals.layout != self.layout:
@@ -227,7 +227,7 @@ class NetworkReceiver(Receiver):
         self._asked = 0
 
     @torch.no_grad()
-    def receive(self, message: Message, version: int, place: Path, into: Tensors) -> None:
+    def receive(self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = nobody) -> None:
         source, dtype = message["source"], DTYPES[message["dtype"]]
         device = next(iter(into.values())).device
         try:
@@ -243,11 +243,11 @@ class NetworkReceiver(Receiver):
             if shown is None:
                 self._ask(trainer, SEND, version)
                 trainer.pair = trainer.pair or pair(trainer.store, self._name, 1, device)
-                self._arrivals.take(lambda _, room: moving(trainer.pair, "recv", room), self.arrived)
+                self._arrivals.take(lambda _, room: moving(trainer.pair, "recv", room), arrived)
                 return
             with shown.stamp.kept(TIMEOUT.total_seconds()) as newest:
                 unless_superseded(version, newest)
-                shown.copy(self._arrivals, self.arrived)
+                shown.copy(self._arrivals, arrived)
             with suppress(distributed.DistError):  # it is here, whether the trainer gets to know that or not
                 self._tell(trainer, TAKEN, version)
         except (RuntimeError, OSError, distributed.DistError) as error:
@@ -313,7 +313,7 @@ class _Arrivals:
             found.append((slice(first, end), rooms[k % 2][: sizes[k]], arrived, places))
         return found
 
-    def take(self, moving: Callable[[slice, torch.Tensor], Callable[[], None]], arrived: Arrived | None) -> None:
+    def take(self, moving: Callable[[slice, torch.Tensor], Callable[[], None]], arrived: Arrived) -> None:
         """`moving` begins to bring a part of the snapshot to a room, and gives what waits for it. A portion arrives
         while the one before it is copied."""
         waits = [moving(part, room) for part, room, *_ in self._parts[:1]]
@@ -322,8 +322,7 @@ class _Arrivals:
                 waits.append(moving(*self._parts[k + 1][:2]))
             waits[k]()
             torch._foreach_copy_(places, list(portion.values()))
-            if arrived is not None:
-                arrived(portion)
+            arrived(portion)
 
     def is_for(self, into: Tensors, dtype: torch.dtype) -> bool:
         return into is self.into and dtype == self.dtype

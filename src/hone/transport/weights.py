@@ -20,6 +20,10 @@ Tensors = Mapping[str, Tensor]
 Arrived = Callable[[Iterable[str]], None]
 
 
+def nobody(names: Iterable[str]) -> None:
+    """Where nobody wants to know what has arrived."""
+
+
 class Sender(ABC):
     """The trainer's side; used as a context manager while versions are sent.
 
@@ -51,14 +55,12 @@ class Sender(ABC):
 
 
 class Receiver(ABC):
-    """A server's side; kept from one version to the next.
-
-    `arrived` is told names of tensors that have what is new, in the order of the device's work, while others are still
-    to come, each name once. A way that has nothing to do meanwhile need not call it.
-    """
-
-    arrived: Arrived | None = None
+    """A server's side; kept from one version to the next."""
 
     @abstractmethod
-    def receive(self, message: Message, version: int, place: Path, into: Tensors) -> None:
-        """Fills the tensors with a version. Raises Superseded, and ValueError where it cannot be had."""
+    def receive(self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = nobody) -> None:
+        """Fills the tensors with a version. Raises Superseded, and ValueError where it cannot be had.
+
+        A way in which tensors come one after the other tells `arrived` the names of those that have their new values,
+        each name once, while others are still to come. On a GPU work of the present stream finds them so.
+        """

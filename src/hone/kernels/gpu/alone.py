@@ -245,13 +245,12 @@ class Blocks(NamedTuple):
     TOKENS: int = 16
 
 
-TALL = Blocks(4, 2, TOKENS=32)  # where a multiprocessor has one block at most
+TALL = Blocks(4, 2, TOKENS=32)  # for one block a multiprocessor, of sequences that are few or long
 
 
-def matters_length(blocks: int, rows: int) -> bool:
-    """Whether so many blocks, of so many sequences, are cut otherwise for long sequences than for short ones."""
-    per_processor = blocks / gpu.processors()
-    return FEW < per_processor <= MANY or (per_processor <= 1 and rows > gpu.FUSED_TOKENS)
+def matters_length(*shape: int) -> bool:
+    """Whether blocks of this shape (see `blocks_of`) are cut otherwise for long sequences than for short ones."""
+    return blocks_of(*shape, is_long=False) != blocks_of(*shape, is_long=True)
 
 
 def blocks_of(blocks: int, rows: int, width: int, queries: int, head_size: int, is_long: bool) -> Blocks:
@@ -263,7 +262,7 @@ def blocks_of(blocks: int, rows: int, width: int, queries: int, head_size: int, 
     elif per_processor <= 1 and (is_long or rows <= gpu.FUSED_TOKENS) and _fitting(TALL, head_size) == TALL:
         cut = TALL
     elif per_processor <= (2 if width <= gpu.NARROW_WIDTH else 1):
-        cut = Blocks(4, 2)
+        cut = Blocks(4, 3 if rows <= gpu.FUSED_TOKENS else 2)
     elif per_processor <= (MANY if is_long else FEW):
         cut = Blocks(2, 3)
     else:

@@ -1,4 +1,4 @@
-"""Fingerprints of all weights in one launch, or of some while others are still to come: memory is read once."""
+"""Fingerprints of all weights, or of some while others are still to come: memory is read once."""
 
 from collections.abc import Callable, Iterator, Sequence
 
