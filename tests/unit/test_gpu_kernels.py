@@ -220,6 +220,22 @@ def test_into_how_many_parts_a_sequence_is_cut(rows, length, expected, monkeypat
     assert DecodeGraphs._parts(SimpleNamespace(heads=8), rows, length) == expected
 
 
+@pytest.mark.parametrize("rows, heads, queries, head_size, expected", [
+    (8, 8, 2, 128, False), (16, 8, 2, 128, True), (32, 8, 2, 128, False), (128, 8, 2, 128, True),
+    (256, 8, 2, 128, False), (16, 8, 2, 256, False), (128, 8, 2, 256, True), (16, 1, 40, 64, False),
+])  # fmt: skip
+def test_for_which_sequences_length_matters(rows, heads, queries, head_size, expected, monkeypatch):
+    from hone.engine.graphs import LONG, DecodeGraphs
+    from hone.kernels import gpu
+
+    monkeypatch.setattr(gpu, "processors", lambda: 132)
+    monkeypatch.setattr(gpu, "shared_memory", lambda: 227 * 2**10)
+    spec = SimpleNamespace(num_attention_heads=heads * queries, hidden_size=1024, head_dim=head_size)
+    graphs = SimpleNamespace(heads=heads, decoder=SimpleNamespace(model=SimpleNamespace(spec=spec)))
+    assert DecodeGraphs.is_long(graphs, rows, LONG + 1, 0) == expected
+    assert not DecodeGraphs.is_long(graphs, rows, LONG, 0) and not DecodeGraphs.is_long(graphs, rows, LONG + 1, 2)
+
+
 def test_a_kernels_share_of_memory_is_set_once_and_never_waited_for(monkeypatch):
     from hone.kernels.gpu import launching
 

@@ -122,7 +122,7 @@ class DecodeGraphs:
         from hone.kernels.gpu.alone import matters_length
 
         spec = self.decoder.model.spec
-        queries = gpu.power_of_2(spec.num_attention_heads // self.heads)
+        queries = spec.num_attention_heads // self.heads
         shape = rows * self.heads, rows, spec.hidden_size, queries, spec.head_dim
         return parts == 0 and mean > LONG and matters_length(*shape)
 

@@ -250,7 +250,7 @@ TALL = Blocks(4, 2, TOKENS=32)  # for one block a multiprocessor, of sequences t
 
 def matters_length(*shape: int) -> bool:
     """Whether blocks of this shape (see `blocks_of`) are cut otherwise for long sequences than for short ones."""
-    return blocks_of(*shape, is_long=False) != blocks_of(*shape, is_long=True)
+    return blocks_of(*shape, False) != blocks_of(*shape, True)
 
 
 def blocks_of(blocks: int, rows: int, width: int, queries: int, head_size: int, is_long: bool) -> Blocks:
