@@ -236,6 +236,27 @@ def test_for_which_sequences_length_matters(rows, heads, queries, head_size, exp
     assert not DecodeGraphs.is_long(graphs, rows, LONG, 0) and not DecodeGraphs.is_long(graphs, rows, LONG + 1, 2)
 
 
+def test_the_longest_sequence_says_whether_a_step_has_long_ones(monkeypatch):
+    from hone.engine.graphs import LONG, SOON, DecodeGraphs
+    from hone.kernels import gpu
+
+    monkeypatch.setattr(gpu, "processors", lambda: 132)
+    monkeypatch.setattr(gpu, "shared_memory", lambda: 227 * 2**10)
+    spec = SimpleNamespace(num_attention_heads=16, num_key_value_heads=8, hidden_size=1024, head_dim=128)
+    decoder = SimpleNamespace(
+        slots=SimpleNamespace(device=DEVICE), model=SimpleNamespace(spec=spec),
+        cache=SimpleNamespace(pool=SimpleNamespace(size=64)),
+    )  # fmt: skip
+    graphs = DecodeGraphs(decoder, None, 128)
+    for longest, expected in ((100, False), (LONG - SOON // 2, False), (LONG, True)):
+        sequences = [
+            SimpleNamespace(prompt=[0] * length, first_step=7, pages=range(100 * i, 100 * i + 100))
+            for i, length in enumerate([100] * 126 + [longest])
+        ]
+        graphs.decode(sequences, 0, False, 7)
+        assert graphs.key.is_long == expected and graphs.key.rows == 128
+
+
 def test_a_kernels_share_of_memory_is_set_once_and_never_waited_for(monkeypatch):
     from hone.kernels.gpu import launching
 

@@ -34,7 +34,7 @@ PARTS = (32, 16, 8, 4, 2)
 PART = 96  # tokens of a part at least
 MOST_PARTS = 32  # stretches of one shared prompt
 SOON = 64  # steps after which sequences have become so much longer that another way may be better
-LONG = 384  # mean tokens of a sequence from which larger blocks are faster
+LONG = 384  # tokens of the longest sequence from which larger blocks are faster
 
 
 class Key(NamedTuple):
@@ -70,17 +70,17 @@ class DecodeGraphs:
 
         To be told again from step `looks_again` on: the best way to read what they do not share depends on its length.
         """
-        now = sum(len(s.prompt) + step - s.first_step for s in sequences) / len(sequences)
-        mean = now + SOON / 2  # in the middle of the steps until it is told again
+        # In the middle of the steps until it is told again:
+        lengths = [len(s.prompt) + step - s.first_step + SOON / 2 for s in sequences]
         B, plan = padded(len(sequences)), self._stretches(sequences)
         taken: dict[int, int] = defaultdict(int)
         for _, _, members in plan:
             for row in members:
                 taken[row] += 1
-        parts = gpu.power_of_2(max(taken.values())) if taken else self._parts(B, mean)
+        parts = gpu.power_of_2(max(taken.values())) if taken else self._parts(B, sum(lengths) / len(lengths))
         stretches = gpu.power_of_2(len(plan)) if plan else 0
         self.looks_again = math.inf if plan else step + SOON
-        is_long = not plan and self.is_long(B, mean, parts)
+        is_long = not plan and self.is_long(B, max(lengths), parts)
         self.key = Key(min(B, self.most_rows), kind, has_adapters, stretches, parts, is_long)
         if stretches:
             self._write_plan(self.key, plan, sequences)
@@ -117,14 +117,14 @@ class DecodeGraphs:
             length //= 2
         return [(at, min(at + length, full), rows) for full, rows in crowds for at in range(0, full, length)]
 
-    def is_long(self, rows: int, mean: float, parts: int) -> bool:
-        """Whether sequences that share nothing are read by blocks for long ones."""
+    def is_long(self, rows: int, longest: float, parts: int) -> bool:
+        """Whether sequences that share nothing are read by blocks for long ones, which a step has to wait for."""
         from hone.kernels.gpu.alone import matters_length
 
         spec = self.decoder.model.spec
         queries = spec.num_attention_heads // self.heads
         shape = rows * self.heads, rows, spec.hidden_size, queries, spec.head_dim
-        return parts == 0 and mean > LONG and matters_length(*shape)
+        return parts == 0 and longest > LONG and matters_length(*shape)
 
     def _parts(self, rows: int, mean: float) -> int:
         """Into how many parts each sequence is divided: blocks then read it in parallel, on multiprocessors that would
