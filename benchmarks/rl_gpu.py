@@ -2,10 +2,11 @@
 
     python benchmarks/rl_gpu.py [--shapes NAME …] [--steps 6] [--limited] [--lora | --offload]
 
-Random weights and a reward made of the text, so that every group has a signal and no completion ends early. Two steps
-warm up; a line of JSON a shape. `--limited` gives keys and values 8 GiB and 256 sequences instead of what is left;
-`--lora` trains adapters of rank 16. `--offload` keeps masters and moments of any model in the machine's memory, and
-computes activations once more. Without either, 8B keeps moments in bfloat16 and computes activations once more.
+Random weights and a reward made of the text; no completion ends early, and groups whose rewards are alike are kept, so
+that all steps have the same work. Two steps warm up; a line of JSON a shape. `--limited` gives keys and values 8 GiB
+and 256 sequences instead of what is left; `--lora` trains adapters of rank 16. `--offload` keeps masters and moments of
+any model in the machine's memory, and computes activations once more. Without either, 8B keeps moments in bfloat16 and
+computes activations once more.
 """
 
 import argparse
@@ -43,7 +44,8 @@ def measure(name: str, steps: int, options: tuple[str, ...]) -> dict:
             "rl", "--model.name", home / "model", "--model.random-init", "--output-dir", home / "run",
             "--orchestrator.env", json.dumps(env), "--orchestrator.batch-size", rollouts,
             "--orchestrator.rollouts-per-example", group, "--orchestrator.sampling.max-tokens", completion,
-            "--seq-len", prompt + completion, "--max-steps", steps, "--log-interval", 1, *options,
+            "--orchestrator.no-drop-zero-signal", "--seq-len", prompt + completion, "--max-steps", steps,
+            "--log-interval", 1, *options,
         ]  # fmt: skip
         command = [sys.executable, "-m", "hone", *map(str, words)]
         if code := subprocess.run(command, cwd=ROOT, env=with_tasks(), stdout=sys.stderr).returncode:

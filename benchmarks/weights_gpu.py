@@ -2,7 +2,8 @@
 
     python benchmarks/weights_gpu.py [--shape Qwen3-0.6B] [--ways filesystem nccl] [--steps 15] [--level 0]
 
-A run of processes, as a user starts it, for each way: 8 prompts x 16 rollouts of 37 + 128 tokens a step. Seconds that
+A run of processes, as a user starts it, for each way: 8 prompts x 16 rollouts of 37 + 128 tokens a step, groups whose
+rewards are alike included, since others in their place would make some steps longer. Seconds that
 publishing a version takes, fingerprints of all weights included, and that the server takes to have it and prove it by
 its fingerprints, from when the orchestrator has seen it; medians of the steps after the third. With level 1 sampling is
 a step ahead, and the time of a step is the larger of the two sides. `--shape tiny` is for a machine without GPUs: the
@@ -27,7 +28,7 @@ def metrics(model: Path, out: Path, steps: int, way: str, level: int) -> list[di
         "--deployment", "processes", "--max-async-level", level, "--weight-broadcast.type", way, "--output-dir", out,
         "--orchestrator.batch-size", 128, "--orchestrator.rollouts-per-example", 16,
         "--orchestrator.sampling.max-tokens", 128, "--orchestrator.env", json.dumps(environment),
-        "--trainer.optim.lr", 1e-5, "--log-interval", 1,
+        "--orchestrator.no-drop-zero-signal", "--trainer.optim.lr", 1e-5, "--log-interval", 1,
     ]  # fmt: skip
     subprocess.run(
         [sys.executable, "-m", "hone", *map(str, words)], check=True, stdout=subprocess.DEVNULL, cwd=ROOT,
