@@ -9,7 +9,11 @@ import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Message = dict[str, Any]  # an OpenAI chat message: role, content, …
 Tool = dict[str, Any]  # an OpenAI tool: {"type": "function", "function": {"name", "description", "parameters"}}
@@ -167,20 +171,34 @@ class Rollout:
         return bool(self.turns) and self.turns[-1].completion.finish_reason == "length"
 
 
-@dataclass
+@dataclass(eq=False)
 class Sample:
-    """A sequence to train on. Lists are of equal length; `mask` marks the tokens that the policy drew."""
+    """A sequence to train on. Arrays are of equal length, and lists are made into arrays; `mask` marks the tokens that
+    the policy drew."""
 
-    ids: list[int]
-    mask: list[bool]
-    logprobs: list[float]  # of the sampler, 0.0 where mask is False
+    ids: "NDArray[np.int64]"
+    mask: "NDArray[np.bool_]"
+    logprobs: "NDArray[np.float64]"  # of the sampler, 0.0 where mask is False
     advantage: float
     temperature: float
-    teacher_logprobs: list[float] | None = None  # for distillation: a teacher's, of the same tokens
+    teacher_logprobs: "NDArray[np.float64] | None" = None  # for distillation: a teacher's, of the same tokens
     env: str = ""  # by its name: an environment may have a loss of its own
     routing: Any = None  # int16, (tokens - 1) x R: the sampler's experts in all blocks, -1 where they are not known
     group: int = -1  # the number of its group
     member: int = 0  # which of the group's rollouts it is from
+
+    def __post_init__(self) -> None:
+        import numpy as np
+
+        self.ids, self.mask = np.asarray(self.ids, np.int64), np.asarray(self.mask, np.bool_)
+        self.logprobs = np.asarray(self.logprobs, np.float64)
+        if self.teacher_logprobs is not None:
+            self.teacher_logprobs = np.asarray(self.teacher_logprobs, np.float64)
+
+    @property
+    def targets(self) -> int:
+        """Tokens that are trained on: those drawn, but for a first one, which nothing predicts."""
+        return int(self.mask[1:].sum())
 
 
 @dataclass

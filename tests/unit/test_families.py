@@ -151,7 +151,7 @@ def test_a_conversation_keeps_the_experts_of_each_turn():
 
     rollout = Rollout(Example(0, []), [turn([1, 2], [3, 4], 5), turn([1, 2, 3, 4, 6], [7], 8)], [])
     (sample,) = samples_of(rollout, 1.0, 1.0, "")
-    assert sample.ids == [1, 2, 3, 4, 6, 7] and sample.routing[:, 0].tolist() == [5, 5, 5, 8, 8]
+    assert sample.ids.tolist() == [1, 2, 3, 4, 6, 7] and sample.routing[:, 0].tolist() == [5, 5, 5, 8, 8]
 
 
 def test_batches_carry_routing(tmp_path):

@@ -71,8 +71,9 @@ def test_turns_become_one_sequence_as_long_as_their_tokens_go_on():
 
     whole = Rollout(Example(0, []), [turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5, 6], [7])], [])
     (sample,) = samples_of(whole, 2.0, 0.8, "env")
-    assert sample.ids == [1, 2, 3, 4, 5, 6, 7] and sample.mask == [False, False, True, True, False, False, True]
+    assert sample.ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert sample.mask.tolist() == [False, False, True, True, False, False, True] and sample.targets == 3
     assert sample.logprobs == pytest.approx([0, 0, -0.3, -0.4, 0, 0, -0.7])
     assert (sample.advantage, sample.temperature, sample.env) == (2.0, 0.8, "env")
     rewritten = Rollout(Example(0, []), [turn([1, 2], [3, 4]), turn([1, 2, 4, 5], [7])], [])
-    assert [s.ids for s in samples_of(rewritten, 1.0, 1.0, "env")] == [[1, 2, 3, 4], [1, 2, 4, 5, 7]]
+    assert [s.ids.tolist() for s in samples_of(rewritten, 1.0, 1.0, "env")] == [[1, 2, 3, 4], [1, 2, 4, 5, 7]]

@@ -129,7 +129,7 @@ def test_on_policy_the_groups_of_a_step_follow_from_its_number():
     with pytest.raises(ValueError, match="batch_size / rollouts_per_example differs from the run's: it had 4, found 5"):
         other.go_on(4, {**start[-1].progress, "of": of})
     for one, two in zip(whole, start + rest, strict=True):
-        assert [s.ids for s in one.batch.samples] == [s.ids for s in two.batch.samples]
+        assert [s.ids.tolist() for s in one.batch.samples] == [s.ids.tolist() for s in two.batch.samples]
         assert one.measure()["batch/off_policy_level/max"] == two.measure()["batch/off_policy_level/max"] == 0
 
 
@@ -288,7 +288,7 @@ def test_a_rollout_that_fails_once_is_tried_again_with_its_seed():
 
     again, plain = run(collected(Once())), run(collected(Digits()))
     assert again.measure()["failures/raised"] == 6 and again.measure()["progress/failed"] == 0
-    assert [s.ids for s in again.batch.samples] == [s.ids for s in plain.batch.samples]
+    assert [s.ids.tolist() for s in again.batch.samples] == [s.ids.tolist() for s in plain.batch.samples]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -410,5 +410,5 @@ def test_useful_groups_of_earlier_steps_stand_in_also_in_a_run_that_goes_on(tmp_
     assert [c.measure()["batch/off_policy_level/max"] for c in found] == [0, 0, 1, 2, 4, 0, 0]
     again = run(steps(4, 4, json.loads(json.dumps(found[2].progress))))
     for one, two in zip(found[3:], again, strict=True):
-        assert [s.ids for s in one.batch.samples] == [s.ids for s in two.batch.samples]
+        assert [s.ids.tolist() for s in one.batch.samples] == [s.ids.tolist() for s in two.batch.samples]
         assert [s.advantage for s in one.batch.samples] == [s.advantage for s in two.batch.samples]

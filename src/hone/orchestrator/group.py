@@ -82,10 +82,10 @@ def judge(group: Group, advantage: Advantage, settings: GroupConfig, buffer: Buf
             group.dropped[group.unused or "truncated"] += tokens_of(rollout)
 
 
-def _routing(sample: Sample, completion: Completion, count: int) -> NDArray[np.int16]:
+def _routing(known: NDArray[np.int16] | None, completion: Completion, count: int) -> NDArray[np.int16]:
     """Of the tokens so far as they were sampled, of the others from this turn's completion."""
     newest = np.frombuffer(base64.b64decode(completion.routing), dtype=np.int16).reshape(count, -1)
-    return newest if sample.routing is None else np.concatenate([sample.routing, newest[len(sample.routing) :]])
+    return newest if known is None else np.concatenate([known, newest[len(known) :]])
 
 
 def _unused(group: Group, settings: GroupConfig, buffer: BufferConfig, signal: bool) -> str:
@@ -109,17 +109,29 @@ def samples_of(rollout: Rollout, advantage: float, temperature: float, env: str)
     A turn whose prompt starts with the tokens so far is appended to their sequence; the prompt tokens in between have
     no loss. Otherwise (a template that leaves out earlier thinking) the turn begins a sequence of its own.
     """
-    samples: list[Sample] = []
+    sequences: list[_Sequence] = []
     for turn in rollout.turns:
         prompt, completion = turn.prompt_ids, turn.completion
-        sample = samples[-1] if samples else None
-        if sample is None or prompt[: len(sample.ids)] != sample.ids:
-            sample = Sample([], [], [], advantage, temperature, env=env)
-            samples.append(sample)
-        between = prompt[len(sample.ids) :]
+        if not sequences or prompt[: len(sequences[-1].ids)] != sequences[-1].ids:
+            sequences.append(_Sequence())
+        own = sequences[-1]
+        between = prompt[len(own.ids) :]
         if completion.routing:
-            sample.routing = _routing(sample, completion, len(prompt) + len(completion.ids) - 1)
-        sample.ids = sample.ids + between + completion.ids
-        sample.mask = sample.mask + [False] * len(between) + [True] * len(completion.ids)
-        sample.logprobs = sample.logprobs + [0.0] * len(between) + completion.logprobs
-    return [sample for sample in samples if any(sample.mask)]
+            own.routing = _routing(own.routing, completion, len(prompt) + len(completion.ids) - 1)
+        own.ids += between + completion.ids
+        own.mask += [False] * len(between) + [True] * len(completion.ids)
+        own.logprobs += [0.0] * len(between) + completion.logprobs
+    return [
+        Sample(np.array(s.ids), np.array(s.mask), np.array(s.logprobs), advantage, temperature, None, env, s.routing)
+        for s in sequences if any(s.mask)
+    ]  # fmt: skip
+
+
+@dataclass
+class _Sequence:
+    """A sample that turns are still added to."""
+
+    ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    routing: NDArray[np.int16] | None = None

@@ -8,6 +8,8 @@ import itertools
 import logging
 from typing import Any
 
+import numpy as np
+
 from hone.clients.fleet import Fleet
 from hone.clients.http import HttpClient, ServerLost, connect
 from hone.config.orchestrator import TeacherConfig
@@ -31,10 +33,10 @@ class Teacher:
 
     async def score(self, samples: list[Sample]) -> None:
         """Gives the samples of a group the teacher's logprobs of their tokens, at the temperature of their draws."""
-        body = {"ids": [sample.ids for sample in samples], "temperature": samples[0].temperature}
+        body = {"ids": [sample.ids.tolist() for sample in samples], "temperature": samples[0].temperature}
         answer = await self._control("score", body)
         for sample, logprobs in zip(samples, answer["logprobs"], strict=True):
-            sample.teacher_logprobs = [0.0, *logprobs]
+            sample.teacher_logprobs = np.array([0.0, *logprobs])
 
     async def _control(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
         """Of the next server that answers. Raises ConnectionError, in words, where none does or one refuses."""

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.kernels.head import Loss, head_logprobs, head_loss
@@ -28,8 +29,8 @@ from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.trainer.ranks import Ranks
 
-Ids = Sequence[int]
-Mask = Sequence[bool]
+Ids = Sequence[int] | NDArray[np.int64]
+Mask = Sequence[bool] | NDArray[np.bool_]
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Packed:
             return hidden_KD
         return F.embedding(self.row_N, hidden_KD)  # its gradient adds up in one order, index_select's on a GPU does not
 
-    def of_targets(self, values: Sequence[Sequence[float]]) -> Tensor:
+    def of_targets(self, values: Sequence[Sequence[float] | NDArray[np.float64]]) -> Tensor:
         """What the targets have of values of all tokens, N. Does not wait for what the device is doing."""
         return to_device(flatten(values, np.float32)[self.source_N], self.tokens_T.device)
 
@@ -89,14 +90,16 @@ def pack(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str =
     return Packed(attention, tokens_T, keep_K, None, targets_N, sequence_N, source, source[keep] + 1)
 
 
-def flatten(rows: Sequence[Sequence[Any]], dtype: type) -> np.ndarray:
-    """Rows end to end: one pass, where an array of each row would cost as much as the rest of packing."""
+def flatten(rows: Sequence[Any], dtype: type) -> np.ndarray:
+    """Rows end to end: lists in one pass, where an array of each would cost as much as the rest of packing."""
+    if rows and isinstance(rows[0], np.ndarray):
+        return np.concatenate(rows).astype(dtype, copy=False)
     return np.fromiter(chain.from_iterable(rows), dtype, sum(map(len, rows)))
 
 
 def prompt_of(ids: Ids, mask: Mask) -> tuple[int, ...]:
     """What comes before the first target."""
-    return tuple(ids[: mask.index(True)])
+    return tuple(np.asarray(ids[: int(np.argmax(mask))]).tolist())
 
 
 def pack_shared(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu") -> Packed:

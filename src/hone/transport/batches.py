@@ -50,7 +50,7 @@ class FileBatches(Batches):
         envs = sorted({s.env for s in samples})
 
         def flat(name: str, dtype: Any) -> Any:
-            return np.array([x for s in samples for x in getattr(s, name)], dtype=dtype)
+            return np.concatenate([np.empty(0, dtype), *(getattr(s, name) for s in samples)])
 
         def each(name: str) -> Any:
             return np.array([getattr(s, name) for s in samples], dtype=np.float64)
@@ -71,7 +71,7 @@ class FileBatches(Batches):
         known = [s.teacher_logprobs for s in samples if s.teacher_logprobs is not None]
         if known:
             arrays["has_teacher"] = np.array([s.teacher_logprobs is not None for s in samples])
-            arrays["teacher_logprobs"] = np.array([x for one in known for x in one], dtype=np.float64)
+            arrays["teacher_logprobs"] = np.concatenate(known)
         save_file(arrays, place / BATCH, metadata={"run": self.run, "step": str(batch.step), "envs": json.dumps(envs)})
 
     def take(self, step: int) -> Batch | None:
@@ -95,12 +95,12 @@ def read_batch(file: Path, run: str) -> Batch | None:
     envs = json.loads(header["envs"])
     columns["env"] = [envs[i] for i in arrays["env"].tolist()]
     for name in ("ids", "mask", "logprobs"):
-        columns[name] = [part.tolist() for part in np.split(arrays[name], bounds)]
+        columns[name] = np.split(arrays[name], bounds)
     if "has_teacher" in arrays:
         lengths = np.where(arrays["has_teacher"], arrays["lengths"], 0)
         parts = np.split(arrays["teacher_logprobs"], np.cumsum(lengths)[:-1])
         has = arrays["has_teacher"].tolist()
-        columns["teacher_logprobs"] = [x.tolist() if there else None for x, there in zip(parts, has, strict=True)]
+        columns["teacher_logprobs"] = [x if there else None for x, there in zip(parts, has, strict=True)]
     if "routing" in arrays:
         columns["routing"] = np.split(arrays["routing"], np.cumsum(arrays["lengths"] - 1)[:-1])
     each = zip(*columns.values(), strict=True)

@@ -29,7 +29,7 @@ class Trained:
     def write(self, directory: Path, rank: int = 0) -> None:
         file = directory / f"trainer.{rank}.safetensors"
         partial = file.with_suffix(".partial")
-        counts = [sum(sample.mask[1:]) for sample in self.samples]
+        counts = [sample.targets for sample in self.samples]
         of_each = np.array([(s.group, s.member, n) for s, n in zip(self.samples, counts, strict=True)], dtype=np.int64)
         arrays: dict[str, NDArray[Any]] = {
             "samples": of_each.reshape(-1, 3),

@@ -132,8 +132,8 @@ def bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None:
     draw, measured = np.random.default_rng(config.seed), []
     for step in range(1, WARM_UP + size.steps + 1):
         shape = (size.sequences, size.tokens)
-        ids, mask = draw.integers(0, model.spec.vocab_size, shape).tolist(), [False] + [True] * (size.tokens - 1)
-        logprobs = [-math.log(model.spec.vocab_size)] * size.tokens
+        ids, mask = draw.integers(0, model.spec.vocab_size, shape), np.arange(size.tokens) > 0
+        logprobs = np.full(size.tokens, -math.log(model.spec.vocab_size))
         samples = [Sample(x, mask, logprobs, a, 1.0) for x, a in zip(ids, draw.normal(size=len(ids)), strict=True)]
         if step == WARM_UP + 1:
             trainer.laps.clear()

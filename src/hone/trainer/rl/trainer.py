@@ -99,8 +99,8 @@ class RLTrainer:
             return
         count = max(GROUP, min(self.micro_batch_tokens, most_tokens) // (2 * REHEARSED))
         for members in (GROUP, 1):  # a group's prompt is computed once
-            mask, logprobs = [False] * REHEARSED + [True] * REHEARSED, [0.0] * (2 * REHEARSED)
-            ids = [[i // members % 256] * len(mask) for i in range(count)]
+            mask, logprobs = np.arange(2 * REHEARSED) >= REHEARSED, np.zeros(2 * REHEARSED)
+            ids = [np.full(len(mask), i // members % 256) for i in range(count)]
             samples = [Sample(own, mask, logprobs, 1.0, 1.0, teacher_logprobs=logprobs) for own in ids]
             for loss in self.losses:
                 self._backward(loss, samples, [1.0] * count, defaultdict(list))
@@ -123,7 +123,7 @@ class RLTrainer:
         seed_dropout(self.model, self.seed, batch.step, self.ranks.rank)
         lr = learning_rate(self.config.optim, self.config.scheduler, batch.step, self.max_steps)
         samples = batch.samples
-        loss_lengths = [sum(sample.mask[1:]) for sample in samples]
+        loss_lengths = [sample.targets for sample in samples]
         kinds, weights = self._kinds(samples), [0.0] * len(samples)
         for kind, members in kinds:  # each loss weighs by its share of the samples; tokens weigh as its config says
             own = token_weights([loss_lengths[i] for i in members], kind.config)
@@ -240,7 +240,8 @@ class RLTrainer:
         Without samples it only takes part in the collective operations of the ranks, and adds nothing.
         """
         if not samples:
-            nothing = Sample([0, 0], [False, True], [0.0, 0.0], 0.0, 1.0, teacher_logprobs=[0.0, 0.0])
+            zeros = np.zeros(2)
+            nothing = Sample(np.array([0, 0]), np.array([False, True]), zeros, 0.0, 1.0, teacher_logprobs=zeros)
             return self._backward(loss, [nothing], [0.0], defaultdict(list))
         pack_samples = pack_shared if self.shares_prompts else pack
         packed = pack_samples([s.ids for s in samples], [s.mask for s in samples], self.device)
