@@ -1,8 +1,9 @@
-"""A batch of rollouts on its way from the orchestrator to the trainer, by size: written, read, packed for the model.
+"""A batch of rollouts on its way from the orchestrator to the trainer, by size.
 
     python benchmarks/batches_cpu.py
 
-Milliseconds, the least of five. What is packed is one micro-batch of all rollouts, groups of 16 with a shared prompt.
+Milliseconds, the least of five: until rollouts are samples, until those are written, read, and packed for the model.
+One micro-batch of all rollouts is packed, groups of 16 with a shared prompt.
 """
 
 import random
@@ -10,10 +11,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 from peer import finish
 
-from hone.records import Batch, Sample
+from hone.orchestrator.group import samples_of
+from hone.records import Batch, Completion, Example, Rollout, Turn
 from hone.trainer.packing import pack_shared
 from hone.transport.batches import FileBatches
 
@@ -32,14 +33,16 @@ def least_ms(run) -> float:
 
 def main() -> None:
     draw, figures = random.Random(0), {}
-    print("| rollouts | written | read | packed |", "|---" * 4 + "|", sep="\n")
+    print("| rollouts | made | written | read | packed |", "|---" * 5 + "|", sep="\n")
     for rollouts, prompt, completion in SHAPES:
-        samples, mask = [], [False] * prompt + [True] * completion
-        prompts = [draw.choices(range(150000), k=prompt) for _ in range(rollouts // GROUP)]
+        given = []
         for i in range(rollouts):
-            ids = np.array([*prompts[i // GROUP], *draw.choices(range(150000), k=completion)])
-            logprobs = np.array([-draw.random() if drawn else 0.0 for drawn in mask])
-            samples.append(Sample(ids, np.array(mask), logprobs, 1.0, 1.0, group=i // GROUP, member=i % GROUP))
+            shared = draw.choices(range(150000), k=prompt) if i % GROUP == 0 else given[-1].turns[0].prompt_ids
+            ids, logprobs = draw.choices(range(150000), k=completion), [-draw.random() for _ in range(completion)]
+            turn = Turn(shared, Completion(ids, logprobs, [0] * completion, "length"), "")
+            given.append(Rollout(Example(0, []), [turn], []))
+        made = least_ms(lambda: [samples_of(one, 1.0, 1.0, "") for one in given])  # noqa: B023
+        samples = [sample for one in given for sample in samples_of(one, 1.0, 1.0, "")]
         with tempfile.TemporaryDirectory() as directory:
             batches, place = FileBatches(Path(directory), "run"), Path(directory) / "step_1"
             place.mkdir()
@@ -48,8 +51,9 @@ def main() -> None:
             taken = batches.take(1).samples
         packed = least_ms(lambda: pack_shared([s.ids for s in taken], [s.mask for s in taken]))  # noqa: B023
         name = f"{rollouts} x ({prompt} + {completion})"
-        print(f"| {name} | {written:.1f} | {read:.1f} | {packed:.1f} |")
-        figures |= {f"{rollouts}_written_ms": written, f"{rollouts}_read_ms": read, f"{rollouts}_packed_ms": packed}
+        found = {"made": made, "written": written, "read": read, "packed": packed}
+        print(f"| {name} |", *(f"{ms:.1f} |" for ms in found.values()))
+        figures |= {f"{rollouts}_{what}_ms": ms for what, ms in found.items()}
     finish(**figures)
 
 

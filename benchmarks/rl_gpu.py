@@ -2,11 +2,11 @@
 
     python benchmarks/rl_gpu.py [--shapes NAME …] [--steps 6] [--limited] [--lora | --offload]
 
-Random weights and a reward made of the text; no completion ends early, and groups whose rewards are alike are kept, so
-that all steps have the same work. Two steps warm up; a line of JSON a shape. `--limited` gives keys and values 8 GiB
-and 256 sequences instead of what is left; `--lora` trains adapters of rank 16. `--offload` keeps masters and moments of
-any model in the machine's memory, and computes activations once more. Without either, 8B keeps moments in bfloat16 and
-computes activations once more.
+Random weights and a reward made of the text; no completion ends early, and groups whose rewards are alike are trained
+on too, so that all steps have as many samples. Two steps warm up; a line of JSON a shape. `--limited` gives keys and
+values 8 GiB and 256 sequences instead of what is left; `--lora` trains adapters of rank 16. `--offload` keeps masters
+and moments of any model in the machine's memory, and computes activations once more. Without either, 8B keeps moments
+in bfloat16 and computes activations once more.
 """
 
 import argparse

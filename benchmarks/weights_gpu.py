@@ -2,12 +2,11 @@
 
     python benchmarks/weights_gpu.py [--shape Qwen3-0.6B] [--ways filesystem nccl] [--steps 15] [--level 0]
 
-A run of processes, as a user starts it, for each way: 8 prompts x 16 rollouts of 37 + 128 tokens a step, groups whose
-rewards are alike included, since others in their place would make some steps longer. Seconds that
-publishing a version takes, fingerprints of all weights included, and that the server takes to have it and prove it by
-its fingerprints, from when the orchestrator has seen it; medians of the steps after the third. With level 1 sampling is
-a step ahead, and the time of a step is the larger of the two sides. `--shape tiny` is for a machine without GPUs: the
-tiny model, by Gloo.
+A run of processes, as a user starts it, for each way: 8 prompts x 16 rollouts of 37 + 128 tokens a step. Groups whose
+rewards are alike are trained on too, so that all steps have as many samples. Seconds that publishing a version takes,
+fingerprints of all weights included, and that the server takes to have it and prove it by its fingerprints, from when
+the orchestrator has seen it; medians of the steps after the third. With level 1 sampling is a step ahead, and the time
+of a step is the larger of the two sides. `--shape tiny` is for a machine without GPUs: the tiny model, by Gloo.
 """
 
 import argparse

@@ -163,6 +163,7 @@ def test_a_bad_step_is_skipped_or_ends_the_run_and_names_its_samples(bad, tmp_pa
     worst = json.loads((tmp_path / "step_7.jsonl").read_text().splitlines()[0])
     if bad == "a number":
         assert worst["index"] == 4 and worst["grad_norm"] == "nan" and worst["ids"] == [1, 2, 7, 4]
+        assert worst["mask"] == [False, False, True, True] and worst["logprobs"] == [0.0, 0.0, -3.4, -2.0]
     config.optim.skip_norm = None
     assert trainer.step(Batch(8, samples()))["optim/skipped"] == 0.0  # and it goes on
     assert all(p.isfinite().all() for p in trainer.model.parameters())

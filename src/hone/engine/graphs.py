@@ -118,7 +118,8 @@ class DecodeGraphs:
         return [(at, min(at + length, full), rows) for full, rows in crowds for at in range(0, full, length)]
 
     def is_long(self, rows: int, longest: float, parts: int) -> bool:
-        """Whether sequences that share nothing are read by blocks for long ones, which a step has to wait for."""
+        """Whether sequences that share nothing are read by blocks for long ones. The longest decides, since a step ends
+        when its block has."""
         from hone.kernels.gpu.alone import matters_length
 
         spec = self.decoder.model.spec

@@ -122,7 +122,10 @@ def samples_of(rollout: Rollout, advantage: float, temperature: float, env: str)
         own.mask += [False] * len(between) + [True] * len(completion.ids)
         own.logprobs += [0.0] * len(between) + completion.logprobs
     return [
-        Sample(np.array(s.ids), np.array(s.mask), np.array(s.logprobs), advantage, temperature, None, env, s.routing)
+        Sample(
+            np.fromiter(s.ids, np.int64, len(s.ids)), np.fromiter(s.mask, np.bool_, len(s.ids)),
+            np.fromiter(s.logprobs, np.float64, len(s.ids)), advantage, temperature, env=env, routing=s.routing,
+        )
         for s in sequences if any(s.mask)
     ]  # fmt: skip
 

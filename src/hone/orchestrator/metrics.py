@@ -38,7 +38,7 @@ def metrics_of(
         "batch/groups_replayed": len(again),
         "batch/off_policy_level/mean": float(np.mean(lags)),
         "batch/off_policy_level/max": max(lags),
-        "tokens/trained": sum(int(s.mask.sum()) for g in used for s in g.samples),
+        "tokens/trained": sum(s.targets for g in used for s in g.samples),
         **{f"tokens/dropped/{cause}": dropped[cause] for cause in DROPPED},
         **summary("prompt_len", prompt),
         **summary("completion_len", completion),

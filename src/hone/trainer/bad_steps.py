@@ -44,8 +44,7 @@ def handle(
     worst = sorted(range(count), key=lambda i: -norms[i] if math.isfinite(norms[i]) else -math.inf)[:SHOWN]
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"step_{step}.jsonl"
-    found = [{"index": i, "grad_norm": str(norms[i]), **describe(i)} for i in worst]
-    lines = [json.dumps(one, default=lambda array: array.tolist()) for one in found]
+    lines = [json.dumps({"index": i, "grad_norm": str(norms[i]), **describe(i)}) for i in worst]
     file.write_text("\n".join(lines) + "\n")
     ranks.barrier()
     what = f"step {step}: the gradients' norm is {norm:.4g}; the sequences with the worst are in {file}"

@@ -98,7 +98,7 @@ def flatten(rows: Sequence[Any], dtype: type) -> np.ndarray:
 
 
 def prompt_of(ids: Ids, mask: Mask) -> tuple[int, ...]:
-    """What comes before the first target."""
+    """What comes before the first target; nothing where there is none."""
     return tuple(np.asarray(ids[: int(np.argmax(mask))]).tolist())
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -162,7 +163,11 @@ class RLTrainer:
         is_bad = self.optimizer.is_bad(grad_norm)
         if is_bad:
             alone = partial(self._backward_alone, samples, weights)
-            describe = lambda i: {**vars(samples[i]), "routing": None}  # noqa: E731
+
+            def describe(i: int) -> dict[str, Any]:
+                found = {**vars(samples[i]), "routing": None}
+                return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in found.items()}
+
             handle(
                 batch.step, grad_norm, len(samples), alone, describe, self.optimizer, self.bad_steps,
                 self.config.on_bad_step, self.ranks,
