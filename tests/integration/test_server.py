@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import logging
+import math
 import socket
 import subprocess
 
@@ -11,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hone.clients import fleet
+from hone.clients.http import HttpClient
 from hone.models.attention import PackedAttention
 from hone.models.hf import load_model
-from hone.records import Prompt
+from hone.records import Prompt, Sampling
 from hone.text.tokenizer import Tokenizer
 from tests.conftest import patience
 
@@ -74,6 +78,27 @@ def test_a_completion_goes_on_from_what_was_written_elsewhere(server, trained):
     assert refused.status_code == 400 and "of different lengths" in refused.text
     state = http.post(server.url.removesuffix("/v1") + "/progress", json={}).json()
     assert state == {"running": 0, "waiting": 0, "partials": {}}
+
+
+def test_a_server_that_reads_many_requests_is_not_taken_for_a_full_one(server, trained, monkeypatch):
+    monkeypatch.setattr(fleet, "LOOK", 0.001)  # so that it is looked at while it has only begun
+
+    async def program():
+        async with HttpClient(server.url, str(trained)) as client:
+            made = fleet.Fleet([client], lambda _: None, 10.0, logging.getLogger("hone"))
+            watching, least = asyncio.ensure_future(made.watch()), []
+            for _ in range(5):
+                asked = [
+                    made.chat(Prompt([{"role": "user", "content": f"text {i // 8}"}]), Sampling(1.0, 16, seed=i))
+                    for i in range(128)
+                ]
+                await asyncio.gather(*asked)
+                least.append(made.servers[0].limit)
+            watching.cancel()
+            await made.close()
+        return least
+
+    assert asyncio.run(program()) == [math.inf] * 5
 
 
 def test_logprobs_are_those_of_the_model(server, trained):

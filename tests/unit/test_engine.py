@@ -327,6 +327,25 @@ def test_requests_are_admitted_in_the_order_they_came(model):
     assert started == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("lacks", ["slots", "pages", "nothing"])
+def test_who_has_just_come_does_not_wait_for_room(model, lacks, one_by_one):
+    room = {"slots": {"max_batch_size": 2}, "pages": {"kv_cache_gib": 2 * ONE_SEQUENCE}, "nothing": {}}[lacks]
+    engine = Engine(model, **room)
+    for i in range(5):
+        engine.add(request([5], seed=i, max_tokens=90, stop=frozenset()), lambda done: None)
+    assert not engine.running and engine.admission.without_room == 0
+    engine.step()
+    left = 0 if lacks == "nothing" else 3
+    assert len(engine.running) == 5 - left and engine.admission.without_room == left
+    engine.add(request([6], max_tokens=90), lambda done: None)
+    assert engine.admission.without_room == left  # until it has been looked at
+    engine.step()
+    assert engine.admission.without_room == (left and left + 1)
+    drain(engine)
+    assert engine.admission.without_room == 0
+    assert_all_returned(engine)
+
+
 def test_a_request_ends_at_its_deadline_with_what_it_has(model, one_by_one):
     engine, done = Engine(model), []
     engine.add(replace(request([5], stop=frozenset(), max_tokens=90), timeout=0.02), done.append)

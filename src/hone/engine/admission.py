@@ -22,6 +22,7 @@ class Admission:
         self.cache, self.pool, self.slots = cache, cache.pool, slots
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
+        self.without_room = 0  # of those that wait: for lack of slots or pages, not because they have just come
 
     def sequences(self) -> list[Sequence]:
         """Those that have no token yet."""
@@ -30,6 +31,7 @@ class Admission:
     def plan(self, admit: bool, budget: int) -> Planned:
         """Plans the next prefill pass, up to `budget` tokens: first the rest of started prompts, then new prompts."""
         planned: Planned = []
+        self.without_room = 0
         if not (self.prefilling or self.waiting):
             return planned
 
@@ -46,7 +48,8 @@ class Admission:
             if budget > 0:
                 plan(sequence)
         leaders = {s.start: s for s in self.prefilling}
-        while admit and self.waiting and self.slots.free:
+        has_room = True
+        while admit and self.waiting and (has_room := bool(self.slots.free)):
             sequence = self.waiting[0]
             prompt = sequence.prompt
             leader = leaders.get(sequence.start)
@@ -58,7 +61,8 @@ class Admission:
                 shared = leader.pages[: len(prompt) // self.pool.size]
             # The last token's keys are never needed.
             own = self.pool.needed(len(prompt) + sequence.max_tokens - 1) - len(shared)
-            if own + self.pool.idle_among(shared) > self.pool.available:
+            has_room = own + self.pool.idle_among(shared) <= self.pool.available
+            if not has_room:
                 break
             self.waiting.popleft()
             self.pool.share(shared)
@@ -72,6 +76,8 @@ class Admission:
             leaders[sequence.start] = sequence
             self.prefilling.append(sequence)
             plan(sequence)
+        if not has_room:
+            self.without_room = len(self.waiting)
         return planned
 
     def independent(self, planned: Planned) -> list[Planned]:
@@ -128,5 +134,6 @@ class Admission:
         sequence.pages, sequence.slot = [], -1
 
     def clear(self) -> None:
+        self.without_room = 0
         self.waiting.clear()
         self.prefilling = []

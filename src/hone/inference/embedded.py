@@ -122,8 +122,8 @@ class EmbeddedSampler(Sampler):
     async def progress(self, known: dict[str, int]) -> dict[str, Any]:
         def look() -> dict[str, Any]:
             partials = {name: vars(one) for name, one in self.engine.progress(known).items()}
-            running = len(self.engine.running)
-            return {"running": running, "waiting": len(self.engine.sequences()) - running, "partials": partials}
+            waiting = self.engine.admission.without_room
+            return {"running": len(self.engine.running), "waiting": waiting, "partials": partials}
 
         return await self.service.run(look)
 

@@ -18,10 +18,10 @@ KINDS = {  # name: (kind, what it is)
 
 def of_engine(engine: "Engine") -> dict[str, float]:
     """Call on the compute thread."""
-    running, pages = len(engine.running), engine.pool.pages - 1
+    pages = engine.pool.pages - 1
     return {
-        "requests_running": running,
-        "requests_waiting": len(engine.sequences()) - running,
+        "requests_running": len(engine.running),
+        "requests_waiting": engine.admission.without_room,
         "requests_total": engine.completions,
         "prompt_tokens_total": engine.tokens_read,
         "generated_tokens_total": engine.tokens_written,

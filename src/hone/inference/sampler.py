@@ -128,7 +128,7 @@ class Sampler(ABC):
         self.require("adapters")
 
     async def progress(self, known: dict[str, int]) -> dict[str, Any]:
-        """running, waiting; `partials`: of requests by their name what came after so many known tokens."""
+        """running, waiting for room; `partials`: of requests by their name what came after so many known tokens."""
         return {"running": 0, "waiting": 0, "partials": {}}
 
     @abstractmethod
