@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
 
 from hone.engine.engine import Engine
-from hone.inference.answers import ChatAnswer, joined_pieces
+from hone.inference.answers import ChatAnswer, _json, joined_pieces
 from hone.inference.embedded import EmbeddedSampler
 from hone.inference.protocol import ChatRequest
 from hone.inference.served import Served
@@ -349,3 +350,12 @@ def test_tags_of_tool_calls_may_be_tokens_of_their_own(tmp_path, is_special):
     for i in range(len(ids) - 1):
         assert follows(ids[:i])[ids[i]], tokenizer.decode(ids[: i + 1])
     assert follows.is_over(ids[:-1])
+
+
+def test_answers_are_json_whatever_is_in_them():
+    numbers = [-0.1, 1e-30, -1e22, 5e-324, 1 / 3]
+    for value in ({"said": "NaN, Infinity, \u2028 and \u00e9"}, {"half": "\ud800"}, {"numbers": numbers, "none": None}):
+        assert json.loads(_json(value)) == value
+    for bad in (math.nan, math.inf, -math.inf):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            _json({"logprobs": [bad]})

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import httpx
+from pydantic_core import from_json
 
 from hone.config.sections import LOOPBACK, ClientConfig, own_key
 from hone.records import Completion, ContextFull, Prompt, Refused, Sampling, Turn
@@ -139,7 +140,7 @@ class HttpClient:
             raise ServerLost(f"{url}: {_words(error)}") from None
         if answer.status_code != 200:
             raise _refusal(url, answer)
-        result: dict[str, Any] = answer.json()
+        result: dict[str, Any] = from_json(answer.content)
         return result
 
     async def is_up(self, timeout: float = 5.0) -> bool:
@@ -172,7 +173,7 @@ class HttpClient:
                     raise ServerLost(f"{url}: {_words(error)}") from None
             else:
                 if answer.status_code == 200:
-                    result: dict[str, Any] = answer.json()
+                    result: dict[str, Any] = from_json(answer.content)
                     return result
                 refusal = _refusal(url, answer)
                 if not isinstance(refusal, RuntimeError) or isinstance(refusal, Refused) or attempt == retries:
