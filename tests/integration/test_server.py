@@ -77,15 +77,22 @@ def test_a_completion_goes_on_from_what_was_written_elsewhere(server, trained):
     refused = chat(server, trained, so_far=[before | {"ids": [1]}])
     assert refused.status_code == 400 and "of different lengths" in refused.text
     state = http.post(server.url.removesuffix("/v1") + "/progress", json={}).json()
-    assert state == {"running": 0, "waiting": 0, "partials": {}}
+    assert state == {"running": 0, "waiting": 0, "without_room": 0, "partials": {}}
 
 
 def test_a_server_that_reads_many_requests_is_not_taken_for_a_full_one(server, trained, monkeypatch):
     monkeypatch.setattr(fleet, "LOOK", 0.001)  # so that it is looked at while it has only begun
+    learn, found = fleet.Server.learn, []
+
+    def learns(self, state):
+        found.append((self.busy, state["waiting"]))
+        learn(self, state)
+
+    monkeypatch.setattr(fleet.Server, "learn", learns)
 
     async def program():
         async with HttpClient(server.url, str(trained)) as client:
-            made = fleet.Fleet([client], lambda _: None, 10.0, logging.getLogger("hone"))
+            made = fleet.Fleet([client], None, 10.0, logging.getLogger("hone"))
             watching, least = asyncio.ensure_future(made.watch()), []
             for _ in range(5):
                 asked = [
@@ -94,11 +101,13 @@ def test_a_server_that_reads_many_requests_is_not_taken_for_a_full_one(server, t
                 ]
                 await asyncio.gather(*asked)
                 least.append(made.servers[0].limit)
+            assert made.servers[0].is_up and not watching.done()
             watching.cancel()
             await made.close()
         return least
 
     assert asyncio.run(program()) == [math.inf] * 5
+    assert any(busy for busy, _ in found)
 
 
 def test_logprobs_are_those_of_the_model(server, trained):

@@ -341,9 +341,23 @@ def test_who_has_just_come_does_not_wait_for_room(model, lacks, one_by_one):
     assert engine.admission.without_room == left  # until it has been looked at
     engine.step()
     assert engine.admission.without_room == (left and left + 1)
-    drain(engine)
+    engine.step(admit=False)
+    assert engine.admission.without_room == (left and left + 1)  # nothing else has been found out
+    if lacks == "pages":
+        drain(engine)
+    else:
+        engine.abort_all()
     assert engine.admission.without_room == 0
     assert_all_returned(engine)
+
+
+def test_who_waits_for_a_pass_does_not_wait_for_room(model):
+    engine = Engine(model, max_batch_size=64, prefill_tokens=8)
+    for i in range(50):
+        engine.add(request([i % 40 + 1] * (8 + i // 40), seed=i, max_tokens=2), lambda done: None)
+    engine.step()
+    assert len(engine.admission.waiting) > 40 and engine.admission.without_room == 0
+    engine.abort_all()
 
 
 def test_a_request_ends_at_its_deadline_with_what_it_has(model, one_by_one):

@@ -7,11 +7,13 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
 
+from hone.clients.http import _json_of
 from hone.engine.engine import Engine
 from hone.inference.answers import ChatAnswer, _json, joined_pieces
 from hone.inference.embedded import EmbeddedSampler
@@ -355,7 +357,9 @@ def test_tags_of_tool_calls_may_be_tokens_of_their_own(tmp_path, is_special):
 def test_answers_are_json_whatever_is_in_them():
     numbers = [-0.1, 1e-30, -1e22, 5e-324, 1 / 3]
     for value in ({"said": "NaN, Infinity, \u2028 and \u00e9"}, {"half": "\ud800"}, {"numbers": numbers, "none": None}):
-        assert json.loads(_json(value)) == value
+        text = _json(value)
+        assert json.loads(text) == value and _json_of(httpx.Response(200, content=text.encode())) == value
+        assert len(text.splitlines()) == 1
     for bad in (math.nan, math.inf, -math.inf):
         with pytest.raises(ValueError, match="not JSON compliant"):
             _json({"logprobs": [bad]})

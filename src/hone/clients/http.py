@@ -140,8 +140,7 @@ class HttpClient:
             raise ServerLost(f"{url}: {_words(error)}") from None
         if answer.status_code != 200:
             raise _refusal(url, answer)
-        result: dict[str, Any] = from_json(answer.content)
-        return result
+        return _json_of(answer)
 
     async def is_up(self, timeout: float = 5.0) -> bool:
         """Whether the server answers on /health within some seconds."""
@@ -173,13 +172,21 @@ class HttpClient:
                     raise ServerLost(f"{url}: {_words(error)}") from None
             else:
                 if answer.status_code == 200:
-                    result: dict[str, Any] = from_json(answer.content)
-                    return result
+                    return _json_of(answer)
                 refusal = _refusal(url, answer)
                 if not isinstance(refusal, RuntimeError) or isinstance(refusal, Refused) or attempt == retries:
                     raise refusal
             await asyncio.sleep(0.5 * 2**attempt)
         raise AssertionError("unreachable")
+
+
+def _json_of(answer: httpx.Response) -> dict[str, Any]:
+    result: dict[str, Any]
+    try:
+        result = from_json(answer.content)  # in a fifth of the time of Python's own, which reads more
+    except ValueError:
+        result = answer.json()
+    return result
 
 
 def _refusal(url: str, answer: httpx.Response) -> Exception:

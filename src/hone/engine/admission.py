@@ -22,7 +22,12 @@ class Admission:
         self.cache, self.pool, self.slots = cache, cache.pool, slots
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
-        self.without_room = 0  # of those that wait: for lack of slots or pages, not because they have just come
+        self._without_room = 0  # of those that waited, when it was last found out
+
+    @property
+    def without_room(self) -> int:
+        """Of those that wait: for lack of slots or pages, and not because they have just come or for their turn."""
+        return min(self._without_room, len(self.waiting))
 
     def sequences(self) -> list[Sequence]:
         """Those that have no token yet."""
@@ -31,7 +36,6 @@ class Admission:
     def plan(self, admit: bool, budget: int) -> Planned:
         """Plans the next prefill pass, up to `budget` tokens: first the rest of started prompts, then new prompts."""
         planned: Planned = []
-        self.without_room = 0
         if not (self.prefilling or self.waiting):
             return planned
 
@@ -48,12 +52,16 @@ class Admission:
             if budget > 0:
                 plan(sequence)
         leaders = {s.start: s for s in self.prefilling}
-        has_room = True
-        while admit and self.waiting and (has_room := bool(self.slots.free)):
+        lacks_room: bool | None = None  # where the budget ends first, or nobody is admitted, that is not found out
+        while admit and self.waiting:
+            lacks_room = not self.slots.free
+            if lacks_room:
+                break
             sequence = self.waiting[0]
             prompt = sequence.prompt
             leader = leaders.get(sequence.start)
             if leader is None and budget <= 0:
+                lacks_room = None
                 break
             if leader is None:
                 shared = self.pool.match(prompt, sequence.adapter)
@@ -61,8 +69,8 @@ class Admission:
                 shared = leader.pages[: len(prompt) // self.pool.size]
             # The last token's keys are never needed.
             own = self.pool.needed(len(prompt) + sequence.max_tokens - 1) - len(shared)
-            has_room = own + self.pool.idle_among(shared) <= self.pool.available
-            if not has_room:
+            lacks_room = own + self.pool.idle_among(shared) > self.pool.available
+            if lacks_room:
                 break
             self.waiting.popleft()
             self.pool.share(shared)
@@ -76,8 +84,8 @@ class Admission:
             leaders[sequence.start] = sequence
             self.prefilling.append(sequence)
             plan(sequence)
-        if not has_room:
-            self.without_room = len(self.waiting)
+        if lacks_room is not None:
+            self._without_room = len(self.waiting) if lacks_room else 0
         return planned
 
     def independent(self, planned: Planned) -> list[Planned]:
@@ -134,6 +142,5 @@ class Admission:
         sequence.pages, sequence.slot = [], -1
 
     def clear(self) -> None:
-        self.without_room = 0
         self.waiting.clear()
         self.prefilling = []

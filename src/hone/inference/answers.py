@@ -25,6 +25,7 @@ from hone.text.stops import cut
 from hone.text.tokenizer import Tokenizer
 
 Choice = dict[str, Any]
+ODD, ENDS = ("NaN", "Infinity"), ("\x85", "\u2028", "\u2029")  # the second end a line for some who read a stream
 PLACE = uuid.uuid4().hex  # of which nobody outside knows the second half
 NUMBERS = itertools.count()
 
@@ -265,11 +266,11 @@ class TextAnswer(Answer):
 
 
 def _json(value: dict[str, Any]) -> str:
-    """By pydantic in an eighth of the time of Python's own, which is left what that would not write as JSON: it escapes
-    halves of characters, and raises ValueError for numbers that are not finite."""
+    """By pydantic in a fifth of the time of Python's own, which is left what that would write otherwise: numbers that
+    are not finite, for which it raises ValueError, and halves of characters and ends of lines, which it escapes."""
     with suppress(PydanticSerializationError):
         text = to_json(value).decode()
-        if "NaN" not in text and "Infinity" not in text:
+        if not any(part in text for part in (ODD if text.isascii() else ODD + ENDS)):
             return text
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 

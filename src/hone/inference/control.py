@@ -9,7 +9,8 @@ machine alone.
     POST /resume                         go on
     GET  /version                        version, checksum, device, dtype, model, completions so far, is_paused;
                                          ?each=true: the fingerprint of each weight too
-    POST /progress                       {"known": {NAME: N}}: running, waiting, and of named requests the tokens since
+    POST /progress                       {"known": {NAME: N}}: running, waiting, of these without_room, and of named
+                                         requests the tokens since
     POST /score                          {"ids": […] or several, "temperature": 1.0}: logprobs of every token after the
                                          first
     POST /v1/load_lora_adapter           {"lora_name": NAME, "lora_path": DIR}, in peft's format; again to replace it

@@ -122,8 +122,8 @@ class EmbeddedSampler(Sampler):
     async def progress(self, known: dict[str, int]) -> dict[str, Any]:
         def look() -> dict[str, Any]:
             partials = {name: vars(one) for name, one in self.engine.progress(known).items()}
-            waiting = self.engine.admission.without_room
-            return {"running": len(self.engine.running), "waiting": waiting, "partials": partials}
+            counts = {"running": len(self.engine.running), "waiting": len(self.engine.admission.waiting)}
+            return {**counts, "without_room": self.engine.admission.without_room, "partials": partials}
 
         return await self.service.run(look)
 

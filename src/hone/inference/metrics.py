@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 KINDS = {  # name: (kind, what it is)
     "requests_running": ("gauge", "Completions that are being computed."),
-    "requests_waiting": ("gauge", "Completions that wait for room in the cache."),
+    "requests_waiting": ("gauge", "Completions that wait for a slot, for pages of the cache, or for their turn."),
     "requests_total": ("counter", "Completions that have ended."),
     "prompt_tokens_total": ("counter", "Tokens of their prompts."),
     "generated_tokens_total": ("counter", "Tokens that were sampled for them."),
@@ -21,7 +21,7 @@ def of_engine(engine: "Engine") -> dict[str, float]:
     pages = engine.pool.pages - 1
     return {
         "requests_running": len(engine.running),
-        "requests_waiting": engine.admission.without_room,
+        "requests_waiting": len(engine.admission.waiting),
         "requests_total": engine.completions,
         "prompt_tokens_total": engine.tokens_read,
         "generated_tokens_total": engine.tokens_written,

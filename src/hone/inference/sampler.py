@@ -128,8 +128,9 @@ class Sampler(ABC):
         self.require("adapters")
 
     async def progress(self, known: dict[str, int]) -> dict[str, Any]:
-        """running, waiting for room; `partials`: of requests by their name what came after so many known tokens."""
-        return {"running": 0, "waiting": 0, "partials": {}}
+        """running, waiting, of these without_room; `partials`: of requests by their name what came after so many known
+        tokens."""
+        return {"running": 0, "waiting": 0, "without_room": 0, "partials": {}}
 
     @abstractmethod
     async def numbers(self) -> dict[str, float]:

@@ -300,7 +300,7 @@ class VllmSampler(Sampler):
             self._open.set()
 
     async def progress(self, known: dict[str, int]) -> dict[str, Any]:
-        return {"running": self.running, "waiting": 0, "partials": {}}
+        return {"running": self.running, "waiting": 0, "without_room": 0, "partials": {}}
 
     async def numbers(self) -> dict[str, float]:
         return {
