@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 import torch
@@ -88,6 +89,8 @@ def test_requests_that_were_made_before_a_failure_do_not_hide_it(service, monkey
     def slow(**options):
         computes.set()
         for thread in set(threading.enumerate()) - threads:
+            while not thread.ident:  # it is only being started, and cannot be waited for yet
+                time.sleep(0.001)
             thread.join(10)
         step(**options)
 
