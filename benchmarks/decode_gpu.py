@@ -48,12 +48,13 @@ def at_length(engine, length: int, is_uneven: bool = False) -> None:
 def step_ms(engine, batch: int, length: int, parts: int = -1, is_uneven: bool = False) -> float:
     from hone.engine.graphs import Key, padded
     from hone.engine.sampler import Sampler
+    from hone.kernels import row_state as column
 
     graphs, rows = engine.graphs, padded(batch)
     parts = graphs._parts(rows, length) if parts < 0 else parts
-    longest = lengths(rows, length, is_uneven).max().item()
-    graphs.key = Key(rows, Sampler.PLAIN, False, 0, parts, graphs.is_long(rows, longest, parts))
     at_length(engine, length, is_uneven)
+    longest = engine.slots.state[:rows, column.LENGTH].max().item()
+    graphs.key = Key(rows, Sampler.PLAIN, False, 0, parts, graphs.is_long(rows, longest, parts))
     graphs.run(2)  # captures
     times = []
     for _ in range(REPEATS):

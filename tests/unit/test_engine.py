@@ -349,6 +349,9 @@ def test_who_has_just_come_does_not_wait_for_room(model, lacks, one_by_one):
         engine.abort_all()
     assert engine.admission.without_room == 0
     assert_all_returned(engine)
+    engine.add(request([7], max_tokens=2), lambda done: None)
+    assert engine.admission.without_room == 0
+    engine.abort_all()
 
 
 def test_who_waits_for_a_pass_does_not_wait_for_room(model):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 
 import pytest
 
@@ -20,7 +21,7 @@ class Client:
     base_url = "here"
 
     def __init__(self):
-        self.asked, self.state, self.alive = [], {"running": 0, "waiting": 0}, True
+        self.asked, self.state, self.alive = [], {"running": 0, "waiting": 0, "without_room": 0}, True
         self.gone = asyncio.Event()
 
     async def chat_group(self, prompt, sampling, count, name="", so_far=None):
@@ -96,9 +97,12 @@ async def until(holds):
 def test_a_server_is_asked_for_what_it_computes_and_a_little_more(monkeypatch):
     async def program(made, clients):
         (server,), (client,) = made.servers, clients
-        client.state = {"running": 40, "waiting": 60}
+        client.state = {"running": 16, "waiting": 84, "without_room": 0}  # it has only begun to read
         watching = asyncio.ensure_future(made.watch())
         first = [ask(made, 2 * i, f"p{i}") for i in range(100)]
+        await asyncio.sleep(0.05)
+        assert len(client.asked) == 100 and server.limit == math.inf
+        client.state = {"running": 40, "waiting": 60, "without_room": 60}
         await until(lambda: server.limit == 40 + 16)  # from now on
         assert len(client.asked) == 100
         later = [ask(made, 2 * i, f"q{i}") for i in range(30)]
@@ -106,11 +110,11 @@ def test_a_server_is_asked_for_what_it_computes_and_a_little_more(monkeypatch):
         assert len(client.asked) == 100
         for i in range(60):
             client.answer(i)
-        client.state = {"running": 40, "waiting": 10}
+        client.state = {"running": 40, "waiting": 10, "without_room": 10}
         await until(lambda: len(client.asked) == 100 + 16)
         await turns()
         assert len(client.asked) == 100 + 16 and server.busy == 56
-        client.state = {"running": 56, "waiting": 0}  # it has room for more
+        client.state = {"running": 56, "waiting": 0, "without_room": 0}  # it has room for more
         await until(lambda: len(client.asked) == 130)
         watching.cancel()
         for task in first + later:

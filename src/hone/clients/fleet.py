@@ -90,7 +90,7 @@ class Server:
         """Takes what /progress says: how busy it is, and what was written since. What waits for its turn and would have
         room does not count: a server that has only begun to read a step's requests is not full."""
         running, reserve = state["running"], max(RESERVE, state["running"] // 8)
-        if state.get("without_room", state["waiting"]) > reserve:
+        if state["without_room"] > reserve:
             self.limit = running + reserve
         elif not state["waiting"] and self.busy >= self.limit - reserve:
             self.limit = 2 * self.limit

@@ -22,12 +22,7 @@ class Admission:
         self.cache, self.pool, self.slots = cache, cache.pool, slots
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
-        self._without_room = 0  # of those that waited, when it was last found out
-
-    @property
-    def without_room(self) -> int:
-        """Of those that wait: for lack of slots or pages, and not because they have just come or for their turn."""
-        return min(self._without_room, len(self.waiting))
+        self.without_room = 0  # so many, the first that wait, do so for lack of slots or pages; others for their turn
 
     def sequences(self) -> list[Sequence]:
         """Those that have no token yet."""
@@ -52,16 +47,14 @@ class Admission:
             if budget > 0:
                 plan(sequence)
         leaders = {s.start: s for s in self.prefilling}
-        lacks_room: bool | None = None  # where the budget ends first, or nobody is admitted, that is not found out
         while admit and self.waiting:
-            lacks_room = not self.slots.free
-            if lacks_room:
+            if not self.slots.free:
+                self.without_room = len(self.waiting)
                 break
             sequence = self.waiting[0]
             prompt = sequence.prompt
             leader = leaders.get(sequence.start)
             if leader is None and budget <= 0:
-                lacks_room = None
                 break
             if leader is None:
                 shared = self.pool.match(prompt, sequence.adapter)
@@ -69,10 +62,11 @@ class Admission:
                 shared = leader.pages[: len(prompt) // self.pool.size]
             # The last token's keys are never needed.
             own = self.pool.needed(len(prompt) + sequence.max_tokens - 1) - len(shared)
-            lacks_room = own + self.pool.idle_among(shared) > self.pool.available
-            if lacks_room:
+            if own + self.pool.idle_among(shared) > self.pool.available:
+                self.without_room = len(self.waiting)
                 break
             self.waiting.popleft()
+            self.without_room = max(0, self.without_room - 1)
             self.pool.share(shared)
             sequence.pages = shared + self.pool.take(own)
             sequence.slot = self.slots.free.pop()
@@ -84,8 +78,6 @@ class Admission:
             leaders[sequence.start] = sequence
             self.prefilling.append(sequence)
             plan(sequence)
-        if lacks_room is not None:
-            self._without_room = len(self.waiting) if lacks_room else 0
         return planned
 
     def independent(self, planned: Planned) -> list[Planned]:
@@ -117,6 +109,7 @@ class Admission:
     def withdraw(self, sequence: Sequence) -> bool:
         """Takes back a request that has no token yet; whether there was such a one."""
         if sequence in self.waiting:
+            self.without_room -= self.waiting.index(sequence) < self.without_room
             self.waiting.remove(sequence)
             return True
         leader = next((s for s in self.prefilling if sequence is s or sequence in s.siblings), None)
@@ -143,4 +136,5 @@ class Admission:
 
     def clear(self) -> None:
         self.waiting.clear()
+        self.without_room = 0
         self.prefilling = []

@@ -25,7 +25,7 @@ from hone.text.stops import cut
 from hone.text.tokenizer import Tokenizer
 
 Choice = dict[str, Any]
-ODD, ENDS = ("NaN", "Infinity"), ("\x85", "\u2028", "\u2029")  # the second end a line for some who read a stream
+ODD = ("NaN", "Infinity", "\x85", "\u2028", "\u2029")  # the last three end a line for some who read a stream
 PLACE = uuid.uuid4().hex  # of which nobody outside knows the second half
 NUMBERS = itertools.count()
 
@@ -270,7 +270,7 @@ def _json(value: dict[str, Any]) -> str:
     are not finite, for which it raises ValueError, and halves of characters and ends of lines, which it escapes."""
     with suppress(PydanticSerializationError):
         text = to_json(value).decode()
-        if not any(part in text for part in (ODD if text.isascii() else ODD + ENDS)):
+        if not any(part in text for part in ODD):
             return text
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
