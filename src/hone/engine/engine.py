@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hone.engine.admission import Admission, Planned
 from hone.engine.cache import KVCache
-from hone.engine.captured import Captured
+from hone.kernels.captured import Captured
 from hone.engine.decoder import Decoder
 from hone.engine.graphs import DecodeGraphs
 from hone.engine.prefill import Prefill

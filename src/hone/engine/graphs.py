@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from hone.engine.captured import Captured
+from hone.kernels.captured import Captured
 from hone.engine.decoder import Decoder
 from hone.engine.sequence import Sequence
 from hone.kernels import gpu, numerics

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.engine.cache import KVCache
-from hone.engine.captured import Captured
+from hone.kernels.captured import Captured
 from hone.kernels import gpu
 from hone.kernels.host import to_device
 from hone.models.adapters import Adapters

@@ -51,6 +51,8 @@ class EmbeddedSampler(Sampler):
 
     async def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
         self._check(sequences)
+        if len(sequences) == 1 and temperature == 1.0:
+            return [await self.service.run(lambda: self.proof.score(sequences[0]))]
         return await self.service.run(lambda: scores(self.engine.model, sequences, temperature))
 
     async def likeliest(self, ids: list[int], number: int) -> tuple[list[float], list[Alternatives]]:

@@ -26,7 +26,7 @@ from hone.kernels import cpu, fingerprints
 from hone.kernels.gpu.compiling import together
 from hone.models.hf import hf_tensors, write_description
 from hone.models.loading import Loaded, load
-from hone.models.proof import Proof, canary_ids, score
+from hone.models.proof import CanaryScorer, Proof, canary_ids
 from hone.monitors.about import device_name, made_by
 from hone.monitors.log import component_log
 from hone.monitors.report import StepReport
@@ -164,6 +164,7 @@ class Publisher:
         self.loaded, self.export, self.run, self.log = loaded, export, run, log
         self.keep = config.max_async_level + 2
         self.is_first_time = True
+        self.canary_ids, self.score = canary_ids(loaded.model.spec.vocab_size), CanaryScorer(loaded.model)
         self.proof: Proof | None = None  # of what is exported: the same model each time
         self.orchestrator = PulseOf(run.pulse("orchestrator"))
         write_adapter = None if export.lora is None else partial(export.write_adapter, loaded.directory.name)
@@ -185,8 +186,7 @@ class Publisher:
 
     def __call__(self, version: int, metrics: dict[str, float]) -> None:
         """All ranks publish together; the first one writes."""
-        ids = canary_ids(self.loaded.model.spec.vocab_size)
-        canary = Canary(ids, score(self.loaded.model, ids))
+        canary = Canary(self.canary_ids, self.score(self.canary_ids))
         if not all(map(math.isfinite, canary.logprobs)):
             raise ValueError(f"step {version}: training has diverged, the model's logprobs are not finite; a lower lr?")
         start, broadcasts = time.perf_counter(), self.run.broadcasts
