@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from hone.models.hf import empty_model
+from hone.models.proof import CANARY_LENGTH, CanaryScorer, canary_ids, score
+from hone.models.spec import ModelSpec
 from tests.unit.test_network import sent_and_received
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -23,3 +26,20 @@ def test_a_process_copies_from_another_on_the_same_gpu():
 
 def test_a_gpu_gives_a_cpu_what_it_has():
     sent_and_received("cuda:0")
+
+
+def test_a_canary_that_is_scored_again_is_that_of_the_weights_as_they_are():
+    spec = ModelSpec(500, 256, 512, 3, 4, 2, 64, 1e-6, 10000.0, True, 64, 0.06, False)
+    model = empty_model(spec, torch.bfloat16, "cuda")
+    scorer, ids = CanaryScorer(model), canary_ids(500)
+    found = []
+    for seed in range(3):
+        model.init_weights(torch.Generator("cuda").manual_seed(seed))
+        found.append(scorer(ids))
+        assert found[-1] == score(model, ids)
+        assert scorer(ids[::-1]) == score(model, ids[::-1])
+        assert scorer(ids[: CANARY_LENGTH // 2]) == score(model, ids[: CANARY_LENGTH // 2])
+        # What is free is written over: the graph reads nothing that nobody keeps.
+        junk = [torch.full((size,), -1, dtype=torch.int64, device="cuda") for size in (8, 32, 33, 64, 4096) * 50]
+        del junk
+    assert found[0] != found[1] != found[2]

@@ -12,12 +12,11 @@ again continues from them, or, where results must repeat to the bit, starts over
 import asyncio
 import heapq
 import itertools
-import json
 import logging
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from hone import machine
@@ -136,7 +135,7 @@ class Fleet:
         if not self._asked:
             loop.call_soon(self._send)
         asked = _Asked(prompt, sampling, is_urgent, loop.create_future())
-        key = json.dumps([vars(prompt), is_urgent, asdict(replace(sampling, seed=0))])
+        key = repr((vars(prompt), is_urgent, vars(sampling) | {"seed": 0}))
         self._asked.setdefault(key, []).append(asked)
         return await asked.future
 

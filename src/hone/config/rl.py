@@ -40,7 +40,7 @@ class TrainerConfig(Config):
     `algorithm` sets it too."""
     micro_batch_tokens: Free[Positive | None] = None
     """Most tokens in one forward and backward pass; fewer need less memory and give the same step. By default 16,384,
-    and on a GPU up to 32,768 where their activations take an eighth of its memory at most."""
+    and on a GPU up to 32,768 where their activations take a fifth of its memory at most."""
     activation_checkpointing: Free[bool] = False
     """Keep only the inputs of the transformer blocks and recompute the rest in the backward pass: much less memory,
     about a third more work."""

@@ -10,14 +10,15 @@ class Captured:
     """One runs after the other, so that they may use the same memory; a graph's result stands until it runs again."""
 
     def __init__(self) -> None:
-        self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any, Callable[[], Any]]] = {}
         self._pool: Any = None
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self.graphs
 
     def capture(self, key: Hashable, forward: Callable[[], Any]) -> None:
-        """`forward` is called twice: once so that everything is compiled and set up, then for the graph."""
+        """`forward` is called twice: once so that everything is compiled and set up, then for the graph. It is kept, and
+        with it the tensors that it holds: the graph reads them."""
         forward()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -25,11 +26,11 @@ class Captured:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = forward()
         self._pool = self._pool or graph.pool()
-        self.graphs[key] = graph, result
+        self.graphs[key] = graph, result, forward
 
     def replay(self, key: Hashable, times: int = 1) -> Any:
         """What `forward` returned, as it is after that many replays."""
-        graph, result = self.graphs[key]
+        graph, result, _ = self.graphs[key]
         for _ in range(times):
             graph.replay()
         return result

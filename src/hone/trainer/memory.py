@@ -16,7 +16,7 @@ from hone.models.spec import ModelSpec
 
 SLACK = 1.03  # of activations; measured 1.01 to 1.03
 FEW_TOKENS, MANY_TOKENS = 2**14, 2**15  # of a micro-batch by default
-SHARE = 8  # the eighth part of a GPU's memory that more than FEW_TOKENS may take
+SHARE = 5  # the fifth part of a GPU's memory that more than FEW_TOKENS may take
 MUON_BLOCKS = 4  # of four matrices each, which muon.AT_ONCE are
 AT_ONCE = 2**25  # weights whose state in the machine's memory is on the device at a time (kernels/host.py)
 CHUNK = 2**30  # bytes of the logits that are there at a time, in fp32 (kernels/head.py)
@@ -109,7 +109,7 @@ def token_bytes(spec: ModelSpec, itemsize: int, recomputes: bool) -> int:
 
 def micro_batch_tokens(spec: ModelSpec, itemsize: int, recomputes: bool, device_bytes: int | None) -> int:
     """How many tokens go through the model at once by default: FEW_TOKENS, on a GPU of so many bytes up to MANY_TOKENS,
-    as far as their activations take an eighth of its memory at most."""
+    as far as their activations take a fifth of its memory at most."""
     if device_bytes is None:
         return FEW_TOKENS
     return max(FEW_TOKENS, min(MANY_TOKENS, device_bytes // SHARE // token_bytes(spec, itemsize, recomputes)))
