@@ -8,8 +8,8 @@ import torch
 from hone.config.rl import TrainerConfig
 from hone.config.sections import CkptConfig, OptimConfig
 from hone.config.sft import SFTConfig
-from hone.kernels.captured import Captured
 from hone.engine.engine import Engine
+from hone.kernels.captured import Captured
 from hone.kernels.gpu_training import (
     heads_attention,
     norm_linear,

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from hone.engine.admission import Admission, Planned
 from hone.engine.cache import KVCache
-from hone.kernels.captured import Captured
 from hone.engine.decoder import Decoder
 from hone.engine.graphs import DecodeGraphs
 from hone.engine.prefill import Prefill
@@ -32,6 +31,7 @@ from hone.engine.sequence import Sequence
 from hone.engine.slots import Slots, Snapshot
 from hone.kernels import numerics
 from hone.kernels import row_state as column
+from hone.kernels.captured import Captured
 from hone.kernels.decode import Rows
 from hone.kernels.host import to_device
 from hone.models.adapters import read_adapter

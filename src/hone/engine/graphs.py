@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from hone.kernels.captured import Captured
 from hone.engine.decoder import Decoder
 from hone.engine.sequence import Sequence
 from hone.kernels import gpu, numerics
 from hone.kernels import row_state as column
+from hone.kernels.captured import Captured
 from hone.kernels.decode import Rows
 from hone.kernels.host import to_device
 

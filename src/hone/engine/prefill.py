@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.engine.cache import KVCache
-from hone.kernels.captured import Captured
 from hone.kernels import gpu
+from hone.kernels.captured import Captured
 from hone.kernels.host import to_device
 from hone.models.adapters import Adapters
 from hone.models.attention import ContinuedAttention, Heads, PackedAttention, varlen

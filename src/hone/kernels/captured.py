@@ -17,8 +17,8 @@ class Captured:
         return key in self.graphs
 
     def capture(self, key: Hashable, forward: Callable[[], Any]) -> None:
-        """`forward` is called twice: once so that everything is compiled and set up, then for the graph. It is kept, and
-        with it the tensors that it holds: the graph reads them."""
+        """`forward` is called twice: once so that everything is compiled and set up, then for the graph. It is kept,
+        and so are the tensors that it holds: the graph reads them."""
         forward()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -69,11 +69,8 @@ def score(model: Transformer, ids: list[int]) -> list[float]:
 
 
 class CanaryScorer:
-    """`score` of one model, again and again. Launching the kernels of a pass takes a GPU's host 10 to 40 times as long as
-    the GPU works on so few tokens; so there a pass over as many as the canary has is a graph.
-
-    The model's weights stay where they are while their values change.
-    """
+    """`score` of one model, whose weights stay where they are while their values change. Launching the kernels of a pass
+    takes a GPU's host over ten times as long as the GPU works on so few tokens, so there the canary's is a graph."""
 
     def __init__(self, model: Transformer) -> None:
         self.model, weight = model, model.embed.weight
