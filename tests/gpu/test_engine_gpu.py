@@ -11,6 +11,7 @@ import torch
 
 from hone.engine.engine import Engine
 from hone.engine.graphs import Key
+from hone.engine.prefill import OFTEN, Shape
 from hone.models.attention import PackedAttention
 from hone.models.hf import load_model
 from hone.models.spec import ModelSpec
@@ -81,6 +82,24 @@ def test_most_tokens_are_read_before_the_last_are_there(model, monkeypatch):
     assert_logprobs(model, requests, done)
     whole = [[*one.prompt_ids, *completion.ids] for one, completion in zip(requests, done, strict=True)]
     assert [len(engine.pool.match([*ids, 9])) for ids in whole] == [2] * 8
+
+
+def test_larger_graphs_stand_in_until_others_have_paid_for_themselves(model):
+    engine = Engine(model, max_batch_size=64, max_model_len=512, kv_cache_gib=1)
+    many = [request(p, seed=i, max_tokens=21) for i, p in enumerate(prompts([12] * 40))]
+    few = [request(p, seed=i, max_tokens=21) for i, p in enumerate(prompts([12] * 12, seed=1))]
+
+    def graphs():
+        """Numbers of rows and of prompts that there is a graph for, once these have come."""
+        keys = [*engine.captured]
+        return {key.rows for key in keys if isinstance(key, Key)}, {x.prompts for x in keys if isinstance(x, Shape)}
+
+    for requests, rows, passes in ((many, {40}, set()), (many, {40}, {64}), (few, {40}, {64})):
+        assert_logprobs(model, requests, engine.generate(requests))
+        assert graphs() == (rows, passes)
+    for _ in range(OFTEN):  # 20 steps each
+        assert_logprobs(model, few, engine.generate(few))
+    assert graphs() == ({16, 40}, {16, 64})
 
 
 def test_a_group_reads_its_prompt_once(model):

@@ -1,9 +1,10 @@
 """Decode steps as CUDA graphs: one launch a step instead of up to 280, and several steps before the host looks.
 
-A graph is captured, when it is first needed, for a number of rows (padded with the spare slot), a kind of sampling,
-with or without adapters, and a way to read the cache: alone or with the pages that groups share, each sequence in one
-piece or divided, for long sequences or short ones. All that changes between replays (who is active, pages, lengths)
-stands in tensors that stay where they are. So do the weights.
+A graph is for a number of rows (padded with the spare slot), a kind of sampling, with or without adapters, and a way to
+read the cache: alone or with the pages that groups share, each sequence in one piece or divided, for long sequences or
+short ones. It is captured when it is first needed, or, where one of more rows can stand in, when the time lost by that
+would have paid for it: requests that come apart ask for many numbers of rows, once each. All that changes between
+replays (who is active, pages, lengths) stands in tensors that stay where they are. So do the weights.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ ENOUGH_BLOCKS = 100  # of the kernel that reads shared pages: shorter stretches 
 PARTS = (32, 16, 8, 4, 2)
 PART = 96  # tokens of a part at least
 MOST_PARTS = 32  # stretches of one shared prompt
+PAYS_FOR_GRAPH = 32  # steps, times the share of rows that nobody needed
 SOON = 64  # steps after which sequences have become so much longer that another way may be better
 LONG = 384  # tokens of the longest sequence from which larger blocks are faster
 
@@ -44,6 +46,10 @@ class Key(NamedTuple):
     stretches: int  # room for so many stretches of shared pages; 0: every sequence reads its own
     parts: int  # of one sequence: so many of those; without them, so many blocks read it (0: one)
     is_long: bool
+
+    def is_like(self, other: Key) -> bool:
+        """But for the rows."""
+        return self[1:] == other[1:]
 
 
 def padded(rows: int) -> int:
@@ -63,6 +69,7 @@ class DecodeGraphs:
         self.shared: dict[tuple[int, int], Shared] = {}
         self.arrived = torch.zeros((most_rows + 1) * self.heads, dtype=torch.int32, device=self.slots.device)
         self.key: Key | None = None
+        self.lost: dict[Key, float] = defaultdict(float)  # of those without a graph, in PAYS_FOR_GRAPH
         self.looks_again: float = 0  # at this step of the engine
 
     def decode(self, sequences: list[Sequence], kind: int, has_adapters: bool, step: int) -> None:
@@ -88,10 +95,20 @@ class DecodeGraphs:
     def run(self, steps: int) -> Tensor | None:
         """That many decode steps; returns the logits of the last, if the kind asks for them."""
         assert self.key is not None
-        if self.key not in self.captured:
-            self._capture(self.key)
-        logits: Tensor | None = self.captured.replay(self.key, steps)
+        logits: Tensor | None = self.captured.replay(self._graph(self.key, steps), steps)
         return logits
+
+    def _graph(self, key: Key, steps: int) -> Key:
+        """Of the graph that does this: its own, or the next larger one."""
+        if key in self.captured:
+            return key
+        larger = [k.rows for k in self.captured if isinstance(k, Key) and k.rows > key.rows and key.is_like(k)]
+        if larger and not key.stretches:
+            self.lost[key] += steps * (1 - key.rows / min(larger))
+            if self.lost[key] < PAYS_FOR_GRAPH:
+                return key._replace(rows=min(larger))
+        self._capture(key)
+        return key
 
     def _stretches(self, sequences: list[Sequence]) -> list[tuple[int, int, list[int]]]:
         """Page ranges (first, end) and the batch rows that share them: groups with the same full pages of the prompt.

@@ -4,9 +4,11 @@
                                           └─ as one CUDA graph ───┘
 
 Launching the kernels of a pass takes the host as long as some 4,000 tokens take an H200 (0.6B parameters). So on a GPU
-passes over whole prompts become graphs when their shape, rounded up, comes for the second time.
+passes over whole prompts become graphs when their shape, rounded up, comes for the second time, or more often where the
+graph of a larger one can stand in.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -26,6 +28,8 @@ from hone.models.attention import ContinuedAttention, Heads, PackedAttention, va
 from hone.models.transformer import Transformer
 
 WORTH_A_GRAPH = 2e13  # FLOP of a pass: a longer one hides its launches, and its graph would hold on to memory
+OFTEN = 16  # times that a larger graph stands in
+SMALL_PASS = 512  # tokens: takes less time than launching a smaller one
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -48,7 +52,7 @@ class Prefill:
         self.captured = captured
         self.most_tokens = WORTH_A_GRAPH / (2 * sum(p.numel() for p in model.blocks.parameters()))
         self.inputs: dict[Shape, _Inputs] = {}  # of graphs
-        self.seen: set[Shape] = set()
+        self.seen = Counter[Shape]()  # of those without a graph
 
     def run(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
         """Computes keys and values of these stretches; hidden states of the rows `kept`, of all laid end to end."""
@@ -59,14 +63,11 @@ class Prefill:
         numbers = [s.adapter for s in stretches]
         is_plain = not any(before) and not any(numbers)
         if self.captured is not None and is_plain and len(tokens) <= self.most_tokens:
-            shape = Shape.of(lengths)
-            if shape not in self.captured and shape in self.seen:
-                self._capture(self.captured, shape)
-            if shape in self.captured:
+            shape = self._graph(self.captured, Shape.of(lengths))
+            if shape is not None:
                 self.inputs[shape].fill(tokens, positions, cells, kept, lengths)
                 hidden_ND: Tensor = self.captured.replay(shape)
                 return hidden_ND[: len(kept)]
-            self.seen.add(shape)
         tokens_T, positions_T, cells_T, kept_P = (
             to_device(x, self.device) for x in (tokens, positions, cells, kept or [0])
         )
@@ -76,6 +77,17 @@ class Prefill:
             hidden_PD = self.model.hidden(self.model.embed(tokens_T), positions_T, attention, kept_P)
         self.cache.note_routing(self.model, cells_T, kept_P)
         return hidden_PD
+
+    def _graph(self, captured: Captured, shape: "Shape") -> "Shape | None":
+        """Of the graph that does this pass, if one does: its own, or a larger one."""
+        if shape in captured:
+            return shape
+        larger = min((s for s in captured if isinstance(s, Shape) and s.stands_in_for(shape)), default=None)
+        self.seen[shape] += 1
+        if self.seen[shape] <= (1 if larger is None else OFTEN):
+            return larger
+        self._capture(captured, shape)
+        return shape
 
     def _mix(self, stretches: list[Stretch], lengths: list[int], before: list[int]) -> Mix:
         """How the stretches see what is theirs and, in the cache, what is before them."""
@@ -103,6 +115,11 @@ class Shape(NamedTuple):
     tokens: int
     prompts: int
     longest: int
+
+    def stands_in_for(self, other: "Shape") -> bool:
+        """Whether a pass of that shape has room in one of this, which takes little longer."""
+        is_near = self.tokens <= max(SMALL_PASS, 2 * other.tokens)
+        return is_near and all(own >= wanted for own, wanted in zip(self, other, strict=True))
 
     @staticmethod
     def of(lengths: list[int]) -> "Shape":

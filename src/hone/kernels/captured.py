@@ -1,6 +1,6 @@
 """CUDA graphs by what they were captured for; all of an engine's share one pool of memory."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ class Captured:
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self.graphs
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self.graphs)
 
     def capture(self, key: Hashable, forward: Callable[[], Any]) -> None:
         """`forward` is called twice: once so that everything is compiled and set up, then for the graph. It is kept,

@@ -69,8 +69,8 @@ def score(model: Transformer, ids: list[int]) -> list[float]:
 
 
 class CanaryScorer:
-    """`score` of one model, whose weights stay where they are while their values change. Launching the kernels of a pass
-    takes a GPU's host over ten times as long as the GPU works on so few tokens, so there the canary's is a graph."""
+    """`score` of one model, whose weights stay where they are while their values change. On a GPU the canary's pass is
+    a graph: launching its kernels takes the host over ten times as long as they work on so few tokens."""
 
     def __init__(self, model: Transformer) -> None:
         self.model, weight = model, model.embed.weight
