@@ -17,6 +17,7 @@ from torch import Tensor
 from hone.kernels.host import PORTION, ROOMS
 
 BLOCK = 4096  # divides PORTION
+EVENLY = tl.constexpr(16)  # numbers that a thread may load at once, if they divide all portions
 DENSE = torch.contiguous_format
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -31,7 +32,8 @@ def at_random(x, draws):
 @triton.jit(do_not_specialize=["seed"])
 def adamw_kernel(
     tensors, decays, blocks, scale, lr, size, beta1, beta2, of_second, eps, seed,
-    GRAD: tl.constexpr, MOMENT: tl.constexpr, WEIGHT: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD: tl.constexpr, MOMENT: tl.constexpr, WEIGHT: tl.constexpr, HAS_WEIGHT: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of one portion of a tensor. blocks P x 2: which portion, and its number in it; tensors N x 8: addresses
     of a portion, how many numbers it has, of which tensor, and how many of that stand before it. size: learning rate
@@ -44,7 +46,10 @@ def adamw_kernel(
     first = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(MOMENT)), 16)
     second = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(MOMENT)), 16)
     grad = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(GRAD)), 16)
-    inside = i < tl.load(row + 5)
+    count = tl.load(row + 5)
+    if EVEN:  # else numbers are loaded one by one, since each of them might be the last
+        count = tl.multiple_of(count, EVENLY)
+    inside = i < count
     g = tl.load(grad + i, inside, other=0.0).to(tl.float32) * scale
     m = tl.load(first + i, inside, other=0.0).to(tl.float32)
     v = tl.load(second + i, inside, other=0.0).to(tl.float32)
@@ -79,6 +84,7 @@ class Table:
             self._put(c, column)
         self.rows[:, 5:] = [(count, i, at) for i, at, count in self.portions]
         self.decays = torch.tensor(decays, dtype=torch.float32, device=device)
+        self.is_even = not (self.rows[:, 5] % EVENLY.value).any()
         counts = -(-self.rows[:, 5] // BLOCK)
         self.ends = np.cumsum(counts)  # behind the blocks of each portion
         which = np.repeat(np.arange(len(counts)), counts)
@@ -107,7 +113,8 @@ class Table:
         def move(blocks: Tensor) -> None:
             adamw_kernel[(len(blocks),)](
                 tensors, self.decays, blocks, scale, lr, lr / of_first, *betas, of_second, eps, seed,
-                GRAD=TYPES[grads[0].dtype], HAS_WEIGHT=self.has_weight, BLOCK=BLOCK, num_warps=8, **self.dtypes,
+                GRAD=TYPES[grads[0].dtype], HAS_WEIGHT=self.has_weight, EVEN=self.is_even, BLOCK=BLOCK,
+                num_warps=8, **self.dtypes,
             )  # fmt: skip
 
         if self.away:
