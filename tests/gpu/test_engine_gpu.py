@@ -84,8 +84,8 @@ def test_most_tokens_are_read_before_the_last_are_there(model, monkeypatch):
     assert [len(engine.pool.match([*ids, 9])) for ids in whole] == [2] * 8
 
 
-def test_larger_graphs_stand_in_until_others_have_paid_for_themselves(model):
-    engine = Engine(model, max_batch_size=64, max_model_len=512, kv_cache_gib=1)
+def test_larger_graphs_stand_in_until_others_would_pay(model):
+    engine = Engine(model, max_batch_size=64, max_model_len=512, kv_cache_gib=1, stand_in=True)
     many = [request(p, seed=i, max_tokens=21) for i, p in enumerate(prompts([12] * 40))]
     few = [request(p, seed=i, max_tokens=21) for i, p in enumerate(prompts([12] * 12, seed=1))]
 

@@ -544,11 +544,12 @@ def test_adamw(dtype, has_weight):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_master", [True, False])
-def test_adamw_by_portions_gives_the_same_bits(monkeypatch, dtype, has_master):
+@pytest.mark.parametrize("shapes", [[(3000,), (70, 130), (5,)], [(3008,), (70, 128), (16,)]])
+def test_adamw_by_portions_gives_the_same_bits(monkeypatch, dtype, has_master, shapes):
     """Of a state that stands elsewhere: its moments, and masters where weights are in half precision."""
     from hone.kernels.gpu import optimizer
 
-    shapes, results = [(3000,), (70, 130), (5,)], []
+    results = []
     monkeypatch.setattr(optimizer, "PORTION", optimizer.BLOCK)
     for away in ((), (1, 2, 3) if has_master else (2, 3)):
         torch.manual_seed(0)
@@ -560,6 +561,7 @@ def test_adamw_by_portions_gives_the_same_bits(monkeypatch, dtype, has_master):
         monkeypatch.setattr(optimizer, "is_away", lambda x, _, addresses=addresses: x.data_ptr() in addresses)
         table = optimizer.Table(columns, [0.1, 0.2, 0.0])
         assert sorted(table.away) == list(away) and len(table.portions) == (5 if away else 3)
+        assert table.is_even == (shapes[0] == (3008,))
         for step in (1, 2):
             grads = [torch.randn(shape, device=DEVICE) for shape in shapes]
             table.step(grads, 0.5, 1e-2, (0.9, 0.999), (0.1, 0.03), 1e-8, step * 3)
@@ -567,15 +569,16 @@ def test_adamw_by_portions_gives_the_same_bits(monkeypatch, dtype, has_master):
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
-def test_adamw_is_rehearsed_on_numbers_of_its_own(monkeypatch):
+@pytest.mark.parametrize("count", [40, 48])
+def test_adamw_is_rehearsed_on_numbers_of_its_own(monkeypatch, count):
     from hone.kernels import adamw
 
     monkeypatch.setattr(adamw, "takes", lambda tensor: True)
-    tensors = [[torch.ones(40, device=DEVICE, dtype=dtype)] for dtype in (torch.bfloat16, *[torch.float32] * 3)]
+    tensors = [[torch.ones(count, device=DEVICE, dtype=dtype)] for dtype in (torch.bfloat16, *[torch.float32] * 3)]
     own = adamw.AdamW(tensors, [0.1])
     own.rehearse()
     assert own.table is not None and all(bool((column[0] == 1).all()) for column in tensors)
-    own.step([torch.ones(40, device=DEVICE)], adamw.Change(1.0, 0.1, (0.9, 0.999), 1))
+    own.step([torch.ones(count, device=DEVICE)], adamw.Change(1.0, 0.1, (0.9, 0.999), 1))
     assert not any(bool((column[0] == 1).any()) for column in tensors[:2])
 
 

@@ -87,14 +87,17 @@ class Engine:
         kv_cache_gib: float = 8.0,
         prefill_tokens: int = PREFILL_TOKENS,
         version: int = 0,
+        stand_in: bool = False,
     ) -> None:
+        """`stand_in`: of its CUDA graphs (`kernels/captured.py`); for requests whose timing decides what is computed
+        together anyway."""
         weight, spec = model.embed.weight, model.spec
         limit = spec.max_position_embeddings
         if max_model_len and max_model_len > limit:
             raise ValueError(f"max_model_len {max_model_len} is over the model's max_position_embeddings {limit}")
         self.model, self.device = model, weight.device
         self.max_batch_size, self.configured_len, self.kv_cache_gib = max_batch_size, max_model_len, kv_cache_gib
-        self.prefill_tokens = prefill_tokens
+        self.prefill_tokens, self.stand_in = prefill_tokens, stand_in
         # The cache has room for what is allowed, and for no more than all slots can fill.
         allowed = int(kv_cache_gib * 2**30) // (spec.cache_numbers * weight.dtype.itemsize)
         wanted = max_model_len or 1
@@ -109,7 +112,7 @@ class Engine:
         self.slots = Slots(max_batch_size, self.max_model_len, self.pool.needed(self.max_model_len), STOPS, self.device)
         self.decoder = Decoder(model, self.cache, self.slots)
         self.sampler, self.adapters, self.packed = self.decoder.sampler, self.decoder.adapters, self.decoder.packed
-        self.captured = Captured() if self.decoder.stays_on_device else None
+        self.captured = Captured(stand_in) if self.decoder.stays_on_device else None
         # Captured passes mix by torch's attention, which has an order of its own.
         captured = None if numerics.keeps_order("attention") else self.captured
         self.prefill = Prefill(model, self.cache, self.adapters, captured)
@@ -136,6 +139,7 @@ class Engine:
             kv_cache_gib=self.kv_cache_gib,
             prefill_tokens=self.prefill_tokens,
             version=version,
+            stand_in=self.stand_in,
         )
 
     # ------------------------------------------------------------------------------------------ requests

@@ -2,7 +2,7 @@
 
 A graph is for a number of rows (padded with the spare slot), a kind of sampling, with or without adapters, and a way to
 read the cache: alone or with the pages that groups share, each sequence in one piece or divided, for long sequences or
-short ones. It is captured when it is first needed, or, where one of more rows can stand in, when the time lost by that
+short ones. It is captured when it is first needed, or, where one of more rows may stand in, when the time lost by that
 would have paid for it: requests that come apart ask for many numbers of rows, once each. All that changes between
 replays (who is active, pages, lengths) stands in tensors that stay where they are. So do the weights.
 """
@@ -103,7 +103,7 @@ class DecodeGraphs:
         if key in self.captured:
             return key
         larger = [k.rows for k in self.captured if isinstance(k, Key) and k.rows > key.rows and key.is_like(k)]
-        if larger and not key.stretches:
+        if larger and self.captured.stand_in and not key.stretches:
             self.lost[key] += steps * (1 - key.rows / min(larger))
             if self.lost[key] < PAYS_FOR_GRAPH:
                 return key._replace(rows=min(larger))

@@ -5,7 +5,7 @@
 
 Launching the kernels of a pass takes the host as long as some 4,000 tokens take an H200 (0.6B parameters). So on a GPU
 passes over whole prompts become graphs when their shape, rounded up, comes for the second time, or more often where the
-graph of a larger one can stand in.
+graph of a larger one may stand in.
 """
 
 from collections import Counter
@@ -82,7 +82,8 @@ class Prefill:
         """Of the graph that does this pass, if one does: its own, or a larger one."""
         if shape in captured:
             return shape
-        larger = min((s for s in captured if isinstance(s, Shape) and s.stands_in_for(shape)), default=None)
+        others = captured if captured.stand_in else ()
+        larger = min((s for s in others if isinstance(s, Shape) and s.stands_in_for(shape)), default=None)
         self.seen[shape] += 1
         if self.seen[shape] <= (1 if larger is None else OFTEN):
             return larger

@@ -68,7 +68,8 @@ class Embedded:
 
         loaded = load(config.model, seed=config.seed)
         length = config.max_model_len
-        engine = Engine(loaded.model, max_model_len=length, **room(config, loaded.model, length))
+        sizes = room(config, loaded.model, length)
+        engine = Engine(loaded.model, max_model_len=length, stand_in=True, **sizes)
         with together():
             rehearse(engine, engine.max_batch_size)
             fingerprints.rehearse(loaded.model.embed.weight)

@@ -61,10 +61,10 @@ class AdamW:
             adamw_reference(weight, master, first, second, grad, decay, change, seed)
 
     def rehearse(self) -> None:
-        """A step of one number, for the kernel to be compiled: for gradients as they come, and for sums in fp32."""
+        """A step of few numbers, for the kernel to be compiled: for gradients as they come, and for sums in fp32."""
         if self.table is not None:
-            device = self.tensors[0][0].device
-            ones = [column[0].flatten()[:1].to(device, copy=True) for column in self.tensors]
+            device, count = self.tensors[0][0].device, self.table.fewest
+            ones = [column[0].flatten()[:count].to(device, copy=True) for column in self.tensors]
             ones[0] = ones[0] if self.table.has_weight else ones[1]
             for dtype in {ones[0].dtype, torch.float32}:
                 AdamW([[x] for x in ones], [0.0]).step([ones[0].to(dtype)], Change(1.0, 0.0, (0.9, 0.999), 1))

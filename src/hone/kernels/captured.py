@@ -7,9 +7,14 @@ import torch
 
 
 class Captured:
-    """One runs after the other, so that they may use the same memory; a graph's result stands until it runs again."""
+    """One runs after the other, so that they may use the same memory; a graph's result stands until it runs again.
 
-    def __init__(self) -> None:
+    `stand_in`: whether graphs of larger work do smaller work that has none yet, until one of its own would pay. The
+    last bits of a result then depend on what was captured before.
+    """
+
+    def __init__(self, stand_in: bool = False) -> None:
+        self.stand_in = stand_in
         self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any, Callable[[], Any]]] = {}
         self._pool: Any = None
 

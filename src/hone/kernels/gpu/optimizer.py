@@ -85,6 +85,7 @@ class Table:
         self.rows[:, 5:] = [(count, i, at) for i, at, count in self.portions]
         self.decays = torch.tensor(decays, dtype=torch.float32, device=device)
         self.is_even = not (self.rows[:, 5] % EVENLY.value).any()
+        self.fewest = EVENLY.value if self.is_even else 1  # numbers of a tensor for which the kernel is the same
         counts = -(-self.rows[:, 5] // BLOCK)
         self.ends = np.cumsum(counts)  # behind the blocks of each portion
         which = np.repeat(np.arange(len(counts)), counts)
