@@ -1,6 +1,7 @@
 """The engine against plain forwards of the same model."""
 
 import time
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -8,10 +9,13 @@ import pytest
 import torch
 
 from hone.engine.engine import Engine, _Look
+from hone.engine.graphs import PAYS_FOR_GRAPH, DecodeGraphs, Key
+from hone.engine.prefill import Prefill, Shape
 from hone.engine.sampler import draw, pick, thresholds, uniforms
 from hone.engine.slots import Slots
 from hone.kernels import cpu
 from hone.kernels import row_state as column
+from hone.kernels.captured import Captured
 from hone.models.attention import PackedAttention
 from hone.models.proof import score
 from hone.models.spec import ModelSpec
@@ -575,3 +579,46 @@ def test_frequencies_of_200000_draws(name, is_one_seed):
     assert counts[kept].sum() == n
     chi = float(((counts[kept] - n * p) ** 2 / (n * p)).sum())
     assert chi < {2: 13.8, 3: 16.3, 5: 20.5}[len(kept) - 1]
+
+
+class Named(Captured):
+    """Graphs by their names alone, for those who choose among them."""
+
+    def has(self, *keys):
+        self.graphs |= dict.fromkeys(keys)
+        return self
+
+
+@pytest.mark.parametrize("stand_in", [True, False])
+def test_a_graph_of_more_rows_stands_in_until_its_spare_rows_have_paid(stand_in, monkeypatch):
+    graphs = DecodeGraphs.__new__(DecodeGraphs)
+    many, few = Key(128, 0, False, 0, 0, False), Key(64, 0, False, 0, 0, False)
+    unlike = [few._replace(rows=96, **one) for one in ({"kind": 1}, {"parts": 2}, {"is_long": True})]
+    graphs.captured = Named(stand_in).has(many, few._replace(rows=256), few._replace(rows=32), *unlike)
+    graphs.lost = defaultdict(float)
+    monkeypatch.setattr(graphs, "_capture", lambda key: graphs.captured.has(key))
+    steps = PAYS_FOR_GRAPH // 2  # of which each has half of its rows for nobody
+    chosen = [graphs._graph(few, steps) for _ in range(5)]
+    assert chosen == ([many] * 3 + [few] * 2 if stand_in else [few] * 5)
+    graphs.captured.clear()
+    graphs.captured.has(many)
+    assert graphs._graph(few, steps) == (many if stand_in else few)  # begins anew
+    shared = few._replace(stretches=8, parts=1)
+    graphs.captured.has(shared._replace(rows=128))
+    assert graphs._graph(shared, 1) == shared
+
+
+@pytest.mark.parametrize("stand_in", [True, False])
+def test_a_larger_pass_stands_in_as_long_as_its_spare_tokens_hide_launches(stand_in, monkeypatch):
+    prefill = Prefill.__new__(Prefill)
+    prefill.seen, prefill.lost, prefill.most_tokens = set(), defaultdict(int), 1000
+    few_prompts, decoding = Shape(192, 2, 64), Key(128, 0, False, 0, 0, False)
+    captured = Named(stand_in).has(Shape(512, 16, 64), Shape(768, 16, 64), few_prompts, decoding)
+    monkeypatch.setattr(prefill, "_capture", lambda captured, shape: captured.has(shape))
+    small, longer = Shape(128, 4, 32), Shape(128, 4, 128)
+    chosen = [prefill._graph(captured, small) for _ in range(4)]
+    assert chosen == ([Shape(512, 16, 64)] * 2 + [small] * 2 if stand_in else [None] + [small] * 3)
+    assert [prefill._graph(captured, longer) for _ in range(3)] == [None, longer, longer]  # nothing has room for it
+    captured.clear()
+    captured.has(Shape(512, 16, 64))
+    assert prefill._graph(captured, small) == (Shape(512, 16, 64) if stand_in else small)

@@ -1,6 +1,7 @@
 """The estimate of memory: against what a model's parts really take, and as a person sees it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,6 +82,9 @@ def test_qwen3_4b_on_one_card():
     ]:
         assert estimate_rl(spec, config, tokens, 2, tokens).peak / 2**30 == pytest.approx(measured, rel=0.05)
     assert micro_batch_tokens(spec, 2, False, 140 * 2**30) == 2**14
+    small = replace(spec, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16)
+    by_card = [micro_batch_tokens(small, 2, False, gib * 2**30) for gib in (24, 80, 140)]
+    assert by_card == [2**14, 20776, 2**15]  # of Qwen3-0.6B; the step of 128 x (37 + 128) has 16,680
     several = estimate_rl(spec, TrainerConfig(), 10**6, 2, 8704)
     assert several.peak - estimate_rl(spec, TrainerConfig(), 8704, 2, 8704).peak == 4 * spec.parameters()
 

@@ -144,6 +144,20 @@ def test_evaluations_come_first_and_groups_go_together(monkeypatch):
     run(program, monkeypatch)
 
 
+def test_what_was_asked_of_a_sampling_does_not_part_its_group(monkeypatch):
+    async def program(made, clients):
+        samplings = [Sampling(seed=seed) for seed in range(3)]
+        assert not samplings[1].is_filtered
+        prompt = Prompt([{"role": "user", "content": "a"}])
+        tasks = [asyncio.ensure_future(made.chat(prompt, one)) for one in samplings]
+        await turns()
+        assert [one[2] for one in clients[0].asked] == [3]
+        for task in tasks:
+            task.cancel()
+
+    run(program, monkeypatch)
+
+
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_what_a_lost_server_had_written_is_gone_on_from_or_begun_again(goes_on, monkeypatch):
     async def program(made, clients):

@@ -1,8 +1,10 @@
 """What travels between processes, and the waits for it."""
 
 import asyncio
+import gc
 import logging
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ import torch
 
 from hone import machine
 from hone.config.rl import OrchestratorRunConfig
-from hone.models.proof import canary_ids, checksum, score
+from hone.kernels.captured import Captured
+from hone.models.proof import CanaryScorer, canary_ids, checksum, score
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.orchestrator.weights import Weights
@@ -23,6 +26,11 @@ from hone.transport.waiting import Pulse, PulseOf, Wait, Watch, wait_for
 
 LOG = logging.getLogger("test")
 EVAL = {"env": {"id": "x"}, "interval": 3}
+SPEC = ModelSpec(
+    vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=True,
+    max_position_embeddings=64, initializer_range=0.2, qkv_bias=False,
+)  # fmt: skip
 
 
 class Remembered(Batches):
@@ -138,20 +146,29 @@ def test_a_wait_ends_at_its_deadline_with_its_name():
 
 
 def test_the_checksum_sees_every_byte():
-    spec = ModelSpec(
-        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=True,
-        max_position_embeddings=64, initializer_range=0.2, qkv_bias=False,
-    )  # fmt: skip
-    one, two = Transformer(spec), Transformer(spec)
+    one, two = Transformer(SPEC), Transformer(SPEC)
     for model in (one, two):
         model.init_weights(torch.Generator().manual_seed(0))
     assert checksum(one) == checksum(two) and len(checksum(one)) == 32
-    ids = canary_ids(spec.vocab_size)
+    ids = canary_ids(SPEC.vocab_size)
     assert score(one, ids) == score(two, ids) and len(score(one, ids)) == len(ids) - 1
     with torch.no_grad():
         two.blocks[1].mlp.down.weight[3, 5] *= 1 + 1e-6
     assert checksum(one) != checksum(two)
+
+
+def test_a_canary_that_was_captured_goes_with_its_model(monkeypatch):
+    """Without the collector, which would come long after the memory is needed."""
+    monkeypatch.setattr(Captured, "capture", lambda self, key, forward: self.graphs.update({key: forward}))
+    model = Transformer(SPEC)
+    scorer, is_there = CanaryScorer(model), weakref.ref(model)
+    scorer._capture()
+    gc.disable()
+    try:
+        del scorer, model
+        assert is_there() is None
+    finally:
+        gc.enable()
 
 
 def test_no_version_that_is_to_be_evaluated_is_passed_over(tmp_path):

@@ -16,7 +16,7 @@ import logging
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from hone import machine
@@ -135,7 +135,7 @@ class Fleet:
         if not self._asked:
             loop.call_soon(self._send)
         asked = _Asked(prompt, sampling, is_urgent, loop.create_future())
-        key = repr((vars(prompt), is_urgent, vars(sampling) | {"seed": 0}))
+        key = repr((prompt, is_urgent, replace(sampling, seed=0)))
         self._asked.setdefault(key, []).append(asked)
         return await asked.future
 

@@ -89,8 +89,8 @@ class Engine:
         version: int = 0,
         stand_in: bool = False,
     ) -> None:
-        """`stand_in`: of its CUDA graphs (`kernels/captured.py`); for requests whose timing decides what is computed
-        together anyway."""
+        """`stand_in`: whether CUDA graphs of larger work may do smaller work (`kernels/captured.py`), for requests that
+        are computed together as their timing has it anyway."""
         weight, spec = model.embed.weight, model.spec
         limit = spec.max_position_embeddings
         if max_model_len and max_model_len > limit:

@@ -2,9 +2,10 @@
 
 A graph is for a number of rows (padded with the spare slot), a kind of sampling, with or without adapters, and a way to
 read the cache: alone or with the pages that groups share, each sequence in one piece or divided, for long sequences or
-short ones. It is captured when it is first needed, or, where one of more rows may stand in, when the time lost by that
-would have paid for it: requests that come apart ask for many numbers of rows, once each. All that changes between
-replays (who is active, pages, lengths) stands in tensors that stay where they are. So do the weights.
+short ones. It is captured when it is first needed. To a server requests come one by one, so that any number of rows may
+be needed for a few steps: there a graph of more rows stands in (but for shared pages), until its spare rows would have
+paid for the right one. All that changes between replays (who is active, pages, lengths) stands in tensors that stay
+where they are. So do the weights.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ENOUGH_BLOCKS = 100  # of the kernel that reads shared pages: shorter stretches 
 PARTS = (32, 16, 8, 4, 2)
 PART = 96  # tokens of a part at least
 MOST_PARTS = 32  # stretches of one shared prompt
-PAYS_FOR_GRAPH = 32  # steps, times the share of rows that nobody needed
+PAYS_FOR_GRAPH = 32  # steps, each times the share of its rows that nobody needed
 SOON = 64  # steps after which sequences have become so much longer that another way may be better
 LONG = 384  # tokens of the longest sequence from which larger blocks are faster
 
@@ -69,7 +70,7 @@ class DecodeGraphs:
         self.shared: dict[tuple[int, int], Shared] = {}
         self.arrived = torch.zeros((most_rows + 1) * self.heads, dtype=torch.int32, device=self.slots.device)
         self.key: Key | None = None
-        self.lost: dict[Key, float] = defaultdict(float)  # of those without a graph, in PAYS_FOR_GRAPH
+        self.lost: dict[Key, float] = defaultdict(float)  # such steps, of those without a graph
         self.looks_again: float = 0  # at this step of the engine
 
     def decode(self, sequences: list[Sequence], kind: int, has_adapters: bool, step: int) -> None:
@@ -108,6 +109,7 @@ class DecodeGraphs:
             if self.lost[key] < PAYS_FOR_GRAPH:
                 return key._replace(rows=min(larger))
         self._capture(key)
+        self.lost.pop(key, None)
         return key
 
     def _stretches(self, sequences: list[Sequence]) -> list[tuple[int, int, list[int]]]:
@@ -195,8 +197,8 @@ class DecodeGraphs:
         self.slots.state[slots, column.OWN_PAGE] = to_device(own, device)
 
     def _capture(self, key: Key) -> None:
-        slots = self.slots
+        slots, decoder = self.slots, self.decoder  # or the graph would be in a circle of references
         rows, active = self.rows_by(key), slots.active.clone()
         slots.active.fill_(slots.count)  # what is set up is so by a step of the spare slot alone
-        self.captured.capture(key, lambda: self.decoder.step(key.rows, key.kind, key.has_adapters, rows))
+        self.captured.capture(key, lambda: decoder.step(key.rows, key.kind, key.has_adapters, rows))
         slots.active.copy_(active)

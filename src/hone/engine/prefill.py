@@ -4,11 +4,11 @@
                                           └─ as one CUDA graph ───┘
 
 Launching the kernels of a pass takes the host as long as some 4,000 tokens take an H200 (0.6B parameters). So on a GPU
-passes over whole prompts become graphs when their shape, rounded up, comes for the second time, or more often where the
-graph of a larger one may stand in.
+passes over whole prompts become graphs when their shape, rounded up, comes for the second time. Where the graph of a
+larger pass may stand in, it does so until the tokens that it had too many would have hidden the launches of a pass.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -28,8 +28,6 @@ from hone.models.attention import ContinuedAttention, Heads, PackedAttention, va
 from hone.models.transformer import Transformer
 
 WORTH_A_GRAPH = 2e13  # FLOP of a pass: a longer one hides its launches, and its graph would hold on to memory
-OFTEN = 16  # times that a larger graph stands in
-SMALL_PASS = 512  # tokens: takes less time than launching a smaller one
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -52,7 +50,8 @@ class Prefill:
         self.captured = captured
         self.most_tokens = WORTH_A_GRAPH / (2 * sum(p.numel() for p in model.blocks.parameters()))
         self.inputs: dict[Shape, _Inputs] = {}  # of graphs
-        self.seen = Counter[Shape]()  # of those without a graph
+        self.seen: set[Shape] = set()
+        self.lost: dict[Shape, int] = defaultdict(int)  # tokens, of those without a graph, by larger ones
 
     def run(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
         """Computes keys and values of these stretches; hidden states of the rows `kept`, of all laid end to end."""
@@ -83,11 +82,16 @@ class Prefill:
         if shape in captured:
             return shape
         others = captured if captured.stand_in else ()
-        larger = min((s for s in others if isinstance(s, Shape) and s.stands_in_for(shape)), default=None)
-        self.seen[shape] += 1
-        if self.seen[shape] <= (1 if larger is None else OFTEN):
-            return larger
+        larger = min((s for s in others if isinstance(s, Shape) and s.has_room_for(shape)), default=None)
+        if larger is not None:
+            self.lost[shape] += larger.tokens - shape.tokens
+            if self.lost[shape] <= self.most_tokens:
+                return larger
+        elif shape not in self.seen:
+            self.seen.add(shape)
+            return None
         self._capture(captured, shape)
+        self.lost.pop(shape, None)
         return shape
 
     def _mix(self, stretches: list[Stretch], lengths: list[int], before: list[int]) -> Mix:
@@ -103,9 +107,10 @@ class Prefill:
         inputs = self.inputs[shape] = _Inputs(shape, self.device)  # of empty prompts
         attention = PrefillAttention(self.cache, inputs.positions_T, inputs.cells_T, inputs.mix)
 
+        model = self.model  # or the graph would be in a circle of references
+
         def forward() -> Tensor:
-            x_TD = self.model.embed(inputs.tokens_T)
-            return self.model.hidden(x_TD, inputs.positions_T, attention, inputs.kept_N)
+            return model.hidden(model.embed(inputs.tokens_T), inputs.positions_T, attention, inputs.kept_N)
 
         captured.capture(shape, forward)
 
@@ -117,10 +122,8 @@ class Shape(NamedTuple):
     prompts: int
     longest: int
 
-    def stands_in_for(self, other: "Shape") -> bool:
-        """Whether a pass of that shape has room in one of this, which takes little longer."""
-        is_near = self.tokens <= max(SMALL_PASS, 2 * other.tokens)
-        return is_near and all(own >= wanted for own, wanted in zip(self, other, strict=True))
+    def has_room_for(self, other: "Shape") -> bool:
+        return all(own >= wanted for own, wanted in zip(self, other, strict=True))
 
     @staticmethod
     def of(lengths: list[int]) -> "Shape":

@@ -17,7 +17,7 @@ from torch import Tensor
 from hone.kernels.host import PORTION, ROOMS
 
 BLOCK = 4096  # divides PORTION
-EVENLY = tl.constexpr(16)  # numbers that a thread may load at once, if they divide all portions
+EVENLY = tl.constexpr(16)  # where all portions have multiples of so many numbers, a thread loads several at once
 DENSE = torch.contiguous_format
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -47,7 +47,7 @@ def adamw_kernel(
     second = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(MOMENT)), 16)
     grad = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(GRAD)), 16)
     count = tl.load(row + 5)
-    if EVEN:  # else numbers are loaded one by one, since each of them might be the last
+    if EVEN:  # else numbers are loaded one by one, since any of them might be the last
         count = tl.multiple_of(count, EVENLY)
     inside = i < count
     g = tl.load(grad + i, inside, other=0.0).to(tl.float32) * scale
