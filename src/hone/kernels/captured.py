@@ -1,4 +1,4 @@
-"""CUDA graphs by what they were captured for; all of an engine's share one pool of memory."""
+"""CUDA graphs by what they were captured for; those that are kept together share one pool of memory."""
 
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
