@@ -1,7 +1,6 @@
 """The engine against plain forwards of the same model."""
 
 import time
-from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -595,7 +594,6 @@ def test_a_graph_of_more_rows_stands_in_until_its_spare_rows_have_paid(stand_in,
     many, few = Key(128, 0, False, 0, 0, False), Key(64, 0, False, 0, 0, False)
     unlike = [few._replace(rows=96, **one) for one in ({"kind": 1}, {"parts": 2}, {"is_long": True})]
     graphs.captured = Named(stand_in).has(many, few._replace(rows=256), few._replace(rows=32), *unlike)
-    graphs.lost = defaultdict(float)
     monkeypatch.setattr(graphs, "_capture", lambda key: graphs.captured.has(key))
     steps = PAYS_FOR_GRAPH // 2  # of which each has half of its rows for nobody
     chosen = [graphs._graph(few, steps) for _ in range(5)]
@@ -611,7 +609,7 @@ def test_a_graph_of_more_rows_stands_in_until_its_spare_rows_have_paid(stand_in,
 @pytest.mark.parametrize("stand_in", [True, False])
 def test_a_larger_pass_stands_in_as_long_as_its_spare_tokens_hide_launches(stand_in, monkeypatch):
     prefill = Prefill.__new__(Prefill)
-    prefill.seen, prefill.lost, prefill.most_tokens = set(), defaultdict(int), 1000
+    prefill.seen, prefill.most_tokens = set(), 1000
     few_prompts, decoding = Shape(192, 2, 64), Key(128, 0, False, 0, 0, False)
     captured = Named(stand_in).has(Shape(512, 16, 64), Shape(768, 16, 64), few_prompts, decoding)
     monkeypatch.setattr(prefill, "_capture", lambda captured, shape: captured.has(shape))

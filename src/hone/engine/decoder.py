@@ -33,7 +33,7 @@ class Decoder:
         self.model, self.cache, self.slots = model, cache, slots
         self.sampler, self.adapters = Sampler(slots, model.spec.vocab_size), Adapters(model)
         self.packed = PackedModel(model, cache) if PackedModel.takes(model) else None
-        self.stays_on_device = model.spec.has_fast_paths and gpu.takes_model(model.embed.weight, model.spec.head_dim)
+        self.stays_on_device = model.stays_on_device
 
     def at_once(self, kind: int, has_adapters: bool) -> int:
         """How many steps `step` takes in one call."""

@@ -70,7 +70,6 @@ class DecodeGraphs:
         self.shared: dict[tuple[int, int], Shared] = {}
         self.arrived = torch.zeros((most_rows + 1) * self.heads, dtype=torch.int32, device=self.slots.device)
         self.key: Key | None = None
-        self.lost: dict[Key, float] = defaultdict(float)  # such steps, of those without a graph
         self.looks_again: float = 0  # at this step of the engine
 
     def decode(self, sequences: list[Sequence], kind: int, has_adapters: bool, step: int) -> None:
@@ -104,12 +103,11 @@ class DecodeGraphs:
         if key in self.captured:
             return key
         larger = [k.rows for k in self.captured if isinstance(k, Key) and k.rows > key.rows and key.is_like(k)]
-        if larger and self.captured.stand_in and not key.stretches:
-            self.lost[key] += steps * (1 - key.rows / min(larger))
-            if self.lost[key] < PAYS_FOR_GRAPH:
+        if larger and not key.stretches:
+            spare = steps * (1 - key.rows / min(larger))
+            if self.captured.may_stand_in(key, spare, PAYS_FOR_GRAPH):
                 return key._replace(rows=min(larger))
         self._capture(key)
-        self.lost.pop(key, None)
         return key
 
     def _stretches(self, sequences: list[Sequence]) -> list[tuple[int, int, list[int]]]:

@@ -8,7 +8,6 @@ passes over whole prompts become graphs when their shape, rounded up, comes for 
 larger pass may stand in, it does so until the tokens that it had too many would have hidden the launches of a pass.
 """
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -51,7 +50,6 @@ class Prefill:
         self.most_tokens = WORTH_A_GRAPH / (2 * sum(p.numel() for p in model.blocks.parameters()))
         self.inputs: dict[Shape, _Inputs] = {}  # of graphs
         self.seen: set[Shape] = set()
-        self.lost: dict[Shape, int] = defaultdict(int)  # tokens, of those without a graph, by larger ones
 
     def run(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
         """Computes keys and values of these stretches; hidden states of the rows `kept`, of all laid end to end."""
@@ -84,14 +82,12 @@ class Prefill:
         others = captured if captured.stand_in else ()
         larger = min((s for s in others if isinstance(s, Shape) and s.has_room_for(shape)), default=None)
         if larger is not None:
-            self.lost[shape] += larger.tokens - shape.tokens
-            if self.lost[shape] <= self.most_tokens:
+            if captured.may_stand_in(shape, larger.tokens - shape.tokens, self.most_tokens):
                 return larger
         elif shape not in self.seen:
             self.seen.add(shape)
             return None
         self._capture(captured, shape)
-        self.lost.pop(shape, None)
         return shape
 
     def _mix(self, stretches: list[Stretch], lengths: list[int], before: list[int]) -> Mix:

@@ -1,5 +1,6 @@
 """CUDA graphs by what they were captured for; those that are kept together share one pool of memory."""
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ class Captured:
     def __init__(self, stand_in: bool = False) -> None:
         self.stand_in = stand_in
         self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any, Callable[[], Any]]] = {}
+        self._spare: dict[Hashable, float] = defaultdict(float)  # that was done for nothing, instead of these
         self._pool: Any = None
 
     def __contains__(self, key: Hashable) -> bool:
@@ -23,6 +25,13 @@ class Captured:
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self.graphs)
+
+    def may_stand_in(self, key: Hashable, spare: float, pays: float) -> bool:
+        """Whether a graph of larger work, `spare` of which would be for nothing, may do the work of `key` once more: as
+        long as all of that together is less than what a graph of its own costs."""
+        if self.stand_in:
+            self._spare[key] += spare
+        return self.stand_in and self._spare[key] < pays
 
     def capture(self, key: Hashable, forward: Callable[[], Any]) -> None:
         """`forward` is called twice: once so that everything is compiled and set up, then for the graph. It is kept,
@@ -46,4 +55,5 @@ class Captured:
     def clear(self) -> None:
         """After tensors that graphs read were replaced."""
         self.graphs.clear()
+        self._spare.clear()
         self._pool = None

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from hone.kernels import gpu
 from hone.kernels.captured import Captured
 from hone.kernels.fingerprints import Fingerprints
 from hone.kernels.logprobs import target_logprobs
@@ -73,10 +72,9 @@ class CanaryScorer:
     a graph: 2 ms for a model of 0.6B parameters, where launching its kernels one by one takes the host 24."""
 
     def __init__(self, model: Transformer) -> None:
-        self.model, weight = model, model.embed.weight
         is_whole = not hasattr(model, "reshard")  # else ranks bring its weights together for each pass
-        self._is_captured = is_whole and model.spec.has_fast_paths and gpu.takes_model(weight, model.spec.head_dim)
-        self._captured = Captured()
+        self.model, self._captured = model, Captured()
+        self._is_captured = is_whole and model.stays_on_device
 
     @torch.no_grad()
     def __call__(self, ids: list[int]) -> list[float]:

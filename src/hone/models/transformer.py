@@ -344,6 +344,11 @@ class Transformer(nn.Module):
         last.given_TK = parts[-1] if parts[-1] is None or keep_N is None else parts[-1][keep_N]
 
     @property
+    def stays_on_device(self) -> bool:
+        """Whether a pass over few tokens is done by kernels of the device alone, so that it can be captured."""
+        return self.spec.has_fast_paths and gpu.takes_model(self.embed.weight, self.spec.head_dim)
+
+    @property
     def mixtures(self) -> list["Experts"]:
         """The feed-forward parts, of a mixture of experts."""
         return [block.mlp for block in self.blocks]  # type: ignore[misc]
