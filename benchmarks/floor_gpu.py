@@ -1,30 +1,46 @@
 """What a decode step of the engine could be at best on this card, with torch's products or with fewer kernels.
 
-    python benchmarks/floor_gpu.py [--models NAME …] [--rows 256] [--context 128]
+    python benchmarks/floor_gpu.py [--models NAME …] [--rows 256] [--context 128] [--few 32]
 
-Two tables. The first has torch's products of a layer and of the head by themselves, microseconds of one and teraflops a
-second, and the share of the limit (`shapes_gpu.py`) of a step that is these, attention by its bytes, and nothing else.
-The second has what a kernel costs in a chain in which each reads what the one before wrote: launched with dependent
-launch, before or after its own wait, as against one kernel for all of them with a barrier of the grid between two.
+Three tables. The first has torch's products of a layer and of the head by themselves, microseconds of one and teraflops
+a second, and the share of the limit (`shapes_gpu.py`) of a step that is these, attention by its bytes, and nothing
+else. The second has what a kernel costs in a chain in which each reads what the one before wrote: launched with
+dependent launch, before or after its own wait, as against one kernel for all of them with a barrier of the grid between
+two. The third has the engine's step of Qwen3-0.6B for few rows, and the same where all tiles of a product fetch the
+weights of one, or all rows are one row, which costs nearly nothing: what is left is starting kernels, multiplying,
+adding up, attention, the head and the draw.
 """
 
 import argparse
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
+from decode_gpu import step_ms
 from generate_gpu import bandwidth
 from peer import finish, median
 from shapes_gpu import MODELS, limits
-from training import gpu_seconds, matrix_rate
+from training import gpu_seconds, matrix_rate, our_model
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hone.kernels.gpu import has_dependent_launch
+from hone.engine.engine import Engine
+from hone.kernels import gpu
+from hone.kernels.gpu import has_dependent_launch, held
 from hone.models.families import parse_model_config
 
 BEYOND_CACHE = 120 * 2**20  # bytes of weights in turns, so that none is in the second cache when its turn comes
 LINKS = 140  # of a chain: a step of 0.6B's shape has so many
 ROWS, INNER = 32, 2048  # numbers that a link copies
+FEW_MODEL = "Qwen3-0.6B"  # all its layers' products of up to 32 rows are those of held.py
+# In the text of held.py: where a row is, and where a tile's weights are; and the same for all rows, all tiles.
+ONE_ROW = ("x + (m_x * K +", "x + (m_x * 0 +")
+ONE_TILE = ("w + (n.to(gl.int64) * K", "w + ((n - first_n).to(gl.int64) * K")
 
 
 def seconds(run, times: int) -> float:
@@ -97,11 +113,50 @@ def chain_seconds() -> dict[str, float]:
     }
 
 
+@contextmanager
+def products_changed(*changes: tuple[str, str]) -> Iterator[None]:
+    """Products of few rows by held.py with these parts of its text replaced."""
+    text = Path(held.__file__).read_text()
+    for old, new in changes:
+        if text.count(old) != 1:
+            raise RuntimeError(f"held.py has {text.count(old)} times {old!r}: this table is for another version of it")
+        text = text.replace(old, new)
+    with tempfile.TemporaryDirectory() as home:
+        path = Path(home) / "held_changed.py"
+        path.write_text(text)
+        found = importlib.util.spec_from_file_location(path.stem, path)
+        assert found is not None and found.loader is not None
+        changed = importlib.util.module_from_spec(found)
+        found.loader.exec_module(changed)
+        gpu.held = sys.modules[held.__name__] = changed  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            gpu.held = sys.modules[held.__name__] = held  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def few_ms(rows: int, context: int) -> dict[str, float]:
+    """Milliseconds of a step of few rows by what its products fetch; each the median of three rounds."""
+    engine = Engine(our_model(MODELS[FEW_MODEL]), max_batch_size=rows, max_model_len=context + 256, kv_cache_gib=8)
+    ways: dict[str, list[tuple[str, str]]] = {
+        "as_it_is": [], "one_row": [ONE_ROW], "one_tile": [ONE_TILE], "one_row_and_tile": [ONE_ROW, ONE_TILE],
+    }  # fmt: skip
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(3):
+        for name, changes in ways.items():
+            with products_changed(*changes):
+                engine.captured.clear()
+                found[name].append(step_ms(engine, rows, context))
+    return {name: median(times) for name, times in found.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["Llama-3.2-1B", "Qwen3-1.7B", "Qwen3-4B"])
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--few", type=int, default=32, help="rows of the third table, up to 32")
     args = parser.parse_args()
     rate, flops, figures = bandwidth(), matrix_rate(), {}
     print(f"memory: {rate / 1e12:.2f} TB/s, a large product: {flops / 1e12:.0f} TFLOP/s\n")
@@ -124,6 +179,16 @@ def main() -> None:
     for name, each in chain.items():
         print(f"| {name.replace('_', ' ')} | {each * 1e6:.2f} |")
         figures[f"{name}_us"] = each * 1e6
+    if has_dependent_launch():
+        least = max(limits(parse_model_config(MODELS[FEW_MODEL]), args.few, args.context, rate, flops))
+        print(
+            f"\n| {FEW_MODEL}, {args.few} rows, products fetch | milliseconds | share of the limit |",
+            "|---|---|---|",
+            sep="\n",
+        )
+        for name, ms in few_ms(args.few, args.context).items():
+            print(f"| {name.replace('_', ' ')} | {ms:.3f} | {least * 1e3 / ms:.0%} |")
+            figures[f"{name}_ms"] = ms
     finish(**figures)
 
 

@@ -3,6 +3,7 @@
 Then how patient tests are: deadlines are for machines of usual speed, and longer where importing torch takes longer."""
 
 import os
+import signal
 import time
 
 from hone import machine
@@ -13,6 +14,8 @@ start = time.perf_counter()
 import torch  # noqa: E402, F401
 
 machine.started_in(time.perf_counter() - start)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # `make test &` in a script: what tests start would not hear it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # What tests start ends with them, also when they are killed.
 os.environ["HONE_PARENT_PID"] = str(os.getpid())
 

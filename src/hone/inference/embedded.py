@@ -14,7 +14,7 @@ from hone.kernels import cpu
 from hone.models.families import parse_model_config
 from hone.models.hf import empty_model
 from hone.models.proof import Proof, likeliest, scores
-from hone.models.spec import read_model_config
+from hone.models.spec import ModelSpec, read_model_config
 from hone.records import Completion, GenerateRequest
 from hone.transport.delivery import Message
 from hone.transport.ways import Receivers
@@ -26,6 +26,7 @@ class EmbeddedSampler(Sampler):
     def __init__(self, service: EngineService) -> None:
         self.service, self.streams = service, Streams(self.generate, self.look)
         self.receivers, self.proof = Receivers(), Proof(service.engine.model)  # of the model that is served
+        self._described: tuple[bytes, ModelSpec] | None = None  # what was delivered last
 
     @property
     def engine(self) -> Engine:
@@ -69,8 +70,7 @@ class EmbeddedSampler(Sampler):
         return await self.service.run(lambda: self._update(place, version, message))
 
     def _update(self, place: Path, version: int, message: Message) -> dict[str, Any]:
-        engine = self.engine
-        spec = parse_model_config(read_model_config(place), str(place / "config.json"))
+        engine, spec = self.engine, self._spec(place)
         model, weight = engine.model, engine.model.embed.weight
         if spec != model.spec:
             model = empty_model(spec, weight.dtype, weight.device)
@@ -85,6 +85,15 @@ class EmbeddedSampler(Sampler):
             gc.unfreeze()  # the old engine is in reference cycles, and gc.freeze has excluded it from collection
             gc.collect()
         return self._state(each=False)
+
+    def _spec(self, place: Path) -> ModelSpec:
+        """Of the model that is delivered there. A description that is the last one's is not parsed again: it takes half
+        a millisecond of a thread that has just woken up."""
+        file = place / "config.json"
+        text = file.read_bytes() if file.is_file() else b""
+        if self._described is None or self._described[0] != text:
+            self._described = text, parse_model_config(read_model_config(place), str(file))
+        return self._described[1]
 
     async def state(self, each: bool = False) -> dict[str, Any]:
         return await self.service.run(lambda: self._state(each))

@@ -1,7 +1,9 @@
 """What a server serves: a sampler, the tokenizer of its model, and a name. Changes with new weights."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,8 @@ class Served:
             self.set_tokenizer(tokenizer)
             self._text = text
         self.name = name or self.name
-        log.info("Took version %d of %s from %s", version, self.name, delivered)
+        took = partial(log.info, "Took version %d of %s from %s", version, self.name, delivered)
+        asyncio.get_running_loop().call_soon(took)  # after the answer, which a whole run waits for
         return found | self._own()
 
     async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class Weights:
         self, run: RunDirectory, config: OrchestratorRunConfig, clients: list[HttpClient], log: logging.Logger
     ) -> None:
         self.run, self.config, self.log = run, config, log
+        self.broadcasts = run.broadcasts.resolve()  # as others find it
         self.fleet = Fleet(clients, self.revive, config.client.ready_timeout, log, config.max_async_level > 0)
         self.trainer = PulseOf(run.pulse("trainer"))
         self.version, self.seen = -1, -1
@@ -195,9 +196,11 @@ class Weights:
 
     async def _update(self, client: HttpClient, delivery: Delivery) -> Taken:
         """Has a server take a version and prove it by the checksum; where it has none, by the canary."""
-        version, directory = delivery.version, self.run.broadcasts.resolve() / f"step_{delivery.version}"
-        body: dict[str, Any] = {"weight_dir": str(directory), "version": version, "transport": delivery.transport}
-        body["model_name"] = self.config.model.name
+        version = delivery.version
+        body = {
+            "weight_dir": str(self.broadcasts / f"step_{version}"), "version": version,
+            "transport": delivery.transport, "model_name": self.config.model.name,
+        }  # fmt: skip
         try:
             state = await client.control("update_weights", body)
             if state["is_paused"]:  # by whoever used the server before
