@@ -23,6 +23,7 @@ from shapes_gpu import write_shape
 SYSTEM = 7  # tokens of a prompt beside the text
 SHAPES = {  # model, rollouts, of a group, prompt, completion
     "0.6B 128 x (37+128)": ("Qwen3-0.6B", 128, 16, 37, 128),
+    "0.6B 128 x (64+128)": ("Qwen3-0.6B", 128, 16, 64, 128),
     "0.6B 1024 x (224+511)": ("Qwen3-0.6B", 1024, 16, 224, 511),
     "4B 128 x (222+498)": ("Qwen3-4B", 128, 16, 222, 498),
     "8B 128 x (37+128)": ("Qwen3-8B", 128, 16, 37, 128),
