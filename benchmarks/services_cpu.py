@@ -1,10 +1,13 @@
 """The tiny recipe as three processes against one process, on the CPU: the same learning, and what the processes cost.
 
-For seeds 0, 1, 2: SFT, then RL in one process, by processes at async level 0 and by processes at level 1. Final reward:
+    python benchmarks/services_cpu.py [--seeds 0 1 2]
+
+For each seed: SFT, then RL in one process, by processes at async level 0 and by processes at level 1. Final reward:
 the mean over the last ten steps. At level 0 rewards and weights must be the same to the bit. Overhead of a step is its
 time less sampling and training, at 128 rollouts; start-up is from `rl` to the first request for rollouts.
 """
 
+import argparse
 import filecmp
 import json
 import subprocess
@@ -14,6 +17,8 @@ import time
 from pathlib import Path
 
 from peer import ROOT, finish, median
+
+from hone.run_directory import steps_in
 
 BIN = Path(sys.executable).parent
 TINY = "examples/reverse_text_tiny"
@@ -45,17 +50,25 @@ def start_up(words: list[object], out: Path) -> float:
     return until_rollouts - rows(out)[0]["time/step"]
 
 
+def last_weights(out: Path) -> Path:
+    found = steps_in(out / "weights")
+    return found[max(found)]
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         gaps, same = [], []
         print(f"{'seed':>4} {'one process':>12} {'level 0':>9} {'level 1':>9}   final reward; seconds of RL")
-        for seed in range(3):
+        for seed in args.seeds:
             data, sft = home / f"sft_{seed}.jsonl", home / f"sft_{seed}"
             run("python", "-m", "reverse_text", "--out", data, "-n", 16000, "--min-chars", 12, "--max-chars", 20,
                 "--seed", seed)  # fmt: skip
             run("sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--seed", seed, "--output-dir", sft)
-            shared = ("--model.name", sft / "weights" / "step_350", "--seed", seed)
+            shared = ("--model.name", last_weights(sft), "--seed", seed)
             outs, seconds = {}, {}
             for name, options in {
                 "one": ("@", f"{TINY}/rl.toml"),
@@ -67,7 +80,7 @@ def main() -> None:
                 run("rl", *options, *shared, "--output-dir", outs[name])
                 seconds[name] = time.perf_counter() - start
             reward = {name: final_reward(out) for name, out in outs.items()}
-            weights = [outs[name] / "weights" / "step_120" / "model.safetensors" for name in ("one", "level 0")]
+            weights = [last_weights(outs[name]) / "model.safetensors" for name in ("one", "level 0")]
             rewards = [[row["reward/mean"] for row in rows(outs[name])] for name in ("one", "level 0")]
             same.append(rewards[0] == rewards[1] and filecmp.cmp(*weights, shallow=False))
             gaps.append(abs(reward["level 1"] - reward["one"]))
