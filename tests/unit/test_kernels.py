@@ -20,6 +20,7 @@ from hone.engine.slots import Slots
 from hone.kernels import cpu
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows, attend_by_pages, attend_by_pages_reference
+from hone.kernels.fingerprints import WORDS, Fingerprints, sums_reference
 from hone.kernels.flat_attention import Sequences, flat_attention
 from hone.kernels.linear import linear, product
 from hone.kernels.logprobs import target_logprobs, target_logprobs_reference
@@ -131,6 +132,22 @@ def test_linear(T, inputs, outputs):
 def test_a_product_of_a_transposed_matrix_has_the_bits_of_one_that_was_copied(M, K, N):
     a_KM, b_KN = random(K, M, dtype=torch.float32).detach(), random(K, N, dtype=torch.float32).detach()
     assert torch.equal(product(a_KM.t(), b_KN), product(a_KM.t().contiguous(), b_KN))
+
+
+@compiled
+def test_fingerprints():
+    tensors = [torch.randn(3, 5), torch.randn(2 * WORDS + 7), torch.randn(1), torch.randn(WORDS), torch.empty(0, 2)]
+    of = Fingerprints(tensors)
+    assert of.table is not None
+    before = of()
+    expected = sums_reference(of.words)
+    assert before == [value % 2**64 for value in expected.tolist()] and len(set(before)) == len(tensors)
+    for tensor, at in ((0, 14), (1, WORDS), (1, 2 * WORDS + 6), (3, 1)):
+        of.words[tensor][at] ^= 1
+        assert [a != b for a, b in zip(of(), before, strict=True)] == [i == tensor for i in range(len(tensors))]
+        of.words[tensor][at] ^= 1
+    assert of() == before
+    assert Fingerprints([one.bfloat16() for one in tensors]).table is None  # by torch
 
 
 @both

@@ -6,19 +6,33 @@
 Integers wrap, so that the order of the sums does not matter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hone.kernels import gpu
+from hone.kernels import cpu, gpu
 
 WORDS = 2**18  # of a tensor, in a stretch: a CPU keeps them in its cache
 ODD, MIX = -7046029254386353131, 6364136223846793005  # 64-bit multipliers of well-spread bits
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Table(Protocol):
+    """Where the words of tensors stand, which stay there: found out once, read every time."""
+
+    def forget(self) -> None:
+        """Nothing has been added up."""
+
+    def add(self, numbers: tuple[int, ...]) -> None:
+        """The words of these tensors may be added up, once until `sums`."""
+
+    def sums(self) -> Tensor:
+        """What `sums_reference` gives, as int64 on the device."""
 
 
 class Fingerprints:
@@ -26,11 +40,7 @@ class Fingerprints:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.words = [one.view(-1).view(INTEGERS[one.element_size()]) for one in tensors]
-        self.table = None
-        if gpu.IS_AVAILABLE and self.words and all(one.is_cuda and one.data_ptr() % 16 == 0 for one in self.words):
-            from hone.kernels.gpu.fingerprints import Table
-
-            self.table = Table(self.words, WORDS, ODD, powers)
+        self.table = _table(self.words)
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Of these tensors, each once, whose values stay until the next call: a GPU computes theirs already."""
@@ -46,6 +56,34 @@ class Fingerprints:
         """From 0 to 2^64 - 1, one a tensor, in their order; the device is waited for once."""
         sums = self.table.sums() if self.table is not None else sums_reference(self.words)
         return [value % 2**64 for value in sums.tolist()]
+
+
+def _table(words: Sequence[Tensor]) -> Table | None:
+    """None where plain torch adds up."""
+    if gpu.IS_AVAILABLE and words and all(one.is_cuda and one.data_ptr() % 16 == 0 for one in words):
+        from hone.kernels.gpu import fingerprints as of_gpu
+
+        return of_gpu.Table(words, stretches, WORDS, ODD)
+    if cpu.IS_AVAILABLE and words and all(one.device.type == "cpu" and one.dtype == torch.int32 for one in words):
+        from hone.kernels.cpu import fingerprints as of_cpu
+
+        return of_cpu.Table(stretches(words, range(len(words))), len(words), ODD)
+    return None
+
+
+def stretches(words: Sequence[Tensor], numbers: Iterable[int]) -> NDArray[np.int64]:
+    """Of the tensors with these numbers, a row for each stretch: the address of its first word, how many words there
+    are, by what its sum is multiplied, and the number of its tensor."""
+    rows = [np.empty((0, 4), dtype=np.int64)]
+    for number in numbers:
+        one = words[number]
+        first = np.arange(0, len(one), WORDS)
+        row = np.empty((len(first), 4), dtype=np.int64)
+        row[:, 0] = one.data_ptr() + first * one.element_size()
+        row[:, 1] = np.minimum(len(one) - first, WORDS)
+        row[:, 2], row[:, 3] = powers(len(first)), number
+        rows.append(row)
+    return np.concatenate(rows)
 
 
 def rehearse(weight: Tensor) -> None:

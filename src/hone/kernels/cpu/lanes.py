@@ -164,7 +164,7 @@ def _pointer_to(kind: types.Type) -> Any:
     return pointer
 
 
-_floats, _integers = (_pointer_to(kind) for kind in (types.float32, types.int64))
+_floats, _integers, _words = (_pointer_to(kind) for kind in (types.float32, types.int64, types.int32))
 
 
 @njit
@@ -177,6 +177,12 @@ def floats(address: Any, shape: Any) -> Any:
 def integers(address: Any, shape: Any) -> Any:
     """The int64 array at an address, to read."""
     return carray(_integers(address), shape)
+
+
+@njit
+def words(address: Any, shape: Any) -> Any:
+    """The int32 array at an address, to read."""
+    return carray(_words(address), shape)
 
 
 # -------------------------------------------------------------------------------------------- arithmetic

@@ -1,6 +1,6 @@
 """Fingerprints of all weights, or of some while others are still to come: memory is read once."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BLOCK = 1024  # words that a program adds up at a time; it fetches four times as many before it does
+Stretches = Callable[[Sequence[Tensor], Iterable[int]], NDArray[np.int64]]
 TYPES = {torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64}
 
 
@@ -47,13 +48,11 @@ def fingerprint_kernel(stretches, found, odd, WORD: tl.constexpr, WORDS: tl.cons
 
 
 class Table:
-    """Where the words of tensors stand, which stay there: found out once, read at every launch. `length` of a stretch,
-    `odd` and `powers` are those of `kernels/fingerprints.py`."""
+    """Where the words of tensors stand, which stay there. `stretches`, the `length` of one and `odd` are those of
+    `kernels/fingerprints.py`."""
 
-    def __init__(
-        self, words: Sequence[Tensor], length: int, odd: int, powers: Callable[[int], NDArray[np.int64]]
-    ) -> None:
-        self.words, self.length, self.odd, self.powers = words, length, odd, powers
+    def __init__(self, words: Sequence[Tensor], stretches: Stretches, length: int, odd: int) -> None:
+        self.words, self.stretches, self.length, self.odd = words, stretches, length, odd
         self._stretches: dict[tuple[int, ...], list[tuple[torch.dtype, Tensor]]] = {}
         self.forget()
 
@@ -84,15 +83,6 @@ class Table:
 
     def _stretches_of(self, numbers: tuple[int, ...]) -> Iterator[tuple[torch.dtype, Tensor]]:
         for dtype in {self.words[number].dtype for number in numbers}:
-            rows = []
-            for number in numbers:
-                one = self.words[number]
-                if one.dtype == dtype and len(one):
-                    first = np.arange(0, len(one), self.length)
-                    row = np.empty((len(first), 4), dtype=np.int64)
-                    row[:, 0] = one.data_ptr() + first * one.element_size()
-                    row[:, 1] = np.minimum(len(one) - first, self.length)
-                    row[:, 2], row[:, 3] = self.powers(len(first)), number
-                    rows.append(row)
-            if rows:
-                yield dtype, torch.from_numpy(np.concatenate(rows)).to(one.device)
+            rows = self.stretches(self.words, [number for number in numbers if self.words[number].dtype == dtype])
+            if len(rows):
+                yield dtype, torch.from_numpy(rows).to(self.words[0].device)
