@@ -191,13 +191,56 @@ def rewrite(file: Path, text: str) -> None:
 
 def steps_in(parent: Path, prefix: str = "step_") -> dict[int, Path]:
     """Its whole step_N directories, in order; none where there is no such directory."""
+    return {step: parent / f"{prefix}{step}" for step in _numbers_in(parent, prefix)}
+
+
+def _numbers_in(parent: Path, prefix: str) -> list[int]:
     try:
         names = os.listdir(parent)
     except FileNotFoundError:
-        return {}
+        return []
     start = len(prefix)
-    steps = sorted(int(name[start:]) for name in names if name.startswith(prefix) and name[start:].isdigit())
-    return {step: parent / f"{prefix}{step}" for step in steps}
+    return sorted(int(name[start:]) for name in names if name.startswith(prefix) and name[start:].isdigit())
+
+
+class Steps:
+    """The step_N directories in one that is looked at again and again. It is read when it has changed: where there are
+    5,000 that takes 9 ms, and a look 0.01.
+
+    It is opened for a look, which brings news of a network file system as reading does. A change soon after another
+    may have the same time, so it is read each time until SETTLED seconds after one, and every AGAIN seconds for file
+    systems that note no times.
+    """
+
+    SETTLED, AGAIN = 0.05, 1.0
+
+    def __init__(self, parent: Path) -> None:
+        self.parent = parent
+        self._numbers: list[int] = []
+        self._changed: int | None = None  # when it was, by its file system
+        self._since = self._read = 0.0  # when that was first seen, and when it was read, by time.monotonic
+
+    def now(self) -> list[int]:
+        """Their numbers, in order."""
+        now, changed = time.monotonic(), self._time_of_change()
+        if changed != self._changed:
+            self._changed, self._since = changed, now
+        if self._read < self._since + self.SETTLED or now > self._read + self.AGAIN:
+            self._numbers, self._read = _numbers_in(self.parent, "step_"), now
+        return self._numbers
+
+    def _time_of_change(self) -> int | None:
+        try:
+            directory = os.open(self.parent, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            return os.fstat(directory).st_mtime_ns
+        finally:
+            os.close(directory)
+
+    def path(self, number: int) -> Path:
+        return self.parent / f"step_{number}"
 
 
 def checkpoints_in(parent: Path) -> dict[int, Path]:

@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import logging
+import os
+import shutil
 import time
 import weakref
 
@@ -18,7 +20,7 @@ from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.orchestrator.weights import Weights
 from hone.records import Batch, Sample
-from hone.run_directory import RunDirectory, appearing, steps_in
+from hone.run_directory import RunDirectory, Steps, appearing, steps_in
 from hone.transport import waiting
 from hone.transport.batches import Batches, FileBatches
 from hone.transport.delivery import Canary, Delivery, read_delivery, remove_before, write_delivery
@@ -98,6 +100,41 @@ def test_deliveries_appear_whole_and_old_ones_go(tmp_path):
     assert list(steps_in(tmp_path)) == [0, 1, 9, 10]
     remove_before(tmp_path, 9)
     assert list(steps_in(tmp_path)) == [9, 10] and read_delivery(tmp_path / "step_0") is None
+
+
+def test_steps_are_seen_at_once_and_a_directory_is_read_when_it_has_changed(tmp_path, monkeypatch):
+    steps, reads = Steps(tmp_path / "out"), []
+    monkeypatch.setattr(os, "listdir", lambda path, real=os.listdir: reads.append(path) or real(path))
+    assert steps.now() == []
+    for number in range(50):
+        with appearing(steps.path(number)):
+            assert number not in steps.now()
+        assert steps.now() == list(range(number + 1))
+    time.sleep(Steps.SETTLED * 1.1)
+    steps.now()
+    reads.clear()
+    until = time.monotonic() + 0.2
+    while time.monotonic() < until:
+        steps.now()
+    assert not reads
+    shutil.rmtree(steps.path(0))
+    assert steps.now() == list(range(1, 50))
+    shutil.rmtree(steps.parent)
+    assert steps.now() == []
+
+
+def test_steps_are_seen_on_a_file_system_that_notes_no_times(tmp_path, monkeypatch):
+    monkeypatch.setattr(Steps, "_time_of_change", lambda self: 0)
+    monkeypatch.setattr(Steps, "AGAIN", 0.1)
+    steps = Steps(tmp_path)
+    steps.now()
+    time.sleep(Steps.SETTLED * 1.1)
+    assert steps.now() == []
+    with appearing(steps.path(7)):
+        pass
+    assert steps.now() == []
+    time.sleep(0.11)
+    assert steps.now() == [7]
 
 
 def test_a_pulse_is_believed_when_it_changes(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from hone.clients.fleet import Fleet, Server
 from hone.clients.http import HttpClient, ServerLost
 from hone.config.rl import OrchestratorRunConfig
 from hone.records import Refused
-from hone.run_directory import RunDirectory, steps_in
+from hone.run_directory import RunDirectory, Steps, steps_in
 from hone.transport.delivery import Delivery, Superseded, read_delivery
 from hone.transport.waiting import POLL, PulseOf, Wait
 
@@ -51,7 +51,7 @@ class Weights:
         self, run: RunDirectory, config: OrchestratorRunConfig, clients: list[HttpClient], log: logging.Logger
     ) -> None:
         self.run, self.config, self.log = run, config, log
-        self.broadcasts = run.broadcasts.resolve()  # as others find it
+        self.published = Steps(run.broadcasts.resolve())  # as others find them
         self.fleet = Fleet(clients, self.revive, config.client.ready_timeout, log, config.max_async_level > 0)
         self.trainer = PulseOf(run.pulse("trainer"))
         self.version, self.seen = -1, -1
@@ -120,9 +120,9 @@ class Weights:
     def look(self, rows: Rows) -> Delivery | None:
         """Takes note of what has been published since; returns the newest, or the first that is to be evaluated."""
         newest = None
-        for version, directory in steps_in(self.run.broadcasts).items():
+        for version in self.published.now():
             if version > self.seen:
-                found = read_delivery(directory)
+                found = read_delivery(self.published.path(version))
                 if found is not None and found.run == self.run.id:
                     if newest is not None:
                         rows.trained(newest.version, newest.metrics)
@@ -198,7 +198,7 @@ class Weights:
         """Has a server take a version and prove it by the checksum; where it has none, by the canary."""
         version = delivery.version
         body = {
-            "weight_dir": str(self.broadcasts / f"step_{version}"), "version": version,
+            "weight_dir": str(self.published.path(version)), "version": version,
             "transport": delivery.transport, "model_name": self.config.model.name,
         }  # fmt: skip
         try:

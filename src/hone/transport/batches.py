@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from hone.records import Batch, Sample
-from hone.run_directory import steps_in
+from hone.run_directory import Steps
 
 BATCH, PROGRESS = "batch.safetensors", "progress.json"
 
@@ -42,7 +42,7 @@ class FileBatches(Batches):
     """Flat arrays with offsets, in the directory of the step."""
 
     def __init__(self, rollouts: Path, run: str) -> None:
-        self.rollouts, self.run = rollouts, run
+        self.rollouts, self.run, self._steps = rollouts, run, Steps(rollouts)
 
     def put(self, batch: Batch, place: Path) -> None:
         samples = batch.samples
@@ -75,8 +75,7 @@ class FileBatches(Batches):
         save_file(arrays, place / BATCH, metadata={"run": self.run, "step": str(batch.step), "envs": json.dumps(envs)})
 
     def take(self, step: int) -> Batch | None:
-        directory = steps_in(self.rollouts).get(step)
-        return None if directory is None else read_batch(directory / BATCH, self.run)
+        return read_batch(self._steps.path(step) / BATCH, self.run) if step in self._steps.now() else None
 
     def acknowledge(self, step: int) -> None:
         (self.rollouts / f"step_{step}" / BATCH).unlink(missing_ok=True)  # the rollouts beside it stay
