@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from peer import ROOT, finish, median, with_tasks
+from peer import ROOT, finish, last_weights, median, with_tasks
 
 BIN = Path(sys.executable).parent
 TINY = "examples/reverse_text_tiny"
@@ -32,7 +32,7 @@ def warmed_up(home: Path) -> Path:
     data, sft = home / "sft.jsonl", home / "sft"
     run("python", "-m", "reverse_text", "--out", data, "-n", 16000, "--min-chars", 12, "--max-chars", 20)
     run("sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--output-dir", sft)
-    return sft / "weights" / "step_350"
+    return last_weights(sft)
 
 
 def reinforced(model: Path, out: Path, steps: int, environment: str, *options: object) -> list[dict[str, float]]:

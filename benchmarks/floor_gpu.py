@@ -158,6 +158,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--few", type=int, default=32, help="rows of the third table, up to 32")
     args = parser.parse_args()
+    if not 1 <= args.few <= gpu.FEWEST_TOKENS:
+        parser.error(f"--few {args.few}: 1 to {gpu.FEWEST_TOKENS}, for which products fetch as this table says")
     rate, flops, figures = bandwidth(), matrix_rate(), {}
     print(f"memory: {rate / 1e12:.2f} TB/s, a large product: {flops / 1e12:.0f} TFLOP/s\n")
     print("| model | qkv | out | gate and up | down | head | share |", "|---" * 7 + "|", sep="\n", flush=True)
@@ -181,11 +183,8 @@ def main() -> None:
         figures[f"{name}_us"] = each * 1e6
     if has_dependent_launch():
         least = max(limits(parse_model_config(MODELS[FEW_MODEL]), args.few, args.context, rate, flops))
-        print(
-            f"\n| {FEW_MODEL}, {args.few} rows, products fetch | milliseconds | share of the limit |",
-            "|---|---|---|",
-            sep="\n",
-        )
+        print(f"\n| {FEW_MODEL}, {args.few} rows, products fetch | milliseconds | share of the limit |")
+        print("|---|---|---|")
         for name, ms in few_ms(args.few, args.context).items():
             print(f"| {name.replace('_', ' ')} | {ms:.3f} | {least * 1e3 / ms:.0%} |")
             figures[f"{name}_ms"] = ms

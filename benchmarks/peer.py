@@ -11,6 +11,7 @@ import venv
 from pathlib import Path
 
 from hone.machine import keep_to_isa
+from hone.run_directory import steps_in
 
 keep_to_isa()  # peers do, as ours
 ROOT = Path(__file__).parent.parent
@@ -64,6 +65,12 @@ def with_tasks() -> dict[str, str]:
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")]))
     }
+
+
+def last_weights(out: Path) -> Path:
+    """The directory of the newest weights of a run."""
+    found = steps_in(out / "weights")
+    return found[max(found)]
 
 
 def median(values: list[float]) -> float:

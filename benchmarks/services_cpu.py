@@ -16,9 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from peer import ROOT, finish, median
-
-from hone.run_directory import steps_in
+from peer import ROOT, finish, last_weights, median
 
 BIN = Path(sys.executable).parent
 TINY = "examples/reverse_text_tiny"
@@ -48,11 +46,6 @@ def start_up(words: list[object], out: Path) -> float:
             time.sleep(0.005)
         until_rollouts = time.perf_counter() - start
     return until_rollouts - rows(out)[0]["time/step"]
-
-
-def last_weights(out: Path) -> Path:
-    found = steps_in(out / "weights")
-    return found[max(found)]
 
 
 def main() -> None:

@@ -14,7 +14,8 @@ start = time.perf_counter()
 import torch  # noqa: E402, F401
 
 machine.started_in(time.perf_counter() - start)
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # `make test &` in a script: what tests start would not hear it
+# A script's background job (`make test &`) ignores Ctrl-C, and so would every process that tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # What tests start ends with them, also when they are killed.
 os.environ["HONE_PARENT_PID"] = str(os.getpid())

@@ -209,7 +209,7 @@ class Steps:
 
     It is opened for a look, which brings news of a network file system as reading does. A change soon after another
     may have the same time, so it is read each time until SETTLED seconds after one, and every AGAIN seconds for file
-    systems that note no times.
+    systems that note no times, or whole seconds.
     """
 
     SETTLED, AGAIN = 0.05, 1.0

@@ -584,12 +584,13 @@ def test_adamw_is_rehearsed_on_numbers_of_its_own(monkeypatch, count):
 
 
 def test_fingerprints():
-    from hone.kernels.fingerprints import ODD, WORDS, stretches, sums_reference
-    from hone.kernels.gpu.fingerprints import Table
+    from hone.kernels.fingerprints import sums_reference
+    from hone.kernels.gpu.fingerprints import GpuTable
+    from hone.kernels.stretches import WORDS
 
     few = [torch.randn(3, 5), torch.randn(WORDS + 7).bfloat16(), torch.randn(2 * WORDS), torch.randn(1).half()]
     words = [one.to(DEVICE).view(torch.int32 if one.dtype == torch.float32 else torch.int16).flatten() for one in few]
-    table, expected = Table(words, stretches, WORDS, ODD), sums_reference(words)
+    table, expected = GpuTable(words), sums_reference(words)
     assert torch.equal(table.sums(), expected) and len(set(expected.tolist())) == 4
     words[1][WORDS + 2] ^= 1
     assert (table.sums() == expected).tolist() == [True, False, True, True]

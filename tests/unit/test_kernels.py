@@ -20,7 +20,7 @@ from hone.engine.slots import Slots
 from hone.kernels import cpu
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows, attend_by_pages, attend_by_pages_reference
-from hone.kernels.fingerprints import WORDS, Fingerprints, sums_reference
+from hone.kernels.fingerprints import Fingerprints, sums_reference
 from hone.kernels.flat_attention import Sequences, flat_attention
 from hone.kernels.linear import linear, product
 from hone.kernels.logprobs import target_logprobs, target_logprobs_reference
@@ -28,6 +28,7 @@ from hone.kernels.norm import add_norm, add_norm_reference
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
 from hone.kernels.orthogonal import orthogonal, orthogonal_reference
 from hone.kernels.rows import put_rows, take_rows
+from hone.kernels.stretches import WORDS
 from hone.kernels.swiglu import swiglu, swiglu_reference
 from hone.models.lora import add_lora
 from hone.models.spec import ModelSpec

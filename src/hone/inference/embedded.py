@@ -14,7 +14,7 @@ from hone.kernels import cpu
 from hone.models.families import parse_model_config
 from hone.models.hf import empty_model
 from hone.models.proof import Proof, likeliest, scores
-from hone.models.spec import ModelSpec, read_model_config
+from hone.models.spec import ModelSpec, model_config_of, model_config_text
 from hone.records import Completion, GenerateRequest
 from hone.transport.delivery import Message
 from hone.transport.ways import Receivers
@@ -26,7 +26,7 @@ class EmbeddedSampler(Sampler):
     def __init__(self, service: EngineService) -> None:
         self.service, self.streams = service, Streams(self.generate, self.look)
         self.receivers, self.proof = Receivers(), Proof(service.engine.model)  # of the model that is served
-        self._described: tuple[bytes, ModelSpec] | None = None  # what was delivered last
+        self._described: tuple[str, ModelSpec] | None = None  # the description that was parsed last
 
     @property
     def engine(self) -> Engine:
@@ -87,12 +87,12 @@ class EmbeddedSampler(Sampler):
         return self._state(each=False)
 
     def _spec(self, place: Path) -> ModelSpec:
-        """Of the model that is delivered there. A description that is the last one's is not parsed again: it takes half
-        a millisecond of a thread that has just woken up."""
-        file = place / "config.json"
-        text = file.read_bytes() if file.is_file() else b""
+        """Of the model that is delivered there. A description that is the last one's is not parsed again: a thread that
+        has just woken up takes some tenths of a millisecond for it."""
+        text = model_config_text(place)
         if self._described is None or self._described[0] != text:
-            self._described = text, parse_model_config(read_model_config(place), str(file))
+            spec = parse_model_config(model_config_of(text, place), str(place / "config.json"))
+            self._described = text, spec
         return self._described[1]
 
     async def state(self, each: bool = False) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,8 @@ class Served:
             self.set_tokenizer(tokenizer)
             self._text = text
         self.name = name or self.name
-        took = partial(log.info, "Took version %d of %s from %s", version, self.name, delivered)
-        asyncio.get_running_loop().call_soon(took)  # after the answer, which a whole run waits for
+        after_the_answer = asyncio.get_running_loop().call_soon  # which a whole run waits for
+        after_the_answer(log.info, "Took version %d of %s from %s", version, self.name, delivered)
         return found | self._own()
 
     async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:

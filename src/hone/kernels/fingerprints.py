@@ -6,33 +6,15 @@
 Integers wrap, so that the order of the sums does not matter.
 """
 
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from typing import Protocol
+from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.kernels import cpu, gpu
+from hone.kernels.stretches import ODD, WORDS, Table, powers
 
-WORDS = 2**18  # of a tensor, in a stretch: a CPU keeps them in its cache
-ODD, MIX = -7046029254386353131, 6364136223846793005  # 64-bit multipliers of well-spread bits
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Table(Protocol):
-    """Where the words of tensors stand, which stay there: found out once, read every time."""
-
-    def forget(self) -> None:
-        """Nothing has been added up."""
-
-    def add(self, numbers: tuple[int, ...]) -> None:
-        """The words of these tensors may be added up, once until `sums`."""
-
-    def sums(self) -> Tensor:
-        """What `sums_reference` gives, as int64 on the device."""
 
 
 class Fingerprints:
@@ -63,27 +45,12 @@ def _table(words: Sequence[Tensor]) -> Table | None:
     if gpu.IS_AVAILABLE and words and all(one.is_cuda and one.data_ptr() % 16 == 0 for one in words):
         from hone.kernels.gpu import fingerprints as of_gpu
 
-        return of_gpu.Table(words, stretches, WORDS, ODD)
+        return of_gpu.GpuTable(words)
     if cpu.IS_AVAILABLE and words and all(one.device.type == "cpu" and one.dtype == torch.int32 for one in words):
         from hone.kernels.cpu import fingerprints as of_cpu
 
-        return of_cpu.Table(stretches(words, range(len(words))), len(words), ODD)
+        return of_cpu.CpuTable(words)
     return None
-
-
-def stretches(words: Sequence[Tensor], numbers: Iterable[int]) -> NDArray[np.int64]:
-    """Of the tensors with these numbers, a row for each stretch: the address of its first word, how many words there
-    are, by what its sum is multiplied, and the number of its tensor."""
-    rows = [np.empty((0, 4), dtype=np.int64)]
-    for number in numbers:
-        one = words[number]
-        first = np.arange(0, len(one), WORDS)
-        row = np.empty((len(first), 4), dtype=np.int64)
-        row[:, 0] = one.data_ptr() + first * one.element_size()
-        row[:, 1] = np.minimum(len(one) - first, WORDS)
-        row[:, 2], row[:, 3] = powers(len(first)), number
-        rows.append(row)
-    return np.concatenate(rows)
 
 
 def rehearse(weight: Tensor) -> None:
@@ -100,13 +67,3 @@ def sums_reference(words: Sequence[Tensor]) -> Tensor:
         sums = torch.stack([(part * factors[: len(part)]).sum() for part in one.split(WORDS)])
         found[i] = (sums * torch.from_numpy(powers(len(sums)).copy()).to(device)).sum()
     return found
-
-
-@lru_cache(maxsize=256)
-def powers(count: int) -> NDArray[np.int64]:
-    """MIX to the power of count - 1, …, 1, 0, modulo 2^64: what the sums of stretches are multiplied by."""
-    found, power = [], 1
-    for _ in range(count):
-        found.append(power)
-        power = power * MIX % 2**64
-    return np.array(found[::-1], dtype=np.uint64).view(np.int64)

@@ -124,11 +124,20 @@ class ModelSpec:
 
 def read_model_config(directory: Path) -> dict[str, Any]:
     """The parsed `config.json` of a model directory; ValueError names the file when it is missing or broken."""
+    return model_config_of(model_config_text(directory), directory)
+
+
+def model_config_text(directory: Path) -> str:
     path = directory / "config.json"
     if not path.is_file():
         raise ValueError(f"{directory} is not a model directory: it has no config.json")
+    return path.read_text()
+
+
+def model_config_of(text: str, directory: Path) -> dict[str, Any]:
+    """That of the directory, of which this is the text."""
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
+        config: dict[str, Any] = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+        raise ValueError(f"{directory / 'config.json'} is not valid JSON: {error}") from None
     return config

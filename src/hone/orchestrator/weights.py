@@ -19,7 +19,7 @@ from hone.clients.fleet import Fleet, Server
 from hone.clients.http import HttpClient, ServerLost
 from hone.config.rl import OrchestratorRunConfig
 from hone.records import Refused
-from hone.run_directory import RunDirectory, Steps, steps_in
+from hone.run_directory import RunDirectory, Steps
 from hone.transport.delivery import Delivery, Superseded, read_delivery
 from hone.transport.waiting import POLL, PulseOf, Wait
 
@@ -51,7 +51,7 @@ class Weights:
         self, run: RunDirectory, config: OrchestratorRunConfig, clients: list[HttpClient], log: logging.Logger
     ) -> None:
         self.run, self.config, self.log = run, config, log
-        self.published = Steps(run.broadcasts.resolve())  # as others find them
+        self.published = Steps(run.broadcasts.resolve())  # by the real path, which servers are given
         self.fleet = Fleet(clients, self.revive, config.client.ready_timeout, log, config.max_async_level > 0)
         self.trainer = PulseOf(run.pulse("trainer"))
         self.version, self.seen = -1, -1
@@ -67,8 +67,8 @@ class Weights:
         hint = f"is there a trainer over it? (trainer @ FILE --output-dir {self.run.path})"
         wait = Wait(f"the trainer of a run in {self.run.path}", self.config.weights_timeout, self.log, hint)
         while True:
-            versions = steps_in(self.run.broadcasts) if self.trainer.is_beating() else {}
-            delivery = read_delivery(versions[max(versions)]) if versions else None
+            versions = self.published.now() if self.trainer.is_beating() else []
+            delivery = read_delivery(self.published.path(versions[-1])) if versions else None
             if delivery is not None and delivery.run == self.run.id_on_disk():
                 self.run.id = delivery.run
                 self.seen = delivery.version

@@ -42,7 +42,7 @@ class FileBatches(Batches):
     """Flat arrays with offsets, in the directory of the step."""
 
     def __init__(self, rollouts: Path, run: str) -> None:
-        self.rollouts, self.run, self._steps = rollouts, run, Steps(rollouts)
+        self.run, self._steps = run, Steps(rollouts)
 
     def put(self, batch: Batch, place: Path) -> None:
         samples = batch.samples
@@ -78,7 +78,7 @@ class FileBatches(Batches):
         return read_batch(self._steps.path(step) / BATCH, self.run) if step in self._steps.now() else None
 
     def acknowledge(self, step: int) -> None:
-        (self.rollouts / f"step_{step}" / BATCH).unlink(missing_ok=True)  # the rollouts beside it stay
+        (self._steps.path(step) / BATCH).unlink(missing_ok=True)  # the rollouts beside it stay
 
 
 def read_batch(file: Path, run: str) -> Batch | None:

@@ -67,7 +67,8 @@ class Kept:
 def _numba() -> tuple[Any, bool]:
     """numba, set up, and whether compiled code can be kept. Its settings come from the environment, also later on."""
     here = Path(__file__).parent
-    sources = b"".join(path.read_bytes() for path in [*sorted(here.glob("*.py")), here.parent / "row_state.py"])
+    beside = [here.parent / name for name in ("row_state.py", "stretches.py")]  # whose numbers are compiled in
+    sources = b"".join(path.read_bytes() for path in [*sorted(here.glob("*.py")), *beside])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hone" / "kernels"
     machine.keep_to_isa()  # also where a program imports this and has prepared nothing
     os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp workqueue tbb")

@@ -1,17 +1,19 @@
 """Fingerprints of all weights, or of some while others are still to come: memory is read once."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.kernels import stretches as of_words
+
 BLOCK = 1024  # words that a program adds up at a time; it fetches four times as many before it does
-Stretches = Callable[[Sequence[Tensor], Iterable[int]], NDArray[np.int64]]
 TYPES = {torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64}
+ADDRESS, COUNT = tl.constexpr(of_words.ADDRESS), tl.constexpr(of_words.COUNT)
+POWER, TENSOR = tl.constexpr(of_words.POWER), tl.constexpr(of_words.TENSOR)
+COLUMNS = tl.constexpr(of_words.COLUMNS)
 
 
 @triton.jit
@@ -21,11 +23,10 @@ def weighed(word, factor):
 
 @triton.jit
 def fingerprint_kernel(stretches, found, odd, WORD: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """One stretch of one tensor. stretches P x 4: address of its first word, how many words there are, by what its sum
-    is multiplied, and the number of its tensor, in whose place of `found` it is added up."""
-    row = stretches + 4 * tl.program_id(0)
-    words = tl.multiple_of(tl.load(row).to(tl.pointer_type(WORD)), 16) + tl.arange(0, BLOCK)
-    count = tl.load(row + 1)
+    """One stretch of one tensor, in whose place of `found` it is added up. stretches: rows (`kernels/stretches.py`)."""
+    row = stretches + COLUMNS * tl.program_id(0)
+    words = tl.multiple_of(tl.load(row + ADDRESS).to(tl.pointer_type(WORD)), 16) + tl.arange(0, BLOCK)
+    count = tl.load(row + COUNT)
     factor = tl.arange(0, BLOCK).to(tl.int64) * odd
     step = BLOCK * odd
     total = tl.zeros([BLOCK], tl.int64)
@@ -44,25 +45,20 @@ def fingerprint_kernel(stretches, found, odd, WORD: tl.constexpr, WORDS: tl.cons
         for first in range(0, WORDS, BLOCK):
             total += weighed(tl.load(words + first, first + tl.arange(0, BLOCK) < count, other=0), factor)
             factor += step
-    tl.atomic_add(found + tl.load(row + 3), tl.sum(total) * tl.load(row + 2))
+    tl.atomic_add(found + tl.load(row + TENSOR), tl.sum(total) * tl.load(row + POWER))
 
 
-class Table:
-    """Where the words of tensors stand, which stay there. `stretches`, the `length` of one and `odd` are those of
-    `kernels/fingerprints.py`."""
-
-    def __init__(self, words: Sequence[Tensor], stretches: Stretches, length: int, odd: int) -> None:
-        self.words, self.stretches, self.length, self.odd = words, stretches, length, odd
+class GpuTable(of_words.Table):
+    def __init__(self, words: Sequence[Tensor]) -> None:
+        self.words = words
         self._stretches: dict[tuple[int, ...], list[tuple[torch.dtype, Tensor]]] = {}
         self.forget()
 
     def forget(self) -> None:
-        """Nothing has been added up."""
         self._left = set(range(len(self.words)))
         self._found = torch.zeros(len(self.words), dtype=torch.int64, device=self.words[0].device)
 
     def add(self, numbers: tuple[int, ...]) -> None:
-        """Adds up the words of these tensors, once until `sums`."""
         if numbers not in self._stretches:
             self._stretches[numbers] = list(self._stretches_of(numbers))
         assert self._left.issuperset(numbers), "a tensor is added up twice"
@@ -70,11 +66,11 @@ class Table:
         with torch.cuda.device_of(self._found):
             for dtype, stretches in self._stretches[numbers]:
                 fingerprint_kernel[(len(stretches),)](
-                    stretches, self._found, self.odd, WORD=TYPES[dtype], WORDS=self.length, BLOCK=BLOCK, num_warps=4
-                )
+                    stretches, self._found, of_words.ODD, WORD=TYPES[dtype], WORDS=of_words.WORDS, BLOCK=BLOCK,
+                    num_warps=4,
+                )  # fmt: skip
 
     def sums(self) -> Tensor:
-        """What `sums_reference` gives, as int64 on the device."""
         if self._left:
             self.add(tuple(sorted(self._left)))
         found = self._found
@@ -83,6 +79,6 @@ class Table:
 
     def _stretches_of(self, numbers: tuple[int, ...]) -> Iterator[tuple[torch.dtype, Tensor]]:
         for dtype in {self.words[number].dtype for number in numbers}:
-            rows = self.stretches(self.words, [number for number in numbers if self.words[number].dtype == dtype])
+            rows = of_words.stretches(self.words, [one for one in numbers if self.words[one].dtype == dtype])
             if len(rows):
                 yield dtype, torch.from_numpy(rows).to(self.words[0].device)

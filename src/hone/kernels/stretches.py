@@ -1,0 +1,55 @@
+"""What fingerprints (`fingerprints.py`) are made of on every device: stretches of the words of tensors, and tables of
+them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+WORDS = 2**18  # of a tensor, in a stretch: a CPU keeps them in its cache
+ODD, MIX = -7046029254386353131, 6364136223846793005  # 64-bit multipliers of well-spread bits
+# Columns of a row of `stretches`: the address of the first word, how many words there are, by what their sum is
+# multiplied, and the number of their tensor.
+ADDRESS, COUNT, POWER, TENSOR = range(4)
+COLUMNS = 4
+
+
+class Table(ABC):
+    """Where the words of tensors stand, which stay there: found out once, read every time."""
+
+    def forget(self) -> None:  # noqa: B027 - nothing to do where `add` does nothing
+        """Nothing has been added up."""
+
+    def add(self, numbers: tuple[int, ...]) -> None:  # noqa: B027
+        """The words of these tensors may be added up, once until `sums`; a device that computes by itself begins."""
+
+    @abstractmethod
+    def sums(self) -> Tensor:
+        """What `fingerprints.sums_reference` gives, as int64 on the device."""
+
+
+def stretches(words: Sequence[Tensor], numbers: Iterable[int]) -> NDArray[np.int64]:
+    """Of the tensors with these numbers, a row for each stretch."""
+    rows = [np.empty((0, COLUMNS), dtype=np.int64)]
+    for number in numbers:
+        one = words[number]
+        first = np.arange(0, len(one), WORDS)
+        row = np.empty((len(first), COLUMNS), dtype=np.int64)
+        row[:, ADDRESS] = one.data_ptr() + first * one.element_size()
+        row[:, COUNT] = np.minimum(len(one) - first, WORDS)
+        row[:, POWER], row[:, TENSOR] = powers(len(first)), number
+        rows.append(row)
+    return np.concatenate(rows)
+
+
+@lru_cache(maxsize=256)
+def powers(count: int) -> NDArray[np.int64]:
+    """MIX to the power of count - 1, …, 1, 0, modulo 2^64: what the sums of stretches are multiplied by."""
+    found, power = [], 1
+    for _ in range(count):
+        found.append(power)
+        power = power * MIX % 2**64
+    return np.array(found[::-1], dtype=np.uint64).view(np.int64)
