@@ -12,6 +12,7 @@ import torch
 from hone.engine.engine import Engine
 from hone.engine.graphs import Key
 from hone.engine.prefill import Shape
+from hone.engine.rehearsal import capture
 from hone.models.attention import PackedAttention
 from hone.models.hf import load_model
 from hone.models.spec import ModelSpec
@@ -101,6 +102,15 @@ def test_larger_graphs_stand_in_until_others_would_pay(model):
     for _ in range(3):  # 20 steps each
         assert_logprobs(model, few, engine.generate(few))
     assert graphs() == ({16, 40}, {16, 64})
+
+
+def test_a_server_has_graphs_before_requests_come(model):
+    engine = Engine(model, max_batch_size=100, max_model_len=512, kv_cache_gib=1, stand_in=True)
+    capture(engine)
+    for count, length in ((1, 20), (12, 12), (80, 12)):  # a sequence of its own graph, the others of larger ones
+        requests = [request(p, seed=i, max_tokens=21) for i, p in enumerate(prompts([length] * count))]
+        assert_logprobs(model, requests, engine.generate(requests))
+        assert {key.rows for key in engine.captured if isinstance(key, Key)} == {1, 16, 64, 100}
 
 
 def test_a_group_reads_its_prompt_once(model):

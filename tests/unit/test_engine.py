@@ -594,7 +594,7 @@ def test_a_graph_of_more_rows_stands_in_until_its_spare_rows_have_paid(stand_in,
     many, few = Key(128, 0, False, 0, 0, False), Key(64, 0, False, 0, 0, False)
     unlike = [few._replace(rows=96, **one) for one in ({"kind": 1}, {"parts": 2}, {"is_long": True})]
     graphs.captured = Named(stand_in).has(many, few._replace(rows=256), few._replace(rows=32), *unlike)
-    monkeypatch.setattr(graphs, "_capture", lambda key: graphs.captured.has(key))
+    monkeypatch.setattr(graphs, "capture", lambda key: graphs.captured.has(key))
     steps = PAYS_FOR_GRAPH // 2  # of which each has half of its rows for nobody
     chosen = [graphs._graph(few, steps) for _ in range(5)]
     assert chosen == ([many] * 3 + [few] * 2 if stand_in else [few] * 5)

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hone.config.base import load_config
 from hone.config.lora import LoRAConfig
 from hone.config.probe import ProbeConfig
 from hone.config.sections import ModelConfig
+from hone.kernels.gpu import Scaled
 from hone.launch import probe as probing
 from hone.launch.probe import first_layer, probe, sample
 from hone.models.hf import load_model
@@ -34,10 +36,24 @@ def test_the_two_sides_of_a_cpu_agree_closely(has_adapter):
     assert "logprobs differ between sampler and trainer" in found.words()
 
 
-def test_a_changed_block_is_named(monkeypatch):
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_changed_block_is_named(adds, monkeypatch):
+    """`adds`: the sampler's blocks have added to the stream what they give, as kernels for few rows do."""
     trained = model().double()  # so exact that both sides agree to the last bits of what is compared
-    monkeypatch.setattr(probing, "_whole", lambda x: x.detach().float().round(decimals=4))
-    sampled = copy.deepcopy(trained)
+    monkeypatch.setattr(probing, "_on_host", lambda x: x.detach().float().round(decimals=4))
+    sampled, outputs_of = copy.deepcopy(trained), probing.outputs_of
+
+    @contextmanager
+    def added(of):
+        with outputs_of(of) as found:
+            yield found
+        if of is sampled:
+            for block in found:
+                following = None if block is found[-1] else Scaled(torch.empty(0), torch.empty(0), 1e-6)
+                block[:] = [(stream + pending, following) for stream, pending in block]
+
+    if adds:
+        monkeypatch.setattr(probing, "outputs_of", added)
     engine = probing.Engine(trained, max_batch_size=8, max_model_len=64, kv_cache_gib=0.1)
     rollouts = [one for one in sample(engine, 4, 16, 1.0, random.Random(0)) if len(one[1]) > 2][:1]
     assert first_layer(trained, sampled, rollouts) == ""

@@ -4,8 +4,8 @@ A graph is for a number of rows (padded with the spare slot), a kind of sampling
 read the cache: alone or with the pages that groups share, each sequence in one piece or divided, for long sequences or
 short ones. It is captured when it is first needed. To a server requests come one by one, so that any number of rows may
 be needed for a few steps: there a graph of more rows stands in (but for shared pages), until its spare rows would have
-paid for the right one. All that changes between replays (who is active, pages, lengths) stands in tensors that stay
-where they are. So do the weights.
+paid for the right one, and a few numbers are captured at the start (`rehearsal.py`). All that changes between replays
+(who is active, pages, lengths) stands in tensors that stay where they are. So do the weights.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class DecodeGraphs:
             spare = steps * (1 - key.rows / min(larger))
             if self.captured.may_stand_in(key, spare, PAYS_FOR_GRAPH):
                 return key._replace(rows=min(larger))
-        self._capture(key)
+        self.capture(key)
         return key
 
     def _stretches(self, sequences: list[Sequence]) -> list[tuple[int, int, list[int]]]:
@@ -194,7 +194,8 @@ class DecodeGraphs:
         slots = to_device([s.slot for s in sequences], device)
         self.slots.state[slots, column.OWN_PAGE] = to_device(own, device)
 
-    def _capture(self, key: Key) -> None:
+    def capture(self, key: Key) -> None:
+        """The graph of this key, while no window of steps is being decoded."""
         slots, decoder = self.slots, self.decoder  # or the graph would be in a circle of references
         rows, active = self.rows_by(key), slots.active.clone()
         slots.active.fill_(slots.count)  # what is set up is so by a step of the spare slot alone

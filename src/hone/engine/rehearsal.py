@@ -1,4 +1,4 @@
-"""What the first requests will do, gone through before they come, for kernels to be compiled (`gpu/compiling.py`)."""
+"""What the first requests will do, before they come: for kernels to be compiled (`gpu/compiling.py`), and as graphs."""
 
 import torch
 
@@ -11,6 +11,7 @@ from hone.kernels import gpu
 PROMPT = 16  # tokens
 PROMPTS = (1, 2, 4, 8, 32)  # so many at once: products of more rows have other tiles
 ROWS = (1, 4, 8, 16, 32, 64, 128)  # sequences that decode, the same
+CAPTURED = (1, 16, 64, 128, 256)  # sequences whose graphs a server has from the start
 
 
 @torch.no_grad()
@@ -35,3 +36,14 @@ def rehearse(engine: Engine, sequences: int) -> None:
     for way in ways:
         engine.decoder.step(way.rows, way.kind, way.has_adapters, graphs.rows_by(way))
     engine.prefill.seen.clear()
+
+
+@torch.no_grad()
+def capture(engine: Engine) -> None:
+    """Graphs of plain requests, of numbers that others may stand in for, so that the first requests wait for none.
+
+    Call it when kernels have been compiled. Does nothing without a GPU's kernels.
+    """
+    if engine.graphs is not None:
+        for rows in sorted({min(B, engine.max_batch_size) for B in CAPTURED}):
+            engine.graphs.capture(Key(rows, Sampler.PLAIN, False, 0, 0, False))

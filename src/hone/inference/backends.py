@@ -59,7 +59,7 @@ class Embedded:
     def __init__(self, config: InferenceConfig) -> None:
         from hone.engine.engine import Engine
         from hone.engine.memory import room
-        from hone.engine.rehearsal import rehearse
+        from hone.engine.rehearsal import capture, rehearse
         from hone.inference.embedded import EmbeddedSampler
         from hone.inference.service import EngineService
         from hone.kernels import fingerprints
@@ -77,6 +77,7 @@ class Embedded:
             if name == config.model.name:
                 raise ValueError(f"adapters: {name!r} is the name of the model itself")
             engine.load_adapter(name, directory)
+        capture(engine)
         self.service = EngineService(engine)
         self.sampler = EmbeddedSampler(self.service)
         self.served = Served(self.sampler, loaded.tokenizer, config.model.name, config.allowed_dirs)

@@ -22,7 +22,7 @@ from hone.config.sections import ClientConfig
 from hone.engine.engine import Engine
 from hone.models.loading import load
 from hone.models.lora import Merged, add_lora, loras
-from hone.models.transformer import Transformer
+from hone.models.transformer import Pending, Transformer
 from hone.records import GenerateRequest, Message, Prompt, Sampling
 from hone.trainer.packing import Packed, pack_shared, prompt_of, split_by_prompt
 
@@ -194,12 +194,25 @@ def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> st
         with outputs_of(model) as ours:
             model(packed.tokens_T, packed.attention.positions(), packed.attention)
         for layer, (sampling, training) in enumerate(zip(theirs, ours, strict=True)):
-            for part in (0, 1):
-                one = torch.cat([_whole(step[part]) for step in sampling[1:]])  # the first is the prompt's
-                two = _whole(training[0][part])[len(prompt) :]
+            decoded = sampling[1:]  # the first is the prompt's
+            is_added = not all(isinstance(pending, Tensor) for _, pending in decoded)
+            ones = zip(*(_compared(step, is_added) for step in decoded), strict=True)
+            twos = [rows[len(prompt) :] for rows in _compared(training[0], is_added)]
+            for part, (steps, two) in enumerate(zip(ones, twos, strict=True), 2 - len(twos)):
+                one = torch.cat(steps)
                 if not torch.equal(one[: len(two)], two[: len(one)]) and (first is None or (layer, part) < first):
                     first = layer, part
     return "" if first is None else f"layer {first[0]} ({('attention', 'feed-forward')[first[1]]})"
+
+
+def _compared(output: tuple[Tensor, Pending], is_added: bool) -> list[Tensor]:
+    """A block's stream and what is still to be added; or the sum of both, where the sampler has added that already."""
+    stream, pending = output
+    if not isinstance(pending, Tensor):
+        return [_on_host(stream)]
+    if pending.dim() == 3:  # parts: the next norm adds them up
+        pending = pending.float().sum(0).to(pending.dtype)
+    return [_on_host(stream + pending)] if is_added else [_on_host(stream), _on_host(pending)]
 
 
 def _only(own: list[int], engine: Engine) -> Any:
@@ -213,15 +226,14 @@ def _only(own: list[int], engine: Engine) -> Any:
     return allows
 
 
-def _whole(x: Tensor) -> Tensor:
-    """Parts added up as the next norm adds them."""
-    return (x.float().sum(0).to(x.dtype) if x.dim() == 3 else x).detach().cpu()
+def _on_host(x: Tensor) -> Tensor:
+    return x.detach().cpu()
 
 
 @contextmanager
-def outputs_of(model: Transformer) -> Iterator[list[list[tuple[Tensor, Tensor]]]]:
+def outputs_of(model: Transformer) -> Iterator[list[list[tuple[Tensor, Pending]]]]:
     """Inside, what every block gives: the stream, which has what attention added, and what is still to be added."""
-    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in model.blocks]
+    found: list[list[tuple[Tensor, Pending]]] = [[] for _ in model.blocks]
     hooks = [
         block.register_forward_hook(lambda _, __, given, i=i: found[i].append(given))
         for i, block in enumerate(model.blocks)
