@@ -107,7 +107,7 @@ def test_larger_graphs_stand_in_until_others_would_pay(model):
 def test_a_server_has_graphs_before_requests_come(model):
     engine = Engine(model, max_batch_size=100, max_model_len=512, kv_cache_gib=1, stand_in=True)
     capture(engine)
-    for count, length in ((1, 20), (12, 12), (80, 12)):  # a sequence of its own graph, the others of larger ones
+    for count, length in ((1, 20), (12, 12), (20, 12), (80, 12)):  # by graphs for 1, 16, 64 and 100
         requests = [request(p, seed=i, max_tokens=21) for i, p in enumerate(prompts([length] * count))]
         assert_logprobs(model, requests, engine.generate(requests))
         assert {key.rows for key in engine.captured if isinstance(key, Key)} == {1, 16, 64, 100}

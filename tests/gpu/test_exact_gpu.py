@@ -63,7 +63,7 @@ def test_fast_numerics_are_looked_at_layer_by_layer():
     """By kernels for few rows, which add to the stream what comes out of a block."""
     numerics.use("fast")
     found = probe(model_of(), 100, 60)
-    assert found.differ > 0 and found.place.startswith("layer")
+    assert found.differ > 0 and found.place.startswith("layer 0")
 
 
 @pytest.mark.parametrize("size", [(1024, 3072), (2560, 9728), (4096, 12288), (2048, 8192), (5000, 1024)])

@@ -59,7 +59,7 @@ def test_a_changed_block_is_named(adds, monkeypatch):
     assert first_layer(trained, sampled, rollouts) == ""
     with torch.no_grad():
         sampled.blocks[1].mlp.down.weight.mul_(1.1)
-    assert first_layer(trained, sampled, rollouts) == "layer 1 (feed-forward)"
+    assert first_layer(trained, sampled, rollouts) == ("layer 1" if adds else "layer 1 (feed-forward)")
 
 
 def test_exact_numerics_are_for_a_gpu():

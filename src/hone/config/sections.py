@@ -58,7 +58,7 @@ class ModelConfig(Config):
     """Device that the model is loaded on; auto is the GPU if there is one, else the CPU."""
     numerics: Literal["fast", "exact"] = "fast"
     """exact gives a token the same logprob to the bit, whatever is computed beside it, when it is sampled and when it
-    is trained on, on one GPU in bfloat16; fast takes what is quickest for so many tokens (docs/exact.md)."""
+    is trained on, on a GPU in bfloat16; fast takes what is quickest for so many tokens (docs/exact.md)."""
 
 
 class WandbConfig(Config):

@@ -11,7 +11,7 @@ from hone.kernels import gpu
 PROMPT = 16  # tokens
 PROMPTS = (1, 2, 4, 8, 32)  # so many at once: products of more rows have other tiles
 ROWS = (1, 4, 8, 16, 32, 64, 128)  # sequences that decode, the same
-CAPTURED = (1, 16, 64, 128, 256)  # sequences whose graphs a server has from the start
+CAPTURED = (1, 16, 64, 128, 256)  # sequences for which a server has graphs from the start
 
 
 @torch.no_grad()
@@ -21,7 +21,7 @@ def rehearse(engine: Engine, sequences: int) -> None:
     if graphs is None:
         return
     top = min(padded(sequences), engine.max_batch_size)
-    rows = sorted({min(B, top) for B in (*ROWS, top)})
+    rows = sorted({min(B, top) for B in (*ROWS, *CAPTURED, top)})
     ways = [Key(B, Sampler.PLAIN, False, 0, 0, False) for B in rows]
     ways += [Key(B, Sampler.PLAIN, False, 0, 0, True) for B in rows if graphs.is_long(B, engine.max_model_len, 0)]
     for parts in (parts for parts in PARTS if parts * PART <= engine.max_model_len):
@@ -40,9 +40,9 @@ def rehearse(engine: Engine, sequences: int) -> None:
 
 @torch.no_grad()
 def capture(engine: Engine) -> None:
-    """Graphs of plain requests, of numbers that others may stand in for, so that the first requests wait for none.
+    """Graphs of plain requests, which stand in for smaller numbers, so that few of the first requests wait for one.
 
-    Call it when kernels have been compiled. Does nothing without a GPU's kernels.
+    Call it after `rehearse`, when kernels have been compiled. Does nothing without a GPU's kernels.
     """
     if engine.graphs is not None:
         for rows in sorted({min(B, engine.max_batch_size) for B in CAPTURED}):

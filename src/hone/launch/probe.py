@@ -180,7 +180,8 @@ def logprobs_of(model: Transformer, packed: Packed, temperature: float) -> Tenso
 
 
 def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> str:
-    """Where hidden states of decoded tokens first differ, of all these rollouts; each is decoded alone."""
+    """Where hidden states of decoded tokens first differ, of all these rollouts; each is decoded alone. The part of the
+    layer is named where the sampler shows both."""
     first: tuple[int, int] | None = None
     for prompt, own, _ in rollouts:
         engine = Engine(sampled, max_batch_size=1, max_model_len=len(prompt) + len(own) + 1, kv_cache_gib=GIB)
@@ -198,15 +199,18 @@ def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> st
             is_added = not all(isinstance(pending, Tensor) for _, pending in decoded)
             ones = zip(*(_compared(step, is_added) for step in decoded), strict=True)
             twos = [rows[len(prompt) :] for rows in _compared(training[0], is_added)]
-            for part, (steps, two) in enumerate(zip(ones, twos, strict=True), 2 - len(twos)):
+            for part, (steps, two) in enumerate(zip(ones, twos, strict=True), -1 if is_added else 0):
                 one = torch.cat(steps)
                 if not torch.equal(one[: len(two)], two[: len(one)]) and (first is None or (layer, part) < first):
                     first = layer, part
-    return "" if first is None else f"layer {first[0]} ({('attention', 'feed-forward')[first[1]]})"
+    if first is None:
+        return ""
+    return f"layer {first[0]}" + ("", " (attention)", " (feed-forward)")[first[1] + 1]
 
 
 def _compared(output: tuple[Tensor, Pending], is_added: bool) -> list[Tensor]:
-    """A block's stream and what is still to be added; or the sum of both, where the sampler has added that already."""
+    """A block's stream and what is still to be added. Where the sampler has added that already, in fast numerics, the
+    sum of both: so trainer and sampler round it differently, and the first layer differs as a rule."""
     stream, pending = output
     if not isinstance(pending, Tensor):
         return [_on_host(stream)]
