@@ -8,7 +8,7 @@ RUN := $(UV) run --no-sync
 # command spends seconds on compiling what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-isas test-newest test-verifiers test-vllm test-node test-slurm test-helm test-browser lint test-gpu chaos docs site package
+.PHONY: setup demo test test-isas test-newest test-verifiers test-vllm test-node test-slurm test-helm test-browser test-targets lint test-gpu chaos docs site package
 
 setup: .venv/.ready
 
@@ -87,6 +87,9 @@ test-browser: setup  ## the dashboard in a real Chromium, where it is or root ca
 
 package: setup  ## the wheel, built and tried in an environment of its own
 	$(RUN) python scripts/package.py --uv $(UV) --tag "$(TAG)"
+
+test-targets: setup  ## GPU kernels compiled for cards that are not here, from the A100 to the RTX 5090; not run
+	$(RUN) pytest -n 2 -m targets tests/unit/test_gpu_targets.py
 
 test-gpu:  ## on a machine with a GPU, with the Python there (docs/gpu.md)
 	PYTHONPATH=src:environments/reverse_text:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests/gpu

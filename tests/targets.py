@@ -1,0 +1,131 @@
+"""Compiles what `inference` and `rl` launch before their first step, for a GPU that is not here.
+
+    python -m tests.targets 8.9 [0.6B]
+
+Two layers of the model go through both rehearsals on the CPU, whose tensors say that they are a GPU's; kernels are
+compiled and not run, and products come out as zeros. Prints a line of JSON: how many kernels, and what is wrong with
+which of them. What the kernels compute is not looked at, nor how fast they would be.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from hone.config.rl import TrainerConfig
+from hone.engine import cache
+from hone.engine.engine import Engine
+from hone.engine.rehearsal import rehearse
+from hone.kernels import gpu
+from hone.models import attention
+from hone.models.spec import ModelSpec
+from hone.models.transformer import Transformer
+from hone.trainer.rl.trainer import RLTrainer
+
+CARDS = {  # by compute capability: one that has it, its multiprocessors, KiB of shared memory that a block can have
+    "8.0": ("A100", 108, 163), "8.6": ("RTX 3090", 82, 99), "8.9": ("RTX 4090", 128, 99), "9.0": ("H100", 132, 227),
+    "10.0": ("B200", 148, 227), "12.0": ("RTX 5090", 170, 99),
+}  # fmt: skip
+SHAPES = {  # as Qwen3-0.6B, Llama-3.2-1B and Qwen3-8B: width, inner width, heads, key heads, size of a head
+    "0.6B": (1024, 3072, 16, 8, 128), "1B": (2048, 8192, 32, 8, 64), "8B": (4096, 12288, 32, 8, 128),
+}  # fmt: skip
+
+
+class _Driver:
+    """What Triton asks about a device in order to compile for it."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+class _Nothing(TorchDispatchMode):
+    """Memory that kernels would fill is zeros, and so are products, which a CPU would take minutes for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if name in ("mm", "addmm", "bmm") and "out" in kwargs:
+            return kwargs["out"].zero_()
+        if name in ("mm", "addmm"):
+            one, two, *rest = args[name == "addmm" :]
+            kind = rest[0] if rest and isinstance(rest[0], torch.dtype) else kwargs.get("out_dtype", one.dtype)
+            return torch.zeros(one.shape[0], two.shape[1], dtype=kind)
+        out = func(*args, **kwargs)
+        return out.zero_() if name in ("empty", "empty_like", "empty_strided", "new_empty") else out
+
+
+def pretend(capability: str) -> None:
+    """From now on this process believes that it has such a card."""
+    major, minor = map(int, capability.split("."))
+    _, processors, _ = CARDS[capability]
+    driver.set_active(_Driver((major, minor)))  # type: ignore[arg-type]
+    with (
+        mock.patch("torch.cuda.is_available", lambda: True),
+        mock.patch("torch.cuda.get_device_capability", lambda: (major, minor)),
+        mock.patch("torch.cuda.get_device_properties", lambda: SimpleNamespace(multi_processor_count=processors)),
+    ):  # these remember what they have found
+        for asked in (gpu.has_dependent_launch, gpu.processors, gpu.shared_memory, gpu._copies_to_shared_memory):
+            asked()
+    torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    cache.PAGE["cpu"] = cache.PAGE["cuda"]
+    attention.varlen = lambda q, *_: torch.zeros_like(q)  # torch's own
+
+
+def compiled(work: Callable[[], None]) -> tuple[list[Any], set[str]]:
+    """The kernels that this launches, and what those say that cannot be compiled."""
+    found, failed, run = dict[int, Any](), set[str](), JITFunction.run
+
+    def only_compile(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        try:
+            kernel = run(function, *args, grid=grid, warmup=True, **options)
+        except Exception as error:
+            failed.add(f"{function.fn.__name__}: {type(error).__name__}: {str(error)[-300:]}")
+            return None
+        found[id(kernel)] = kernel
+        return kernel
+
+    with mock.patch.object(JITFunction, "run", only_compile):
+        work()
+    return [*found.values()], failed
+
+
+def rehearsals(name: str) -> None:
+    width, inner, heads, key_heads, size = SHAPES[name]
+    numbers = (4096, width, inner, 2, heads, key_heads, size, 1e-6, 1e6, True, 4096, 0.02, False)
+    model = Transformer(ModelSpec(*numbers, qk_norm=size == 128)).bfloat16()
+    model.init_weights(torch.Generator().manual_seed(0))
+    with _Nothing():
+        engine = Engine(model, max_batch_size=256, max_model_len=4096, kv_cache_gib=0.5)
+        assert engine.graphs is not None, "not all of a step is done by kernels of the GPU"
+        rehearse(engine, 256)
+        RLTrainer(model, TrainerConfig(), 1).rehearse()
+
+
+def main(capability: str, name: str = "0.6B") -> None:
+    pretend(capability)
+    kernels, wrong = compiled(lambda: rehearsals(name))
+    most = CARDS[capability][2] * 2**10
+    for kernel in kernels:
+        words = f"{kernel.name}: {kernel.metadata.shared} bytes of shared memory, there are {most}"
+        wrong |= {words} if kernel.metadata.shared > most else set()
+    print(json.dumps({"kernels": len(kernels), "wrong": sorted(wrong)}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

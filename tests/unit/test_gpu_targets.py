@@ -1,0 +1,27 @@
+"""Kernels compile for cards that are not here, and need no more shared memory than those have (make test-targets)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.targets import CARDS, SHAPES
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("capability", CARDS)
+def test_all_kernels_compile(capability, shape):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.targets", capability, shape], env=environment, capture_output=True, text=True,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["kernels"] > 40 and not found["wrong"]
