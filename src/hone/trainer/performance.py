@@ -9,7 +9,10 @@ import numpy as np
 import torch
 from torch import nn
 
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # dense bf16, data sheets
+PEAK_FLOPS = {  # dense bf16 with sums in fp32, data sheets
+    "B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "5090": 209e12, "4090": 165e12,
+    "3090": 71e12,
+}  # fmt: skip
 
 
 class Laps:
