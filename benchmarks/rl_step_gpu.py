@@ -3,10 +3,10 @@
     python benchmarks/rl_step_gpu.py [--trl PYTHON] [--shapes NAME …] [--peers hf vllm] [--steps 8] [--rounds 1]
 
 The work of all: 8 prompts x 16 rollouts of one length, full fine-tuning in bf16 from the same random weights, one
-optimiser step, each in a process of its own with the GPU to itself; ours runs before and after the peers. PYTHON has
-TRL, and vLLM for that peer. Medians from the third step on. The floor is what the card needs at the least: weights,
-keys and values, a group's prompt once, read for each decoded token, and the arithmetic of training at the rate of a
-large product.
+optimiser step, each in a process of its own with the GPU to itself; ours runs before and after the peers, and once
+where there are none. PYTHON has TRL, and vLLM for that peer. Medians from the third step on. The floor is what the card
+needs at the least: weights, keys and values, a group's prompt once, read for each decoded token, and the arithmetic of
+training at the rate of a large product.
 """
 
 import argparse
@@ -74,24 +74,17 @@ def main() -> None:
         ours: list[dict] = []
         theirs: dict[str, list[float]] = {peer: [] for peer in peers}
         with tempfile.TemporaryDirectory(prefix="rl_step_gpu") as home:
-            write_weights(Path(home), model)
+            if peers:
+                write_weights(Path(home), model)
             for _ in range(args.rounds):
                 ours.append(measure(name, args.steps, ()))
                 for peer in peers:
-                    found = run_json(
-                        args.trl,
-                        PEER,
-                        "grpo-gpu",
-                        Path(home) / "model",
-                        peer,
-                        prompt - SYSTEM,
-                        new,
-                        MICRO[name],
-                        args.steps,
-                    )
+                    words = ("grpo-gpu", Path(home) / "model", peer, prompt - SYSTEM, new, MICRO[name], args.steps)
+                    found = run_json(args.trl, PEER, *words)
                     theirs[peer] += found["seconds"][2:]
                     print(f"TRL with {peer}: {found}", flush=True)
-                ours.append(measure(name, args.steps, ()))
+                if peers:
+                    ours.append(measure(name, args.steps, ()))
         figures = {f"peer_{peer}_step_s": median(seconds) for peer, seconds in theirs.items()}
         best = min(figures.values(), default=float("nan"))
         step, generate, train = (median([one[f"{key}_s"] for one in ours]) for key in ("step", "generate", "train"))
