@@ -182,7 +182,7 @@ def logprobs_of(model: Transformer, packed: Packed, temperature: float) -> Tenso
 def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> str:
     """Where hidden states of decoded tokens first differ, of all these rollouts; each is decoded alone. The part of the
     layer is named where the sampler shows both."""
-    first: tuple[int, int] | None = None
+    first: tuple[int, str] | None = None
     for prompt, own, _ in rollouts:
         engine = Engine(sampled, max_batch_size=1, max_model_len=len(prompt) + len(own) + 1, kv_cache_gib=GIB)
         engine.graphs = engine.packed = engine.decoder.packed = None  # block by block
@@ -197,26 +197,25 @@ def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> st
         for layer, (sampling, training) in enumerate(zip(theirs, ours, strict=True)):
             decoded = sampling[1:]  # the first is the prompt's
             is_added = not all(isinstance(pending, Tensor) for _, pending in decoded)
-            ones = zip(*(_compared(step, is_added) for step in decoded), strict=True)
-            twos = [rows[len(prompt) :] for rows in _compared(training[0], is_added)]
-            for part, (steps, two) in enumerate(zip(ones, twos, strict=True), -1 if is_added else 0):
-                one = torch.cat(steps)
+            steps = [_compared(step, is_added) for step in decoded]
+            for part, of_all in _compared(training[0], is_added).items():
+                one, two = torch.cat([step[part] for step in steps]), of_all[len(prompt) :]
                 if not torch.equal(one[: len(two)], two[: len(one)]) and (first is None or (layer, part) < first):
                     first = layer, part
-    if first is None:
-        return ""
-    return f"layer {first[0]}" + ("", " (attention)", " (feed-forward)")[first[1] + 1]
+    return "" if first is None else f"layer {first[0]}{first[1]}"
 
 
-def _compared(output: tuple[Tensor, Pending], is_added: bool) -> list[Tensor]:
-    """A block's stream and what is still to be added. Where the sampler has added that already, in fast numerics, the
-    sum of both: so trainer and sampler round it differently, and the first layer differs as a rule."""
+def _compared(output: tuple[Tensor, Pending], is_added: bool) -> dict[str, Tensor]:
+    """A block's stream and what is still to be added, in this order. Where the sampler has added that already, in fast
+    numerics, the sum of both: so trainer and sampler round it differently, and the first layer differs as a rule."""
     stream, pending = output
     if not isinstance(pending, Tensor):
-        return [_on_host(stream)]
+        return {"": _on_host(stream)}
     if pending.dim() == 3:  # parts: the next norm adds them up
         pending = pending.float().sum(0).to(pending.dtype)
-    return [_on_host(stream + pending)] if is_added else [_on_host(stream), _on_host(pending)]
+    if is_added:
+        return {"": _on_host(stream + pending)}
+    return {" (attention)": _on_host(stream), " (feed-forward)": _on_host(pending)}
 
 
 def _only(own: list[int], engine: Engine) -> Any:
