@@ -612,7 +612,7 @@ def test_a_larger_pass_stands_in_as_long_as_its_spare_tokens_hide_launches(stand
     prefill.seen, prefill.most_tokens = set(), 1000
     few_prompts, decoding = Shape(192, 2, 64), Key(128, 0, False, 0, 0, False)
     captured = Named(stand_in).has(Shape(512, 16, 64), Shape(768, 16, 64), few_prompts, decoding)
-    monkeypatch.setattr(prefill, "_capture", lambda captured, shape: captured.has(shape))
+    monkeypatch.setattr(prefill, "capture", lambda captured, shape: captured.has(shape))
     small, longer = Shape(128, 4, 32), Shape(128, 4, 128)
     chosen = [prefill._graph(captured, small) for _ in range(4)]
     assert chosen == ([Shape(512, 16, 64)] * 2 + [small] * 2 if stand_in else [None] + [small] * 3)

@@ -59,7 +59,7 @@ class Prefill:
         tokens = np.array(list(chain.from_iterable(s.ids[s.start : s.end] for s in stretches)), dtype=np.int64)
         numbers = [s.adapter for s in stretches]
         is_plain = not any(before) and not any(numbers)
-        if self.captured is not None and is_plain and len(tokens) <= self.most_tokens:
+        if self.captured is not None and is_plain and self.is_worth_a_graph(len(tokens)):
             shape = self._graph(self.captured, Shape.of(lengths))
             if shape is not None:
                 self.inputs[shape].fill(tokens, positions, cells, kept, lengths)
@@ -75,6 +75,22 @@ class Prefill:
         self.cache.note_routing(self.model, cells_T, kept_P)
         return hidden_PD
 
+    def is_worth_a_graph(self, tokens: int) -> bool:
+        """Whether launching a pass over so many takes long beside computing it."""
+        return tokens <= self.most_tokens
+
+    def capture(self, captured: Captured, shape: "Shape") -> None:
+        """The graph of this shape, into `captured`."""
+        inputs = self.inputs[shape] = _Inputs(shape, self.device)  # of empty prompts
+        attention = PrefillAttention(self.cache, inputs.positions_T, inputs.cells_T, inputs.mix)
+
+        model = self.model  # or the graph would be in a circle of references
+
+        def forward() -> Tensor:
+            return model.hidden(model.embed(inputs.tokens_T), inputs.positions_T, attention, inputs.kept_N)
+
+        captured.capture(shape, forward)
+
     def _graph(self, captured: Captured, shape: "Shape") -> "Shape | None":
         """Of the graph that does this pass, if one does: its own, or a larger one."""
         if shape in captured:
@@ -87,7 +103,7 @@ class Prefill:
         elif shape not in self.seen:
             self.seen.add(shape)
             return None
-        self._capture(captured, shape)
+        self.capture(captured, shape)
         return shape
 
     def _mix(self, stretches: list[Stretch], lengths: list[int], before: list[int]) -> Mix:
@@ -98,17 +114,6 @@ class Prefill:
         _, cells = _places(stretches, [0] * len(stretches), self.cache.pool.size)
         seen, continued = to_device(cells, self.device), ContinuedAttention(lengths, before, self.device)
         return lambda q, k, v, keys, values: continued.attend(q, keys[seen], values[seen])
-
-    def _capture(self, captured: Captured, shape: "Shape") -> None:
-        inputs = self.inputs[shape] = _Inputs(shape, self.device)  # of empty prompts
-        attention = PrefillAttention(self.cache, inputs.positions_T, inputs.cells_T, inputs.mix)
-
-        model = self.model  # or the graph would be in a circle of references
-
-        def forward() -> Tensor:
-            return model.hidden(model.embed(inputs.tokens_T), inputs.positions_T, attention, inputs.kept_N)
-
-        captured.capture(shape, forward)
 
 
 class Shape(NamedTuple):

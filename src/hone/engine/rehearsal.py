@@ -4,7 +4,7 @@ import torch
 
 from hone.engine.engine import Engine
 from hone.engine.graphs import PART, PARTS, Key, padded
-from hone.engine.prefill import Stretch
+from hone.engine.prefill import Shape, Stretch
 from hone.engine.sampler import Sampler
 from hone.kernels import gpu
 
@@ -12,6 +12,8 @@ PROMPT = 16  # tokens
 PROMPTS = (1, 2, 4, 8, 32)  # so many at once: products of more rows have other tiles
 ROWS = (1, 4, 8, 16, 32, 64, 128)  # sequences that decode, the same
 CAPTURED = (1, 16, 64, 128, 256)  # sequences for which a server has graphs from the start
+PASSES = (256, 512, 1024, 4096)  # tokens of passes over prompts, the same
+SHORT = 32  # tokens of a prompt: so many of them fill such a pass
 
 
 @torch.no_grad()
@@ -47,3 +49,7 @@ def capture(engine: Engine) -> None:
     if engine.graphs is not None:
         for rows in sorted({min(B, engine.max_batch_size) for B in CAPTURED}):
             engine.graphs.capture(Key(rows, Sampler.PLAIN, False, 0, 0, False))
+    prefill, longest = engine.prefill, gpu.power_of_2(engine.max_model_len)
+    if prefill.captured is not None:
+        for tokens in filter(prefill.is_worth_a_graph, PASSES):
+            prefill.capture(prefill.captured, Shape(tokens, tokens // SHORT, min(tokens, longest)))

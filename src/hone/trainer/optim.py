@@ -146,6 +146,16 @@ class Optimizer:
         torch.autograd.graph.increment_version(self.parameters)  # the fused kernels leave them uncounted
         return norm
 
+    @torch.no_grad()
+    def rehearse(self) -> None:
+        """What a step does with the gradients that there are, and the weights stay as they are: kernels are compiled
+        and loaded. Clears the gradients."""
+        self.norm(self.gradients())
+        torch._foreach_add_(self.steps, 0)
+        if self.is_own:
+            self.own.rehearse()
+        self.clear()
+
     def _own_step(self, grads: list[Tensor], lr: float, scale: float) -> None:
         torch._foreach_add_([self.steps[i] for i in self.by_adamw], 1)
         change = adamw.Change(scale, lr, self.config.betas, step=int(self.steps[self.by_adamw[0]]))

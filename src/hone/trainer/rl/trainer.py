@@ -92,7 +92,8 @@ class RLTrainer:
         return estimate_rl(self.model.spec, self.config, most_tokens, itemsize, self.micro_batch_tokens)
 
     def rehearse(self, most_tokens: int = 2048) -> None:
-        """Goes through micro-batches of steps of up to so many tokens, for kernels to be compiled (`gpu/compiling.py`).
+        """Goes through micro-batches of steps of up to so many tokens, for kernels to be compiled (`gpu/compiling.py`)
+        and loaded.
 
         Does nothing without a GPU's kernels, nor where ranks hold parts of the model: those go through it in step.
         """
@@ -104,10 +105,9 @@ class RLTrainer:
             ids = [np.full(len(mask), i // members % 256) for i in range(count)]
             samples = [Sample(own, mask, logprobs, 1.0, 1.0, teacher_logprobs=logprobs) for own in ids]
             for loss in self.losses:
-                self._backward(loss, samples, [1.0] * count, defaultdict(list))
                 self.optimizer.clear()
-        if self.optimizer.is_own:
-            self.optimizer.own.rehearse()
+                self._backward(loss, samples, [1.0] * count, defaultdict(list))
+        self.optimizer.rehearse()
 
     def step(self, batch: Batch) -> dict[str, float]:
         """One optimiser step, and its numbers."""
