@@ -5,8 +5,8 @@
 A run of processes, as a user starts it, for each way: 8 prompts x 16 rollouts of 37 + 128 tokens a step. Groups whose
 rewards are alike are trained on too, so that all steps have as many samples. Seconds that publishing a version takes,
 fingerprints of all weights included, and that the server takes to have it and prove it by its fingerprints, from when
-the orchestrator has seen it; medians of the steps after the third. Of a step that takes half as long again as the
-median more numbers are printed. With level 1 sampling is a step ahead, and the time of a step is the larger of the two
+the orchestrator has seen it; medians of the steps after the third. The first steps are printed, the slowest after the
+second as a multiple of the median, and more numbers of those that take half as long again as the median. With level 1 sampling is a step ahead, and the time of a step is the larger of the two
 sides. `--shape tiny` is for a machine without GPUs: the tiny model, by Gloo.
 """
 
@@ -52,11 +52,15 @@ def main() -> None:
         if options.shape != "tiny":
             write_shape(model := Path(home) / "model", options.shape)
         for way in options.ways:
-            rows = metrics(model, Path(home) / way, options.steps, way, options.level)[3:]
+            every = metrics(model, Path(home) / way, options.steps, way, options.level)
+            rows = every[3:]
             for name in ("publish_weights", "update_weights"):
                 found[f"ours_{way}_{name}"] = median([row[f"time/{name}"] for row in rows])
             found[f"ours_{way}_step"] = median([row["time/step"] for row in rows])
-            for row in rows:
+            first = ", ".join(f"{row['time/step']:.3f}" for row in every[:10])
+            slowest = max(row["time/step"] for row in every[2:]) / found[f"ours_{way}_step"]
+            print(f"the first steps took {first} s, the slowest after the second {slowest:.2f} times the median")
+            for row in every[2:]:
                 if row["time/step"] > SLOW * found[f"ours_{way}_step"]:
                     told = {k: round(v, 4) for k, v in row.items() if v and k.split("/")[0] in TELLING}
                     print(f"step {row['step']} took {row['time/step']:.3f} s: {told}", flush=True)
