@@ -6,8 +6,9 @@ A run of processes, as a user starts it, for each way: 8 prompts x 16 rollouts o
 rewards are alike are trained on too, so that all steps have as many samples. Seconds that publishing a version takes,
 fingerprints of all weights included, and that the server takes to have it and prove it by its fingerprints, from when
 the orchestrator has seen it; medians of the steps after the third. The first steps are printed, the slowest after the
-second as a multiple of the median, and more numbers of those that take half as long again as the median. With level 1 sampling is a step ahead, and the time of a step is the larger of the two
-sides. `--shape tiny` is for a machine without GPUs: the tiny model, by Gloo.
+second as a multiple of the median, and more numbers of those that take half as long again as the median. With level 1
+sampling is a step ahead, and the time of a step is the larger of the two sides. `--shape tiny` is for a machine without
+GPUs: the tiny model, by Gloo.
 """
 
 import argparse
