@@ -4,6 +4,7 @@
 
 For each shape, exact and fast: logprobs of sampler and trainer that differ (`hone probe`), tokens a second that 128
 sequences of 64 + 128 tokens are sampled with, and seconds of an RL step on them, 8 prompts x 16: sampling and training.
+Moments of a large model are kept in bfloat16 where a card of 80 GB would not hold them in full.
 """
 
 import argparse
@@ -17,14 +18,17 @@ from training import our_model
 
 from hone.config.lora import LoRAConfig
 from hone.config.rl import TrainerConfig
+from hone.config.sections import OptimConfig
 from hone.engine.engine import Engine
 from hone.kernels import numerics
 from hone.launch.probe import probe
 from hone.models.lora import Merged, loras
 from hone.records import Batch, GenerateRequest, Sample, Sampling
+from hone.trainer.performance import device_bytes
 from hone.trainer.rl.trainer import RLTrainer
 
 PROMPT, NEW, GROUPS, MEMBERS = 64, 128, 8, 16
+LARGE, ROOMY = 2e9, 100e9  # parameters; bytes of a card
 
 
 def requests(step: int) -> list[GenerateRequest]:
@@ -47,13 +51,14 @@ def timed(work):
 
 def steps(model, lora: bool, count: int = 7) -> dict[str, float]:
     """Medians of the last ones: decoding's tokens a second, seconds of a step and of its parts."""
-    config = TrainerConfig(lora=LoRAConfig(rank=16) if lora else None)
+    is_short = sum(p.numel() for p in model.parameters()) > LARGE and device_bytes(model.embed.weight.device) < ROOMY
+    optim = OptimConfig(state_dtype="bfloat16") if is_short else OptimConfig()
+    config = TrainerConfig(lora=LoRAConfig(rank=16) if lora else None, optim=optim)
     trainer = RLTrainer(model, config, count)
     if lora:
         for one in loras(model):
             torch.nn.init.normal_(one.B, std=0.01)
     sampled = Merged(model)
-    # The cache holds all 128 sequences of a 4B or an 8B and no more, so that a card of 80 GB trains the 4B beside it.
     engine = Engine(sampled.model, max_batch_size=128, max_model_len=512, kv_cache_gib=4.0)
     rows: list[dict[str, float]] = []
     for step in range(1, count + 1):
