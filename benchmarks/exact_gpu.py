@@ -51,7 +51,8 @@ def timed(work):
 
 def steps(model, lora: bool, count: int = 7) -> dict[str, float]:
     """Medians of the last ones: decoding's tokens a second, seconds of a step and of its parts."""
-    is_short = sum(p.numel() for p in model.parameters()) > LARGE and device_bytes(model.embed.weight.device) < ROOMY
+    is_large = not lora and sum(p.numel() for p in model.parameters()) > LARGE
+    is_short = is_large and device_bytes(model.embed.weight.device) < ROOMY
     optim = OptimConfig(state_dtype="bfloat16") if is_short else OptimConfig()
     config = TrainerConfig(lora=LoRAConfig(rank=16) if lora else None, optim=optim)
     trainer = RLTrainer(model, config, count)

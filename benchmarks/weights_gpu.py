@@ -60,6 +60,7 @@ def main() -> None:
             found[f"ours_{way}_step"] = median([row["time/step"] for row in rows])
             first = ", ".join(f"{row['time/step']:.3f}" for row in every[:10])
             slowest = max(row["time/step"] for row in every[2:]) / found[f"ours_{way}_step"]
+            found[f"ours_{way}_slowest"] = slowest
             print(f"the first steps took {first} s, the slowest after the second {slowest:.2f} times the median")
             for row in every[2:]:
                 if row["time/step"] > SLOW * found[f"ours_{way}_step"]:

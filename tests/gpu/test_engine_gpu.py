@@ -111,7 +111,7 @@ def test_a_server_has_graphs_before_requests_come(model):
         requests = [request(p, seed=i, max_tokens=21) for i, p in enumerate(prompts([length] * count))]
         assert_logprobs(model, requests, engine.generate(requests))
         assert {key.rows for key in engine.captured if isinstance(key, Key)} == {1, 16, 64, 100}
-        assert {key.tokens for key in engine.captured if isinstance(key, Shape)} == {256, 512, 1024, 4096}
+        assert {key.tokens for key in engine.captured if isinstance(key, Shape)} == {256, 512, 1024, 2048}
 
 
 def test_a_group_reads_its_prompt_once(model):

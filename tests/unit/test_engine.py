@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hone.engine.engine import Engine, _Look
 from hone.engine.graphs import PAYS_FOR_GRAPH, DecodeGraphs, Key
 from hone.engine.prefill import Prefill, Shape
+from hone.engine.rehearsal import capture
 from hone.engine.sampler import draw, pick, thresholds, uniforms
 from hone.engine.slots import Slots
 from hone.kernels import cpu
@@ -604,6 +606,26 @@ def test_a_graph_of_more_rows_stands_in_until_its_spare_rows_have_paid(stand_in,
     shared = few._replace(stretches=8, parts=1)
     graphs.captured.has(shared._replace(rows=128))
     assert graphs._graph(shared, 1) == shared
+
+
+@pytest.mark.parametrize(
+    ("sequences", "length", "most_tokens", "found"),
+    [
+        (100, 512, 1e6, [(256, 16, 256), (512, 32, 512), (1024, 64, 512), (2048, 128, 512)]),
+        (256, 165, 1400, [(256, 16, 256), (512, 32, 256), (1024, 64, 256)]),  # a longer pass hides its launches
+        (1, 165, 1e6, [(256, 16, 256)]),  # no longer pass can come
+        (8, 4096, 1e6, [(256, 16, 256), (512, 32, 512), (1024, 64, 1024), (2048, 128, 2048)]),
+    ],
+)
+def test_graphs_for_prompts_are_of_the_sizes_that_may_come(sequences, length, most_tokens, found):
+    prefill, captured = Prefill.__new__(Prefill), []
+    prefill.captured, prefill.most_tokens = Captured(True), most_tokens
+    prefill.capture = lambda graphs, shape: captured.append((graphs, shape))
+    capture(SimpleNamespace(graphs=None, prefill=prefill, max_batch_size=sequences, max_model_len=length))
+    assert captured == [(prefill.captured, Shape(*numbers)) for numbers in found]
+    prefill.captured = None
+    capture(SimpleNamespace(graphs=None, prefill=prefill, max_batch_size=sequences, max_model_len=length))
+    assert len(captured) == len(found)
 
 
 @pytest.mark.parametrize("stand_in", [True, False])

@@ -163,29 +163,28 @@ def test_ahead_of_training_nothing_is_older_than_allowed_lost_or_doubled(level, 
     assert missing == {number for number, _, _ in found[-1].progress["untrained"]}
 
 
-def test_until_training_has_given_a_version_groups_of_one_step_are_under_way():
-    async def program():
-        numbers = []  # of groups under way, whenever a rollout begins
-        made = orchestrator(
-            Model(lambda seed: numbers.append(len(made.under_way)) or 0.005), level=2, oversampling_factor=1.25
-        )
-
-        async def most_under_way(version):
-            numbers.clear()
+def test_a_step_more_is_under_way_with_each_version_that_training_gives():
+    async def lasting(first):
+        made = orchestrator(Model(lambda seed: 30.0), level=2, oversampling_factor=1.25)
+        made.go_on(first, None)
+        found = []
+        for version in range(first - 1, first + 2):
             made.adopted(version)
-            async with asyncio.timeout(10.0):
-                while len(made.ready) < 3 * 4 + 1:  # all that this version may be used for
-                    await asyncio.sleep(0.002)
-            return max(numbers)
-
-        found = [await most_under_way(0)]
-        for step in (1, 2):
-            await made.collect(step)
-        found.append(await most_under_way(2))
+            found.append(len(made.under_way))
         await made.close()
         return found
 
-    assert run(program()) == [5, 8]
+    assert run(lasting(1)) == run(lasting(7)) == [4 + 1, 8 + 1, 12 + 1]
+
+    async def ending():
+        made = orchestrator(Model(), level=2, oversampling_factor=1.25)
+        made.adopted(0)
+        async with asyncio.timeout(10.0):
+            while len(made.ready) < 3 * 4 + 1:  # all that this version may be used for
+                await asyncio.sleep(0.002)
+        await made.close()
+
+    run(ending())
 
 
 def test_what_has_become_too_old_is_begun_again():

@@ -12,8 +12,8 @@ PROMPT = 16  # tokens
 PROMPTS = (1, 2, 4, 8, 32)  # so many at once: products of more rows have other tiles
 ROWS = (1, 4, 8, 16, 32, 64, 128)  # sequences that decode, the same
 CAPTURED = (1, 16, 64, 128, 256)  # sequences for which a server has graphs from the start
-PASSES = (256, 512, 1024, 4096)  # tokens of passes over prompts, the same
-SHORT = 32  # tokens of a prompt: so many of them fill such a pass
+PASSES = (256, 512, 1024, 2048)  # tokens of passes over prompts, the same
+SHORT = 16  # such a graph has room for one prompt in so many of its tokens
 
 
 @torch.no_grad()
@@ -51,5 +51,6 @@ def capture(engine: Engine) -> None:
             engine.graphs.capture(Key(rows, Sampler.PLAIN, False, 0, 0, False))
     prefill, longest = engine.prefill, gpu.power_of_2(engine.max_model_len)
     if prefill.captured is not None:
-        for tokens in filter(prefill.is_worth_a_graph, PASSES):
+        most = engine.max_batch_size * engine.max_model_len
+        for tokens in (size for size in PASSES if prefill.is_worth_a_graph(size) and size < 2 * most):
             prefill.capture(prefill.captured, Shape(tokens, tokens // SHORT, min(tokens, longest)))

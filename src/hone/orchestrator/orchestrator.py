@@ -102,7 +102,7 @@ class Orchestrator:
         self.replay = Replay(config.buffer.replay)
         self.schedule = self._schedule(None)
         self.step, self.last_step, self.version = 1, math.inf, -1
-        self.is_starting = True  # until training has given a version
+        self.first_version = -1  # that was served
         self.under_way: dict[int, _UnderWay] = {}
         self.ready: dict[int, Group] = {}
         self.without_signal: list[Group] = []  # that were replaced, since the last step
@@ -133,7 +133,8 @@ class Orchestrator:
         return Schedule(sizes, self.seed, config.prompts_per_step, config.ratios, config.buffer, progress)
 
     def adopted(self, version: int) -> None:
-        self.is_starting = self.version < 0
+        if self.version < 0:
+            self.first_version = version
         self.version = version
         self._begin()
 
@@ -207,13 +208,13 @@ class Orchestrator:
         """Starts groups until there are enough, under way or ready, for all steps that may train on samples of the
         served version, plus those of oversampling. With this bound no group waits long enough to get very stale.
 
-        Until training has given a version, those under way are as many as for one step: sampled together, the steps
-        would end together, later than the first by itself, and training would find no batch for a while after them."""
+        Under way are as many as for one step at first, and for one step more with each version that training gives:
+        steps that are begun together end together, later than one by itself, and training waits before and after."""
         steps = min(self.version + 1 + self.max_async_level, self.last_step) - self.step + 1
         in_a_step = self.config.prompts_per_step
         spare = math.ceil((self.config.oversampling_factor - 1) * in_a_step)
         room = steps * in_a_step + spare if steps > 0 else 0
-        at_once = in_a_step + spare if self.is_starting else room
+        at_once = (self.version - self.first_version + 1) * in_a_step + spare
         while len(self.under_way) < at_once and len(self.under_way) + len(self.ready) < room:
             task = self.schedule.take()
             work = asyncio.get_running_loop().create_task(self._group(task))

@@ -148,8 +148,8 @@ class Optimizer:
 
     @torch.no_grad()
     def rehearse(self) -> None:
-        """What a step does with the gradients that there are, and the weights stay as they are: kernels are compiled
-        and loaded. Clears the gradients."""
+        """Has the kernels of a plain step compiled and loaded: takes the norm of the gradients that there are, clears
+        them, and steps with a few numbers beside the weights, which stay as they are."""
         self.norm(self.gradients())
         torch._foreach_add_(self.steps, 0)
         if self.is_own:
