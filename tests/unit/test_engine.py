@@ -620,11 +620,12 @@ def test_a_graph_of_more_rows_stands_in_until_its_spare_rows_have_paid(stand_in,
 def test_graphs_for_prompts_are_of_the_sizes_that_may_come(sequences, length, most_tokens, found):
     prefill, captured = Prefill.__new__(Prefill), []
     prefill.captured, prefill.most_tokens = Captured(True), most_tokens
-    prefill.capture = lambda graphs, shape: captured.append((graphs, shape))
-    capture(SimpleNamespace(graphs=None, prefill=prefill, max_batch_size=sequences, max_model_len=length))
-    assert captured == [(prefill.captured, Shape(*numbers)) for numbers in found]
+    prefill.capture = captured.append
+    engine = SimpleNamespace(graphs=None, prefill=prefill, max_batch_size=sequences, max_model_len=length)
+    capture(engine)
+    assert captured == [Shape(*numbers) for numbers in found]
     prefill.captured = None
-    capture(SimpleNamespace(graphs=None, prefill=prefill, max_batch_size=sequences, max_model_len=length))
+    capture(engine)
     assert len(captured) == len(found)
 
 
@@ -634,7 +635,7 @@ def test_a_larger_pass_stands_in_as_long_as_its_spare_tokens_hide_launches(stand
     prefill.seen, prefill.most_tokens = set(), 1000
     few_prompts, decoding = Shape(192, 2, 64), Key(128, 0, False, 0, 0, False)
     captured = Named(stand_in).has(Shape(512, 16, 64), Shape(768, 16, 64), few_prompts, decoding)
-    monkeypatch.setattr(prefill, "capture", lambda captured, shape: captured.has(shape))
+    monkeypatch.setattr(prefill, "capture", lambda shape: captured.has(shape))
     small, longer = Shape(128, 4, 32), Shape(128, 4, 128)
     chosen = [prefill._graph(captured, small) for _ in range(4)]
     assert chosen == ([Shape(512, 16, 64)] * 2 + [small] * 2 if stand_in else [None] + [small] * 3)

@@ -59,7 +59,7 @@ class Prefill:
         tokens = np.array(list(chain.from_iterable(s.ids[s.start : s.end] for s in stretches)), dtype=np.int64)
         numbers = [s.adapter for s in stretches]
         is_plain = not any(before) and not any(numbers)
-        if self.captured is not None and is_plain and self.is_worth_a_graph(len(tokens)):
+        if self.captured is not None and is_plain and len(tokens) <= self.most_tokens:
             shape = self._graph(self.captured, Shape.of(lengths))
             if shape is not None:
                 self.inputs[shape].fill(tokens, positions, cells, kept, lengths)
@@ -75,12 +75,9 @@ class Prefill:
         self.cache.note_routing(self.model, cells_T, kept_P)
         return hidden_PD
 
-    def is_worth_a_graph(self, tokens: int) -> bool:
-        """Whether launching a pass over so many takes long beside computing it."""
-        return tokens <= self.most_tokens
-
-    def capture(self, captured: Captured, shape: "Shape") -> None:
-        """The graph of this shape, into `captured`."""
+    def capture(self, shape: "Shape") -> None:
+        """The graph of this shape, where there are graphs."""
+        assert self.captured is not None
         inputs = self.inputs[shape] = _Inputs(shape, self.device)  # of empty prompts
         attention = PrefillAttention(self.cache, inputs.positions_T, inputs.cells_T, inputs.mix)
 
@@ -89,7 +86,7 @@ class Prefill:
         def forward() -> Tensor:
             return model.hidden(model.embed(inputs.tokens_T), inputs.positions_T, attention, inputs.kept_N)
 
-        captured.capture(shape, forward)
+        self.captured.capture(shape, forward)
 
     def _graph(self, captured: Captured, shape: "Shape") -> "Shape | None":
         """Of the graph that does this pass, if one does: its own, or a larger one."""
@@ -103,7 +100,7 @@ class Prefill:
         elif shape not in self.seen:
             self.seen.add(shape)
             return None
-        self.capture(captured, shape)
+        self.capture(shape)
         return shape
 
     def _mix(self, stretches: list[Stretch], lengths: list[int], before: list[int]) -> Mix:

@@ -49,8 +49,8 @@ def capture(engine: Engine) -> None:
     if engine.graphs is not None:
         for rows in sorted({min(B, engine.max_batch_size) for B in CAPTURED}):
             engine.graphs.capture(Key(rows, Sampler.PLAIN, False, 0, 0, False))
-    prefill, longest = engine.prefill, gpu.power_of_2(engine.max_model_len)
-    if prefill.captured is not None:
-        most = engine.max_batch_size * engine.max_model_len
-        for tokens in (size for size in PASSES if prefill.is_worth_a_graph(size) and size < 2 * most):
-            prefill.capture(prefill.captured, Shape(tokens, tokens // SHORT, min(tokens, longest)))
+    if engine.prefill.captured is not None:
+        longest, most = gpu.power_of_2(engine.max_model_len), engine.max_batch_size * engine.max_model_len
+        for tokens in PASSES:
+            if tokens <= engine.prefill.most_tokens and tokens < 2 * most:
+                engine.prefill.capture(Shape(tokens, tokens // SHORT, min(tokens, longest)))
