@@ -24,3 +24,9 @@ os.environ["HONE_PARENT_PID"] = str(os.getpid())
 def patience(seconds):
     """A deadline on this machine, in seconds: twice as long beside other tests."""
     return seconds * 2 * machine.silence() / machine.SILENCE
+
+
+def pytest_configure(config):
+    from tests.processor_time import ProcessorTime
+
+    config.pluginmanager.register(ProcessorTime())

@@ -21,12 +21,14 @@ import time
 import traceback
 import warnings
 
+from tests import processor_time
+
 HEAVY = ("hone.trainer.sft.train", "hone.launch.colocated", "tokenizers", "jinja2")
 CAN = hasattr(os, "fork") and sys.platform == "linux"
 # What may differ from this process in the environment of a command: nothing that an import looks at.
 OWN = {"PYTEST_CURRENT_TEST", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 AT_ONCE = 0.0001  # seconds: 0 would make the connection one that never waits
-NUMBER = 8  # bytes of a process's number, and of its exit status
+NUMBER = 8  # bytes of a process's number, of its exit status, and of its processor time in microseconds
 
 
 class Forked:
@@ -34,20 +36,21 @@ class Forked:
 
     def __init__(self, connection):
         self._connection, self.returncode = connection, None
-        self.pid = self._read()
+        (self.pid,) = self._read_numbers(1)
 
-    def _read(self):
-        number = self._connection.recv(NUMBER, socket.MSG_WAITALL)
-        assert len(number) == NUMBER, "its keeper is gone, and with it how the command ended"
-        return int.from_bytes(number, "big", signed=True)
+    def _read_numbers(self, count):
+        data = self._connection.recv(count * NUMBER, socket.MSG_WAITALL)
+        assert len(data) == count * NUMBER, "its keeper is gone, and with it how the command ended"
+        return [int.from_bytes(data[i : i + NUMBER], "big", signed=True) for i in range(0, len(data), NUMBER)]
 
     def wait(self, timeout=None):
         if self.returncode is None:
             self._connection.settimeout(timeout)
             try:
-                self.returncode = self._read()
+                self.returncode, microseconds = self._read_numbers(2)
             except TimeoutError:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout) from None
+            processor_time.add_forked(microseconds / 1e6)
         return self.returncode
 
     def poll(self):
@@ -110,14 +113,17 @@ def serve(requests):
 
 def _keep(words, cwd, environment, connection, out, err):
     """Forks the command, tells its number and then how it ended."""
-    tell = lambda number: os.write(connection, number.to_bytes(NUMBER, "big", signed=True))  # noqa: E731
+
+    def tell(*numbers):
+        os.write(connection, b"".join(number.to_bytes(NUMBER, "big", signed=True) for number in numbers))
+
     pid = os.fork()
     if pid:
         tell(pid)
         os.close(out)
         os.close(err)
-        status = os.waitpid(pid, 0)[1]
-        tell(os.waitstatus_to_exitcode(status))
+        _, status, usage = os.wait4(pid, 0)
+        tell(os.waitstatus_to_exitcode(status), int((usage.ru_utime + usage.ru_stime) * 1e6))
         os._exit(0)
     os.close(connection)
     os.setsid()

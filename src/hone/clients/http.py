@@ -2,9 +2,13 @@
 
 import asyncio
 import importlib.util
+import json
 import os
+import shlex
+import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,8 +16,11 @@ from pydantic_core import from_json
 
 from hone.config.sections import LOOPBACK, ClientConfig, own_key
 from hone.records import Completion, ContextFull, Prompt, Refused, Sampling, Turn
+from hone.server_starts import is_starting
 
-PATIENCE = 8.0  # seconds for a server on this machine to begin to answer
+NO_SIGN_SECONDS = 60.0  # a server on this machine that neither listens nor starts for this long is not there
+ANSWER_SECONDS = 10.0  # a server that listens is given this long to answer one look
+NOTICE_SECONDS, RETRY_SECONDS = 3.0, 0.2  # a wait is announced after the first; pause between two looks
 FULL = "context_length_exceeded"  # the code of such a refusal, in OpenAI's API
 FULL_IN_WORDS = "maximum context length"  # what servers say that give no such code, vLLM's among them
 
@@ -65,31 +72,51 @@ class HttpClient:
                 "--orchestrator.client.api-key-var NAME"
             ) from None
 
-    async def check(self) -> None:
-        """Raises ConnectionError or ValueError, in words, unless the server answers and has the model.
+    async def check(self, no_sign_seconds: float = NO_SIGN_SECONDS) -> None:
+        """Wait for a server on this machine, then require that it serves the model.
 
-        One on this machine may be starting: it is given some seconds.
+        Raises ConnectionError if no server answers, ValueError if it refuses the key or does not serve the model.
         """
-        url, patience = f"{self.base_url}/models", PATIENCE if httpx.URL(self.base_url).host in LOOPBACK else 0.0
-        deadline = time.monotonic() + patience
-        while True:
-            try:
-                answer = await self.http.get(url, timeout=10.0)
-                break
-            except httpx.HTTPError as error:
-                if isinstance(error, httpx.ConnectError) and time.monotonic() < deadline:
-                    await asyncio.sleep(0.2)
-                    continue
-                raise ConnectionError(
-                    f"no server answers at {self.base_url} ({type(error).__name__}); "
-                    f"start one with: inference --model.name {self.model}"
-                ) from None
+        answer = await self.wait_until_up(no_sign_seconds)
         if answer.status_code == 401:
             raise ValueError(f"{self.base_url} refuses the API key (401)")
         if answer.status_code == 200:
             served = [card["id"] for card in answer.json()["data"]]
             if self.model not in served:
-                raise ValueError(f"{self.base_url} does not serve {self.model!r}; it serves {', '.join(served)}")
+                raise ValueError(
+                    f"{self.base_url} does not serve {self.model!r}; it serves {', '.join(served)}; "
+                    f"serve it with: {serve_command(self.model)}"
+                )
+
+    async def wait_until_up(self, no_sign_seconds: float = NO_SIGN_SECONDS) -> httpx.Response:
+        """Return the server's answer on /models; wait for a server on this machine while it listens or starts.
+
+        A server on this machine may be loading its model, or not have got that far. It is waited for until there was
+        no sign of it for `no_sign_seconds`; after NOTICE_SECONDS standard error says so. Servers elsewhere are asked
+        once. Raises ConnectionError.
+        """
+        url = httpx.URL(self.base_url)
+        is_here, port = url.host in LOOPBACK, url.port or 80
+        start = last_sign = time.monotonic()
+        is_announced = False
+        while True:
+            try:
+                return await self.http.get(f"{self.base_url}/models", timeout=ANSWER_SECONDS)
+            except httpx.HTTPError as error:
+                now = time.monotonic()
+                if not isinstance(error, httpx.ConnectError) or is_starting(port):
+                    last_sign = now
+                if not is_here or now - last_sign >= no_sign_seconds:
+                    raise ConnectionError(self._absence(error)) from None
+            if not is_announced and now - start >= NOTICE_SECONDS:
+                is_announced = True
+                limit = f"{no_sign_seconds:.0f} s"
+                print(f"waiting for a server at {self.base_url}, up to {limit} without a sign of it", file=sys.stderr)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def _absence(self, error: httpx.HTTPError) -> str:
+        kind, command = type(error).__name__, serve_command(self.model)
+        return f"no server answers at {self.base_url} ({kind}); start one with: {command}"
 
     async def chat(self, prompt: Prompt, sampling: Sampling) -> Turn:
         """One completion. Raises RuntimeError with the words of a refusal, ContextFull where the conversation leaves no
@@ -222,6 +249,21 @@ def _drawing(sampling: Sampling) -> dict[str, Any]:
     always, default = ("max_tokens", "temperature", "seed"), asdict(Sampling())
     given["logit_bias"], default["logit_bias"] = dict(sampling.logit_bias), {}
     return {key: value for key, value in given.items() if key in always or value != default[key]}
+
+
+def serve_command(model: str) -> str:
+    """Return the command that serves a model: a directory, a hub id, an adapter's directory or an adapter's name."""
+    path = Path(model).expanduser()
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").exists():
+        try:
+            base = json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"]
+        except (OSError, ValueError, KeyError, TypeError):
+            base = None
+        base, name, directory = map(shlex.quote, (base or "BASE", path.name, model))
+        return f"inference --model.name {base} --adapters.{name} {directory}"
+    if not path.exists() and "/" not in model:
+        return f"inference --model.name MODEL, or with an adapter of that name --adapters.{model} DIRECTORY"
+    return f"inference --model.name {shlex.quote(model)}"
 
 
 def connect(config: ClientConfig, model: str, **options: Any) -> list[HttpClient]:

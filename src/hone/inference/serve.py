@@ -3,6 +3,7 @@
 config ─► backend (backends.py, apart.py), which loads the model ─► Served ─► routes (server.py) on an open socket
 """
 
+import contextlib
 import logging
 import signal
 import time
@@ -13,6 +14,7 @@ from hone.config.sections import LOOPBACK, own_key
 from hone.inference.address import bind
 from hone.inference.apart import Apart
 from hone.inference.backends import Embedded, Vllm, is_apart, takes_vllm
+from hone.server_starts import announce_start
 
 log = logging.getLogger("hone.inference")
 
@@ -28,13 +30,16 @@ def serve(config: InferenceConfig) -> None:
     sock = bind(host, config.server.port)
     engine = Apart if is_apart(config) else Embedded
     backend: type[Apart | Embedded | Vllm] = Vllm if takes_vllm(config) else engine
-    with backend(config) as opened:
+    starting = contextlib.ExitStack()  # closed by hand as soon as the socket listens
+    starting.enter_context(announce_start(sock.getsockname()[1]))
+    with starting, backend(config) as opened:
         import uvicorn  # while a process of its own loads the model
 
         from hone.inference.server import build_app
 
         app = build_app(opened.wait(), api_key)
         sock.listen(2048)  # from now on who connects is answered, if only when the event loop runs
+        starting.close()
         url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
         log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - STARTED)
         # No proxy headers: the connection tells who may control the server. Open requests get some seconds to end.

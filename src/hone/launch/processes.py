@@ -20,7 +20,7 @@ from collections import deque
 from pathlib import Path
 
 from hone import leaving
-from hone.clients.http import connect
+from hone.clients.http import NO_SIGN_SECONDS, connect
 from hone.config.base import ConfigError, load_config
 from hone.config.help import to_toml
 from hone.config.rl import RLConfig
@@ -97,11 +97,10 @@ async def require_servers(config: RLConfig) -> None:
     """Raises ConnectionError, with what to do, unless every server that is to be used answers, to our key."""
     for client in connect(config.orchestrator.client, config.model.name):
         async with client:
-            if not await client.is_up():
-                raise ConnectionError(
-                    f"no server answers at {client.base_url}; start one with: inference --model.name "
-                    f"{config.model.name}, or let rl start it: --inference @ FILE"
-                )
+            try:
+                await client.wait_until_up(min(NO_SIGN_SECONDS, config.orchestrator.client.ready_timeout))
+            except ConnectionError as error:
+                raise ConnectionError(f"{error}, or let rl start it: --inference @ FILE") from None
             await client.check_key()
 
 
