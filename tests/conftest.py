@@ -7,6 +7,7 @@ import signal
 import time
 
 from hone import machine
+from tests import shared_run
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # tests run side by side: no core is anybody's own
 machine.prepare()
@@ -29,4 +30,14 @@ def patience(seconds):
 def pytest_configure(config):
     from tests.processor_time import ProcessorTime
 
+    if not hasattr(config, "workerinput"):
+        shared_run.begin_run()
     config.pluginmanager.register(ProcessorTime())
+
+
+def pytest_unconfigure(config):
+    if not hasattr(config, "workerinput"):
+        from tests.integration.forks import end_templates
+
+        end_templates()
+        shared_run.end_run()

@@ -2,24 +2,33 @@
 
 import os
 import resource
+import struct
 from collections import defaultdict
 
 import pytest
 
+from tests.shared_run import run_directory
+
 PROPERTY = "processor_seconds"
-forked_seconds = 0.0  # of commands that tests/integration/forks.py ran; they are not children of this process
+SHOWN_TESTS = 30
 
 
-def add_forked(seconds):
-    """Count a command that was forked by another process."""
-    global forked_seconds
-    forked_seconds += seconds
+def _forked_path(environment):
+    return run_directory() / f"processor_time_{environment.get('PYTEST_XDIST_WORKER', 'main')}"
+
+
+def add_forked(environment, seconds):
+    """Count a command that tests/integration/forks.py ran: it is no child of the process that runs the test."""
+    with _forked_path(environment).open("ab", buffering=0) as file:
+        file.write(struct.pack("d", seconds))
 
 
 def read_processor_seconds():
     """Return seconds of processor time used so far by this process, its finished children and forked commands."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return forked_seconds + sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    path = _forked_path(os.environ)
+    forked = struct.iter_unpack("d", path.read_bytes()) if path.exists() else []
+    return sum(seconds for (seconds,) in forked) + sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 class ProcessorTime:
@@ -28,6 +37,7 @@ class ProcessorTime:
     def __init__(self):
         self.last = read_processor_seconds()
         self.by_file = defaultdict(lambda: [0.0, 0.0, 0])  # processor seconds, wall seconds, tests
+        self.by_test = defaultdict(float)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
@@ -39,13 +49,18 @@ class ProcessorTime:
 
     def pytest_runtest_logreport(self, report):
         row = self.by_file[report.nodeid.split("::")[0]]
-        row[0] += dict(report.user_properties).get(PROPERTY, 0.0)
+        processor = dict(report.user_properties).get(PROPERTY, 0.0)
+        self.by_test[report.nodeid] += processor
+        row[0] += processor
         row[1] += report.duration
         row[2] += report.when == "call"
 
     def pytest_terminal_summary(self, terminalreporter):
         if os.environ.get("PYTEST_XDIST_WORKER") or not self.by_file:
             return
+        terminalreporter.section("tests with most processor time")
+        for name, processor in sorted(self.by_test.items(), key=lambda row: -row[1])[:SHOWN_TESTS]:
+            terminalreporter.write_line(f"{processor:8.1f} s  {name}")
         terminalreporter.section("processor time by file")
         rows = sorted(self.by_file.items(), key=lambda row: -row[1][0])
         for name, (processor, wall, tests) in rows:

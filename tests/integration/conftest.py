@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.conftest import patience
-from tests.integration.forks import CAN, Forks
+from tests.integration.forks import CAN_FORK, fork_command, forked_processes, start_templates
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).parents[2]
@@ -60,9 +60,10 @@ def at_a_shell(script, cwd, uv_run=True, timeout=400):
 def start(*words, log=None, err=None, cwd=ROOT, env=None):
     """A command in the background, in a session of its own; whoever starts it calls `end`."""
     words, environment = list(map(str, words)), {**os.environ, **(env or {})}
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "r+") as nowhere:
         out = log or nowhere
-        forked = forks().start(words, cwd, environment, out, err or out) if CAN else None
+        files = [file.fileno() for file in (nowhere, out, err or out)]
+        forked = fork_command(words, cwd, environment, files) if ensure_templates() else None
         return forked or subprocess.Popen(
             words, stdout=out, stderr=err or out, stdin=subprocess.DEVNULL, cwd=cwd, env=environment,
             start_new_session=True,
@@ -70,8 +71,11 @@ def start(*words, log=None, err=None, cwd=ROOT, env=None):
 
 
 @functools.cache
-def forks():
-    return Forks()
+def ensure_templates():
+    """Start the processes that commands are forked from; return whether there can be such."""
+    if CAN_FORK:
+        start_templates(os.environ)
+    return CAN_FORK
 
 
 def end(process):
@@ -89,7 +93,8 @@ def processes_now():
     """All processes by number, those that have ended and wait to be read aside: the parent's number, the command."""
     listed = subprocess.run(["ps", "-axww", "-o", "pid=,ppid=,stat=,command="], capture_output=True, text=True).stdout
     rows = [line.split(None, 3) for line in listed.splitlines()]
-    return {int(row[0]): (int(row[1]), row[3].split()) for row in rows if len(row) == 4 and row[2][0] != "Z"}
+    found = {int(row[0]): (int(row[1]), row[3].split()) for row in rows if len(row) == 4 and row[2][0] != "Z"}
+    return found | {pid: row for pid, row in forked_processes().items() if pid in found}
 
 
 def until(ready, process=None, seconds=60, words=lambda: "", pause=0.02):

@@ -1,17 +1,24 @@
 """Commands in processes forked from one that has imported what they import: most of a short command is imports.
 
-    test ─ words, directory, environment, stdout, stderr ─► this process ─ fork ─► keeper ─ fork ─► the command
-                                          number, exit status ◄─────────────────────┘
+    test, or a command that starts others ─ arguments, directory, environment, standard streams ─► template process
+                                                                                      fork ─► keeper ─ fork ─► command
+                                                              pid, exit code, processor time ◄─┘
 
-The command's script runs as Python itself would run it, in a session of its own. Where it may matter how a process
-starts (its own environment, a module that must not be imported), tests start one afresh.
+There is a template process for each environment that matters to imports (threads are chosen then); the processes of a
+test run share them. The command's script runs as Python itself would run it, in a session of its own, and so do the
+parts that `rl` starts. Where it may matter how a process starts (an environment without a template, a module that must
+not be imported), processes are started afresh.
 """
 
 import atexit
+import contextlib
+import fcntl
+import hashlib
 import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -20,42 +27,89 @@ import threading
 import time
 import traceback
 import warnings
+from pathlib import Path
 
 from tests import processor_time
+from tests.shared_run import is_run_alive, run_directory
 
-HEAVY = ("hone.trainer.sft.train", "hone.launch.colocated", "tokenizers", "jinja2")
-CAN = hasattr(os, "fork") and sys.platform == "linux"
-# What may differ from this process in the environment of a command: nothing that an import looks at.
-OWN = {"PYTEST_CURRENT_TEST", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-AT_ONCE = 0.0001  # seconds: 0 would make the connection one that never waits
-NUMBER = 8  # bytes of a process's number, of its exit status, and of its processor time in microseconds
+HEAVY = (
+    "hone.trainer.sft.train", "hone.launch.colocated", "tokenizers", "jinja2", "hone.inference.serve", "uvicorn",
+    "hone.inference.server", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict_saver",
+    "torch.distributed.checkpoint.state_dict_loader", "torch.distributed.checkpoint.filesystem",
+)  # fmt: skip
+CPU_KERNELS = ("attention", "decode", "layers", "logprobs", "orthogonal", "products", "rows")
+CAN_FORK = hasattr(os, "fork") and sys.platform == "linux"
+# What may differ between the environments of a template and of a command: nothing that an import looks at.
+FREE = {
+    "PYTEST_CURRENT_TEST", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "HONE_PARENT_PID", "HONE_API_KEY", "HONE_API_KEY_FILE", "HONE_CORES", "PYTHONUNBUFFERED", "COLUMNS", "TERM",
+    "PYTHONPATH", "WANDB_MODE", "WANDB_SILENT", "PATH", "PWD", "OLDPWD", "SHLVL", "_", "HF_HUB_DISABLE_PROGRESS_BARS",
+    "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "INFERENCE_SERVER_API_KEY", "SOME_KEY",
+}  # fmt: skip
+AT_ONCE_SECONDS = 0.0001  # 0 would make the connection one that never waits
+NUMBER_BYTES = 8  # of a pid and of an exit code
+LOOK_SECONDS = 2.0  # between looks whether the test run still lives
 
 
-class Forked:
+def _socket_path(environment):
+    """Return where the template of such an environment listens."""
+    kept = sorted((name, value) for name, value in environment.items() if name not in FREE)
+    return run_directory() / f"{hashlib.sha256(repr(kept).encode()).hexdigest()[:16]}.sock"
+
+
+def start_templates(environment):
+    """Start the template processes of a test run, unless another process of the run has."""
+    with (run_directory() / "templates.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for threads in (environment.get("OMP_NUM_THREADS", "1"), "1"):  # commands of one process, parts of a run
+            wanted = {**environment, "OMP_NUM_THREADS": threads}
+            path = _socket_path(wanted)
+            if path.exists():
+                continue
+            listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            listening.bind(str(path))
+            listening.listen(64)  # who connects meanwhile waits for the imports
+            words = [sys.executable, "-m", "tests.integration.forks", str(listening.fileno())]
+            process = subprocess.Popen(
+                words, env=wanted, cwd=Path(__file__).parents[2], pass_fds=[listening.fileno()],
+                start_new_session=True, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+            path.with_suffix(".pid").write_text(str(process.pid))
+            listening.close()
+
+
+def end_templates():
+    """End the template processes; what they have forked has ended with the tests."""
+    for path in run_directory().glob("*.pid"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+class ForkedProcess:
     """A process as `subprocess.Popen` would have started it, as far as tests ask."""
 
     def __init__(self, connection):
         self._connection, self.returncode = connection, None
-        (self.pid,) = self._read_numbers(1)
+        self.pid = self._read_number()
 
-    def _read_numbers(self, count):
-        data = self._connection.recv(count * NUMBER, socket.MSG_WAITALL)
-        assert len(data) == count * NUMBER, "its keeper is gone, and with it how the command ended"
-        return [int.from_bytes(data[i : i + NUMBER], "big", signed=True) for i in range(0, len(data), NUMBER)]
+    def _read_number(self):
+        data = self._connection.recv(NUMBER_BYTES)
+        assert len(data) == NUMBER_BYTES, "its keeper is gone, and with it how the command ended"
+        return int.from_bytes(data, "big", signed=True)
 
     def wait(self, timeout=None):
         if self.returncode is None:
             self._connection.settimeout(timeout)
             try:
-                self.returncode, microseconds = self._read_numbers(2)
+                self.returncode = self._read_number()
             except TimeoutError:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout) from None
-            processor_time.add_forked(microseconds / 1e6)
+            self._connection.close()
         return self.returncode
 
     def poll(self):
         try:
-            return self.wait(AT_ONCE)
+            return self.wait(AT_ONCE_SECONDS)
         except subprocess.TimeoutExpired:
             return None
 
@@ -70,71 +124,125 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-class Forks:
-    """The process that forks, seen by the tests."""
+def fork_command(words, cwd, environment, files):
+    """Run a command in a fork of its environment's template; return None where there is no such template.
 
-    def __init__(self):
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.environment = dict(os.environ)
-        words = [sys.executable, "-m", "tests.integration.forks", str(theirs.fileno())]
-        self.process = subprocess.Popen(words, pass_fds=[theirs.fileno()], start_new_session=True)
-        theirs.close()
-        self.requests = mine
+    Args:
+        words: the script or Python, and its arguments.
+        files: descriptors of standard input, output and error.
+    """
+    folders = environment.get("PYTHONPATH", "").split(os.pathsep)
+    path = _socket_path(environment)
+    if not path.exists() or any((Path(folder) / "sitecustomize.py").exists() for folder in folders if folder):
+        return None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(str(path))
+    except OSError:
+        connection.close()
+        return None
+    request = json.dumps([list(map(str, words)), str(cwd), dict(environment), os.getpid()]).encode()
+    socket.send_fds(connection, [request], files)
+    return ForkedProcess(connection)
 
-    def start(self, words, cwd, environment, out, err):
-        """Returns the process; None where one that is forked would differ from one started afresh."""
-        one, two = ({k: v for k, v in e.items() if k not in OWN} for e in (environment, self.environment))
-        if one != two or self.process.poll() is not None:
-            return None
-        mine, theirs = socket.socketpair()
-        request = json.dumps([words, str(cwd), environment]).encode()
-        socket.send_fds(self.requests, [request], [theirs.fileno(), out.fileno(), err.fileno()])
-        theirs.close()
-        return Forked(mine)
+
+class ForkingPopen(subprocess.Popen):
+    """`subprocess.Popen` of a forked command: the parts of Hone that it starts are forked too."""
+
+    _forked = None
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more):
+        if not (isinstance(args, (list, tuple)) and list(map(str, args[:3])) == [sys.executable, "-m", "hone"]):
+            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
+        pipes = more[3:9]  # the same in Python 3.11 to 3.13; -1 where the stream is inherited
+        stdin, _, _, stdout, _, stderr = pipes
+        files = [given if given != -1 else own for own, given in enumerate((stdin, stdout, stderr))]
+        environment = os.environ if env is None else env
+        self._forked = fork_command(args, cwd or os.getcwd(), environment, files)
+        if self._forked is None:
+            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
+        self.pid, self._child_created = self._forked.pid, True
+        self._close_pipe_fds(*pipes)
+
+    def _internal_poll(self, *arguments, **keywords):
+        if self._forked is None:
+            return super()._internal_poll(*arguments, **keywords)
+        self.returncode = self._forked.poll()
+        return self.returncode
+
+    def _wait(self, timeout):
+        if self._forked is None:
+            return super()._wait(timeout)
+        try:
+            self.returncode = self._forked.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise subprocess.TimeoutExpired(self.args, timeout) from None
+        return self.returncode
 
 
-def serve(requests):
-    """Until the tests have closed their end."""
+def forked_processes():
+    """Return (parent, arguments) of each forked command by pid, as /proc would tell of one that was started afresh."""
+    found = {}
+    for path in run_directory().glob("process_*.json") if run_directory() else ():
+        with contextlib.suppress(FileNotFoundError, ValueError):  # it has just ended, or begins
+            found[int(path.stem.removeprefix("process_"))] = tuple(json.loads(path.read_text()))
+    return found
+
+
+def serve_requests(listening):
+    """Fork a keeper for each request."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
-    while True:
-        request, files, _, _ = socket.recv_fds(requests, 1 << 20, 3)
-        if not request:
-            return
-        if not os.fork():
+    while is_run_alive():
+        if not select.select([listening], [], [], LOOK_SECONDS)[0]:
+            continue
+        connection, _ = listening.accept()
+        request, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+        if request and not os.fork():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            requests.close()
+            listening.close()
             try:
-                _keep(*json.loads(request), *files)
+                _keep(*json.loads(request), connection, files)
             finally:
                 os._exit(1)
         for file in files:
             os.close(file)
+        connection.close()
 
 
-def _keep(words, cwd, environment, connection, out, err):
-    """Forks the command, tells its number and then how it ended."""
+def _keep(words, cwd, environment, requester, connection, files):
+    """Fork the command; tell its pid, and how it ended."""
 
-    def tell(*numbers):
-        os.write(connection, b"".join(number.to_bytes(NUMBER, "big", signed=True) for number in numbers))
+    def tell(number):
+        with contextlib.suppress(BrokenPipeError):  # whoever asked for it is gone
+            connection.send(number.to_bytes(NUMBER_BYTES, "big", signed=True))
 
     pid = os.fork()
     if pid:
+        record = run_directory() / f"process_{pid}.json"
+        partial = record.with_suffix(".partial")
+        partial.write_text(json.dumps([requester, words]))
+        partial.rename(record)
         tell(pid)
-        os.close(out)
-        os.close(err)
+        for file in files:
+            os.close(file)
         _, status, usage = os.wait4(pid, 0)
-        tell(os.waitstatus_to_exitcode(status), int((usage.ru_utime + usage.ru_stime) * 1e6))
+        record.unlink(missing_ok=True)
+        processor_time.add_forked(environment, usage.ru_utime + usage.ru_stime)
+        tell(os.waitstatus_to_exitcode(status))
         os._exit(0)
-    os.close(connection)
+    connection.close()
     os.setsid()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(out, 1)
-    os.dup2(err, 2)
-    os.close(out)
-    os.close(err)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    for file in files:
+        os.close(file)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    if os.environ.get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(write_through=True)
+    sys.path[1:1] = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    subprocess.Popen = ForkingPopen
     code = 1
     try:
         _run(words)
@@ -151,7 +259,7 @@ def _keep(words, cwd, environment, connection, out, err):
 
 
 def _run(words):
-    if os.path.basename(words[0]) != "python":
+    if not os.path.basename(words[0]).startswith("python"):
         sys.argv, sys.path[0] = words, os.path.dirname(words[0])
         runpy.run_path(words[0], run_name="__main__")
     elif words[1] == "-m":
@@ -165,18 +273,18 @@ def _run(words):
 def main():
     from hone import cli
 
-    requests = socket.socket(fileno=int(sys.argv[1]))
+    listening = socket.socket(fileno=int(sys.argv[1]))
     # Python 3.12 warns of forks beside threads; those of numpy's BLAS are made again after a fork.
     warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
     start = time.perf_counter()
     for name in HEAVY:
         importlib.import_module(name)
     if importlib.import_module("hone.kernels.cpu").IS_AVAILABLE:  # modules alone: threads would not outlive the fork
-        for name in ("attention", "decode", "layers", "logprobs", "orthogonal", "products", "rows"):
+        for name in CPU_KERNELS:
             importlib.import_module(f"hone.kernels.cpu.{name}")
     took = time.perf_counter() - start  # by which each command takes the machine to be slow, as it would by itself
     os.register_at_fork(after_in_child=lambda: setattr(cli, "STARTED", time.perf_counter() - took))
-    serve(requests)
+    serve_requests(listening)
 
 
 if __name__ == "__main__":

@@ -277,8 +277,9 @@ def test_a_component_that_fails_is_the_cause(trained, tmp_path, port_8000):
     done = processes(tmp_path / "run", trained, "--orchestrator.env", '{"id": "no-such"}', ok=False)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("rl: error: orchestrator ended with exit code 1: orchestrator: error: environment")
-    done = command("rl", *TINY_RL, "--model.name", trained, "--output-dir", tmp_path / "other", ok=False)
-    assert "no server answers at http://localhost:8000/v1; start one with: inference --model.name" in done.stderr
+    nobody = ("--output-dir", tmp_path / "other", "--orchestrator.client.ready-timeout", 0.5)
+    done = command("rl", *TINY_RL, "--model.name", trained, *nobody, ok=False)
+    assert "no server answers at http://localhost:8000/v1 (ConnectError); start one with: inference" in done.stderr
 
 
 # ------------------------------------------------------------------------------ a server kept alive
