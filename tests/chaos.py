@@ -38,15 +38,12 @@ HONE = [sys.executable, "-m", "hone"]
 TINY = "examples/reverse_text_tiny"
 GROUPS, ROLLOUTS = 4, 8
 ENVIRONMENT = {"id": "reverse-text", "args": {"texts": "generated", "min_chars": 4, "max_chars": 10}, "workers": 1}
-PAUSE = {  # seconds until a part is killed, from the start or from the kill before: now in the start, now at work
-    "inference": (3.0, 12.0),
-    "orchestrator": (1.0, 14.0),
-    "trainer": (1.0, 14.0),
-    "worker": (0.5, 6.0),
-    "launcher": (1.0, 14.0),
-}
+PARTS = ("inference", "orchestrator", "trainer", "worker", "launcher")
+# When a part is killed, from the start or from the kill before, as shares of the time that a run left alone takes: now
+# in the start, now at work.
+EARLIEST, LATEST = 0.1, 0.7
+RUN_SECONDS = 20.0  # of that time where no run is left alone
 GPU = ("--model.numerics", "exact", "--deployment", "processes", "--inference.kv-cache-gib", 4)
-SLOWER = 1.5  # times as long until a part is killed there
 
 
 def command(out: Path, model: Path, options: argparse.Namespace) -> list[str]:
@@ -104,10 +101,20 @@ def is_over(out: Path, steps: int) -> bool:
     return (out / "weights" / f"step_{steps}").exists()
 
 
-def run(out: Path, model: Path, options: argparse.Namespace, parts: list[str], draw: random.Random) -> int:
-    """Runs to the end, killing these parts one after the other; returns how many kills there were."""
+def run(
+    out: Path, model: Path, options: argparse.Namespace, parts: list[str], draw: random.Random, seconds: float
+) -> int:
+    """Run to the end, killing these parts one after the other; return how many kills there were.
+
+    Args:
+        seconds: how long a run takes that is left alone.
+    """
+
+    def draw_pause() -> float:
+        return seconds * draw.uniform(EARLIEST, LATEST)
+
     done, attempts, seen, others = 0, 0, 0, engines()
-    steps, vllm, times = options.steps, options.vllm, SLOWER if options.gpu else 1.0
+    steps, vllm = options.steps, options.vllm
     words = command(out, model, options)
     while not is_over(out, steps):
         attempts += 1
@@ -116,7 +123,7 @@ def run(out: Path, model: Path, options: argparse.Namespace, parts: list[str], d
             raise SystemExit(f"{out} does not come to its end; see {out.with_suffix('.log')}")
         with out.with_suffix(".log").open("a") as log:
             process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
-        moment = time.monotonic() + (times * draw.uniform(*PAUSE[parts[done]]) if done < len(parts) else 0.0)
+        moment = time.monotonic() + draw_pause()
         while process.poll() is None:
             time.sleep(0.02)
             if vllm and newest(out) == seen:  # it is not at work again
@@ -130,8 +137,8 @@ def run(out: Path, model: Path, options: argparse.Namespace, parts: list[str], d
                     os.kill(pid, signal.SIGKILL)
                     done, seen = done + 1, newest(out)
                     rest = 10.0 if {"inference"} >= set(parts) else 0.0  # five kills within a minute end a run
-                    moment = time.monotonic() + rest + times * draw.uniform(*PAUSE[parts[min(done, len(parts) - 1)]])
-        deadline = time.monotonic() + 20
+                    moment = time.monotonic() + rest + draw_pause()
+        deadline = time.monotonic() + 120
         while any(pid_of(other, out, 0) for other in ("inference", "orchestrator", "trainer")) or engines() - others:
             if time.monotonic() > deadline:
                 raise SystemExit(f"{out}: something of an ended run lives on")
@@ -155,7 +162,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ahead", action="store_true")
     parser.add_argument("--together", action="store_true")
-    parser.add_argument("--only", choices=PAUSE)
+    parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM")
     parser.add_argument("--gpu", action="store_true", help="on a machine with a GPU")
     options = parser.parse_args()
@@ -172,18 +179,20 @@ def main() -> None:
     ):
         subprocess.run(list(map(str, words)), cwd=ROOT, check=True, capture_output=True)
     (work / "sft" / "weights" / "step_60").rename(model)
-    expected = {}
+    expected, seconds = {}, RUN_SECONDS
     if not options.ahead:
-        run(work / "alone", model, options, [], draw)
+        begun = time.perf_counter()
+        run(work / "alone", model, options, [], draw, 0.0)
+        seconds = time.perf_counter() - begun
         expected = load_file(work / "alone" / "weights" / f"step_{steps}" / "model.safetensors")
     found = Counter(kills=0, runs=0, samples_lost=0, samples_doubled=0, differing_weights=0)
-    wanted = [options.only] if options.only else list(PAUSE)[:4]
+    wanted = [options.only] if options.only else PARTS[:4]
     lists = [[part] * options.kills for part in wanted]
     for parts in [[part for turn in zip(*lists, strict=True) for part in turn]] if options.together else lists:
         name, kills = parts[0] if len(set(parts)) == 1 else "all", 0
         while kills < len(parts):
             out = work / f"{name}_{kills}"
-            done = run(out, model, options, parts[kills:], draw)
+            done = run(out, model, options, parts[kills:], draw, seconds)
             if not done:
                 raise SystemExit(f"{out} ended before its first kill: let it have more steps")
             kills += done

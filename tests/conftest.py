@@ -1,10 +1,13 @@
 """Before anything imports torch: the instruction set that HONE_CPU_ISA asks for, threads that sleep when they wait.
 
-Then how patient tests are: deadlines are for machines of usual speed, and longer where importing torch takes longer."""
+Then the plugins of all tests: processor time by file, and a limit that catches hangs."""
 
 import os
+import random
 import signal
 import time
+
+import pytest
 
 from hone import machine
 from tests import shared_run
@@ -22,17 +25,52 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 os.environ["HONE_PARENT_PID"] = str(os.getpid())
 
 
-def patience(seconds):
-    """A deadline on this machine, in seconds: twice as long beside other tests."""
-    return seconds * 2 * machine.silence() / machine.SILENCE
+def pytest_addoption(parser):
+    parser.addoption(
+        "--tier",
+        choices=("all", "main", "rest"),
+        default="all",
+        help="main: unit tests and integration tests marked main_path (make test); rest: all others (make test-all)",
+    )
+    parser.addoption("--order-seed", type=int, help="run tests in a random order, the same for each seed")
+
+
+def is_in_main_tier(item):
+    return "integration" not in item.path.parts or item.get_closest_marker("main_path") is not None
+
+
+def find_group(item):
+    """Return the group of tests that run in one worker: those that share a server, or a fixture of their module."""
+    if "server" in item.fixturenames:
+        return "server"
+    definitions = item._fixtureinfo.name2fixturedefs.values()
+    is_grouped = any(definition.scope == "module" for found in definitions for definition in found)
+    return item.path.stem if is_grouped else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    tier, seed = config.getoption("tier"), config.getoption("order_seed")
+    if tier != "all":
+        kept = [item for item in items if is_in_main_tier(item) == (tier == "main")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+    if seed is not None:
+        random.Random(seed).shuffle(items)
+    for item in items:
+        if group := find_group(item):
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_configure(config):
+    from tests.hangs import HangLimit
     from tests.processor_time import ProcessorTime
 
     if not hasattr(config, "workerinput"):
         shared_run.begin_run()
     config.pluginmanager.register(ProcessorTime())
+    if config.pluginmanager.hasplugin("timeout"):
+        config.pluginmanager.register(HangLimit(float(config.getini("timeout"))))
 
 
 def pytest_unconfigure(config):

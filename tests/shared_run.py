@@ -1,5 +1,6 @@
 """The directory of a test run, which its processes share: templates, forked processes, fixtures built once."""
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -23,6 +24,20 @@ def end_run():
 def run_directory():
     """Return the directory; None outside a test run."""
     return Path(os.environ[VARIABLE]) if VARIABLE in os.environ else None
+
+
+def build_once(name, build):
+    """Return a directory that `build(directory)` has filled, in this or another process of the run; only read it."""
+    place = run_directory() / "shared" / name
+    place.parent.mkdir(exist_ok=True)
+    with place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.with_suffix(".built").exists():
+            shutil.rmtree(place, ignore_errors=True)  # of one that failed
+            place.mkdir()
+            build(place)
+            place.with_suffix(".built").touch()
+    return place
 
 
 def is_run_alive():

@@ -3,7 +3,9 @@
 import contextlib
 import fcntl
 import functools
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,24 +17,25 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.conftest import patience
+from tests import shared_run
+from tests.hangs import HANG_SECONDS
 from tests.integration.forks import CAN_FORK, fork_command, forked_processes, start_templates
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-http = httpx.Client(timeout=patience(30))
+http = httpx.Client(timeout=HANG_SECONDS)
 TINY = "examples/reverse_text_tiny"
 RL_ENV = '{"id": "reverse-text", "args": {"texts": "generated", "min_chars": 4, "max_chars": 8, "num_examples": 64}}'
 
 
-def command(*words, ok=True, cwd=ROOT, env=None, timeout=120):
+def command(*words, ok=True, cwd=ROOT, env=None):
     """Runs a command; its exit code must (not) be 0 as `ok` says. A mistake shows no traceback."""
     words = [BIN / words[0], *words[1:]]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = start(*words, log=out, err=err, cwd=cwd, env=env)
         try:
-            process.wait(patience(timeout))
+            process.wait(HANG_SECONDS)
         finally:
             end(process)
         out.seek(0)
@@ -43,7 +46,7 @@ def command(*words, ok=True, cwd=ROOT, env=None, timeout=120):
     return done
 
 
-def at_a_shell(script, cwd, uv_run=True, timeout=400):
+def at_a_shell(script, cwd, uv_run=True):
     """A script as somebody types it, `uv run` being the environment of the tests."""
     if uv_run:
         shim = cwd / ".shim" / "uv"
@@ -53,7 +56,7 @@ def at_a_shell(script, cwd, uv_run=True, timeout=400):
     path = f"{cwd / '.shim'}:{BIN}:{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "-emc", script], cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-        env={**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1"}, timeout=patience(timeout),
+        env={**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1"}, timeout=HANG_SECONDS,
     )  # fmt: skip
 
 
@@ -97,9 +100,9 @@ def processes_now():
     return found | {pid: row for pid, row in forked_processes().items() if pid in found}
 
 
-def until(ready, process=None, seconds=60, words=lambda: "", pause=0.02):
+def until(ready, process=None, words=lambda: "", pause=0.02):
     """Waits for something that a process is to do, while it lives."""
-    deadline = time.monotonic() + patience(seconds)
+    deadline = time.monotonic() + HANG_SECONDS
     while not ready():
         assert process is None or process.poll() is None, words()
         assert time.monotonic() < deadline, words()
@@ -120,17 +123,48 @@ def started():
         end(process)
 
 
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory):
-    """A model directory after a short SFT: its logits are far from uniform."""
-    directory = tmp_path_factory.mktemp("trained")
+def train_model(directory):
     data = directory / "sft.jsonl"
     command("python", "-m", "reverse_text", "--out", data, "-n", 400, "--min-chars", 4, "--max-chars", 10)
     command(
         "sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--max-steps", 60, "--scheduler.warmup-steps", 5,
         "--data.batch-size", 2, "--data.seq-len", 256, "--optim.type", "adamw", "--output-dir", directory / "out",
     )  # fmt: skip
-    return directory / "out" / "weights" / "step_60"
+
+
+@pytest.fixture(scope="session")
+def trained():
+    """A model directory after a short SFT: its logits are far from uniform. Built once for all tests, only read."""
+    return shared_run.build_once("trained", train_model) / "out" / "weights" / "step_60"
+
+
+TINY_RL = ("--trainer", "@", f"{TINY}/rl/train.toml", "--orchestrator", "@", f"{TINY}/rl/orch.toml")
+THREE_PROCESSES = ("--inference", "@", f"{TINY}/rl/infer.toml", "--inference.server.port", 0)
+SMALL = (
+    "--seq-len", 32, "--orchestrator.batch-size", 32, "--orchestrator.rollouts-per-example", 8,
+    "--orchestrator.sampling.max-tokens", 16,
+)  # fmt: skip
+# Of the finished runs below: on policy, evaluated and saved every other step.
+ON_POLICY_STEPS = 6
+EVALUATION = {
+    "interval": 2, "num_examples": 12, "env": [{"id": "reverse-text", "args": {"texts": "generated", "max_chars": 18}}],
+}  # fmt: skip
+ON_POLICY = (
+    *SMALL, "--max-async-level", 0, "--max-steps", ON_POLICY_STEPS, "--trainer.scheduler.type", "constant",
+    "--orchestrator.eval", json.dumps(EVALUATION), "--ckpt.interval", 2, "--ckpt.keep", 9,
+)  # fmt: skip
+SECRET_KEY = "hush"  # of the run of three processes, which must not be written anywhere
+
+
+@pytest.fixture(scope="session")
+def on_policy_run(trained):
+    """The directory of a finished run in three processes, with SECRET_KEY. Built once for all tests, only read."""
+
+    def build(directory):
+        words = ("rl", *TINY_RL, *THREE_PROCESSES, "--model.name", trained, "--output-dir", directory, *ON_POLICY)
+        command(*words, env={"HONE_API_KEY": SECRET_KEY})
+
+    return shared_run.build_once("on_policy", build)
 
 
 @pytest.fixture
@@ -158,11 +192,11 @@ def port_8000():
 class Server:
     """An `inference` process on a free port, or another program that takes its options."""
 
-    def __init__(self, *options, log, program=(BIN / "inference",), seconds=60):
+    def __init__(self, *options, log, program=(BIN / "inference",)):
         self.log = log
         self.process = start(*program, *options, "--server.port", "0", log=log.open("w"))
         try:
-            until(lambda: " at http://" in log.read_text(), self.process, seconds, log.read_text)
+            until(lambda: " at http://" in log.read_text(), self.process, log.read_text)
             self.url = "http" + log.read_text().split(" at http")[1].split()[0]
             until(lambda: answers(self.url), self.process, words=log.read_text)
         except BaseException:
@@ -180,6 +214,12 @@ def answers(url):
     except OSError:
         return False
     return True
+
+
+def generated_tokens(server):
+    """Return how many tokens a server has written in requests that are over."""
+    text = http.get(server.url.removesuffix("/v1") + "/metrics").text
+    return int(float(re.search(r"^\w*generated_tokens_total(?:\{.*\})? (\S+)$", text, re.MULTILINE)[1]))
 
 
 @pytest.fixture(scope="session")

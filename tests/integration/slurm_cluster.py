@@ -10,6 +10,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.hangs import HANG_SECONDS
+
 from .namespaces import Nodes
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel", "munged", "mungekey")
@@ -105,7 +107,7 @@ class Cluster:
         for i, name in enumerate(self.names):
             where = self.nodes.words(i) if self.nodes else []
             self._run(*where, "slurmd", "-f", root / "slurm.conf", "-N", name)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         while (said := self._run("sinfo", "-h", "-N", "-p", "gpu", "-o", "%T", ok=False)).split() != ["idle"] * len(
             self.names
         ):
@@ -120,7 +122,7 @@ class Cluster:
             file = self.root / "run" / f"{name}.pid"
             if file.exists():
                 os.kill(int(file.read_text()), 15)
-                deadline = time.monotonic() + 20
+                deadline = time.monotonic() + HANG_SECONDS
                 while file.exists() and time.monotonic() < deadline:
                     time.sleep(0.1)
 
@@ -135,7 +137,7 @@ class Cluster:
         """A node that was set down takes jobs again. One that has registered since then does so without a word, and
         Slurm refuses to resume what is not down."""
         self._run("scontrol", "update", f"nodename={node}", "state=resume", ok=False)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_SECONDS
         while any(word in (said := self.control("show", "node", node)) for word in ("State=DOWN", "+DRAIN")):
             assert time.monotonic() < deadline, said
             time.sleep(0.5)
@@ -144,7 +146,7 @@ class Cluster:
         path = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin"
         done = subprocess.run(
             list(map(str, words)), env={**os.environ, **self.environment, "PATH": path}, capture_output=True, text=True,
-            stdin=subprocess.DEVNULL, timeout=60,
+            stdin=subprocess.DEVNULL, timeout=HANG_SECONDS,
         )  # fmt: skip
         assert done.returncode == 0 or not ok, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import patience
+from tests.hangs import HANG_SECONDS
 from tests.integration.conftest import command, until
 
 pytestmark = pytest.mark.browser
@@ -67,7 +67,7 @@ def started(monkeypatch):
 def pages(browser, width=1280, height=900, **kwargs):
     """A page, with what it complains about in its list `problems`."""
     page = browser.new_context(viewport={"width": width, "height": height}, accept_downloads=True, **kwargs).new_page()
-    page.set_default_timeout(1000 * patience(30))
+    page.set_default_timeout(1000 * HANG_SECONDS)
     page.problems = []
     page.on("pageerror", lambda error: page.problems.append(str(error)))
     # A run that was just started is not there yet: the page asks for it until it is.
@@ -129,7 +129,7 @@ def test_a_run_from_the_lab_to_its_weights(browser, dashboard, tmp_path):
     now = page.locator("section[aria-label=Reward] .now")
     now.wait_for()
     seen = []
-    deadline = time.monotonic() + patience(120)
+    deadline = time.monotonic() + HANG_SECONDS
     while page.locator("main .status.done").count() == 0:
         assert time.monotonic() < deadline
         seen.append(float(now.inner_text()))

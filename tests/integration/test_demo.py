@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from .conftest import ROOT, command
 
 
+@pytest.mark.main_path
 def test_demo(tmp_path, monkeypatch):
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)  # as users run it: threads wait by what else is running
     done = command(
@@ -16,7 +19,6 @@ def test_demo(tmp_path, monkeypatch):
         30,
         "--rl-steps",
         3,
-        timeout=250,
     )
     report = json.loads((tmp_path / "report.json").read_text())
     for stage in ("base", "sft", "rl"):

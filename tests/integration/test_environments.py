@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hone.evals.results import Folder
-from tests.conftest import patience
+from tests.hangs import HANG_SECONDS
 
 from .conftest import TINY, Server, command
 
@@ -46,7 +46,7 @@ def load_environment():
 """
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.main_path)])
 def test_a_run_with_tools_and_rewards_of_groups(workers, trained, tmp_path):
     (tmp_path / "tools_env.py").write_text(TOOLS)
     out = tmp_path / "run"
@@ -68,6 +68,7 @@ def test_a_run_with_tools_and_rewards_of_groups(workers, trained, tmp_path):
             assert r["reward"] == r["metrics"]["longest"] == float(len(r["completion"][0]["content"]) == best)
 
 
+@pytest.mark.main_path
 def test_an_evaluation_is_saved_gone_on_with_compared_and_shown(server, trained, tmp_path):
     file = tmp_path / "evals.toml"
     entry = '[[eval]]\nenv_id = "reverse-text"\nenv_args = { texts = "generated", min_chars = 3, max_chars = 6 }\n'
@@ -107,7 +108,7 @@ def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, 
         "rl", "@", f"{TINY}/rl.toml", "--model.name", trained, "--output-dir", out, "--max-steps", 2, "--seq-len", 160,
         "--orchestrator.env", json.dumps({"id": "library-env", "venv": home}), "--orchestrator.batch-size", 8,
         "--orchestrator.rollouts-per-example", 4, "--orchestrator.sampling.max-tokens", 8,
-        "--trainer.optim.type", "adamw", "--trainer.optim.lr", 0, env={"PYTHONPATH": str(tmp_path)}, timeout=400,
+        "--trainer.optim.type", "adamw", "--trainer.optim.lr", 0, env={"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     rollouts = [json.loads(line) for line in (out / "rollouts" / "step_2" / "rollouts.jsonl").open()]
     rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
@@ -124,6 +125,7 @@ def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, 
             assert all(r["reward"] == r["metrics"]["place"] for r in group) and max(r["reward"] for r in group) <= 1
 
 
+@pytest.mark.main_path
 def test_the_worker_of_the_library_needs_nothing_of_hone():
     """It is run by Pythons that have no Hone."""
     script = Path(__file__).parents[2] / "src" / "hone" / "environments" / "protocols" / "verifiers_worker.py"
@@ -144,7 +146,7 @@ def test_the_token_client_of_the_library_goes_on_in_the_tokens_that_were_sampled
     try:
         done = subprocess.run(
             [f"{home}/bin/python", here / "verifiers_tokens.py", server.url, str(trained)], capture_output=True,
-            text=True, timeout=patience(300), env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            text=True, timeout=HANG_SECONDS, env={**os.environ, "PYTHONPATH": str(tmp_path)},
         )  # fmt: skip
     finally:
         server.stop()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import patience
+from tests.hangs import HANG_SECONDS
 
 from .conftest import BIN, TINY, Server, command, end, processes_now, start
 from .test_services import SMALL, TINY_RL, Started, gone, metrics, processes
@@ -116,7 +116,7 @@ def test_a_rank_of_the_trainer_that_dies_is_named_and_the_run_goes_on_after_it(t
     run = Started(started, tmp_path / "run", trained, "--max-steps", 5000, *options)
     ranks = [pid for pid, words in children(run.process.pid).items() if words[1:4] == ["-m", "hone", "trainer"]]
     os.kill(max(ranks), signal.SIGKILL)
-    assert run.process.wait(patience(15)) == 1 and gone(tmp_path / "run")
+    assert run.process.wait(HANG_SECONDS) == 1 and gone(tmp_path / "run")
     assert run.log.read_text().splitlines()[-1] == "rl: error: trainer rank 1 was killed (SIGKILL)"
     steps = len(metrics(tmp_path / "run"))
     processes(tmp_path / "run", trained, *options, "--max-steps", steps + 2, "--clean", "false", "--resume", "auto")
@@ -240,7 +240,7 @@ class Minute(threading.Thread):
             self.start_late()
             for part in ("inference", "orchestrator", r"trainer", "worker"):
                 self.runs[part] = Still(part, self.root / part, self.model)
-            waiting, deadline = list(self.runs.values()), time.monotonic() + patience(120)
+            waiting, deadline = list(self.runs.values()), time.monotonic() + HANG_SECONDS
             while waiting:  # each as soon as it is there: it would be at its end when the others are
                 assert time.monotonic() < deadline, [run.part for run in waiting]
                 for run in [run for run in waiting if run.is_there()]:
@@ -251,8 +251,8 @@ class Minute(threading.Thread):
             for part, run in self.runs.items():
                 if part != "worker":  # that one has been replaced by now
                     os.kill(run.stopped, signal.SIGCONT)
-            self.codes |= {part: run.process.wait(patience(180)) for part, run in self.runs.items()}
-            self.codes |= {"late": [process.wait(patience(180)) for process in self.processes]}
+            self.codes |= {part: run.process.wait(HANG_SECONDS) for part, run in self.runs.items()}
+            self.codes |= {"late": [process.wait(HANG_SECONDS) for process in self.processes]}
         except BaseException as error:
             self.error = error
 
@@ -296,7 +296,7 @@ def under_way(trained, tmp_path_factory):
 
 @pytest.fixture
 def minute(under_way):
-    under_way.join(patience(400))
+    under_way.join(HANG_SECONDS)
     if under_way.error is not None:
         raise under_way.error
     return under_way

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from . import namespaces
-from .conftest import ROOT, patience
+from .conftest import HANG_SECONDS, ROOT
 
 pytestmark = pytest.mark.helm
 CHART = ROOT / "k8s" / "prime-rl"
@@ -32,7 +32,7 @@ def tools():
 
 
 def run(*words, cwd=CHART, ok=True):
-    done = subprocess.run(list(map(str, words)), cwd=cwd, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(list(map(str, words)), cwd=cwd, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert (done.returncode == 0) == ok, done.stdout + done.stderr
     return done.stdout if ok else done.stderr
 
@@ -207,7 +207,7 @@ def test_every_value_of_a_wrong_type_is_refused_and_so_is_an_unknown_key(tools, 
             tree = {key: tree}
         file.write_text(yaml.safe_dump(tree))
         done = subprocess.run(
-            [tools / "helm", "template", "x", CHART, "-f", file], capture_output=True, text=True, timeout=60
+            [tools / "helm", "template", "x", CHART, "-f", file], capture_output=True, text=True, timeout=HANG_SECONDS
         )
         if done.returncode == 0 or place[-1] not in done.stderr:
             taken.append((".".join(place), done.stderr[:200]))
@@ -292,7 +292,7 @@ class Pod:
 
     def inside(self, *words):
         done = subprocess.run(
-            self.command(self.spec["containers"][0], list(words)), capture_output=True, text=True, timeout=180
+            self.command(self.spec["containers"][0], list(words)), capture_output=True, text=True, timeout=HANG_SECONDS
         )
         return done.returncode, done.stdout + done.stderr
 
@@ -365,8 +365,8 @@ def started(tools, nodes, tmp_path, *options):
     }
 
 
-def until(condition, pods, seconds=150):
-    deadline = time.monotonic() + patience(seconds)
+def until(condition, pods):
+    deadline = time.monotonic() + HANG_SECONDS
     while not condition():
         is_alive = all(pod.keeper.is_alive() or pod.is_over.is_set() for pod in pods.values())
         assert is_alive and time.monotonic() < deadline, "\n".join(
@@ -416,7 +416,7 @@ def test_the_pods_of_the_tiny_example_train_and_sleep_and_survive_a_crash_and_an
         test = of_kind(rendered(tools, "-f", CHART / "examples" / "reverse-text-tiny.yaml")[1], "Pod")["my-exp-answers"]
         done = subprocess.run(
             pods["orchestrator"].command(test["spec"]["containers"][0], test["spec"]["containers"][0]["command"]),
-            capture_output=True, text=True, timeout=60,
+            capture_output=True, text=True, timeout=HANG_SECONDS,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     finally:
@@ -445,7 +445,7 @@ def test_the_manual_way_of_the_example_page(tools, cluster, tmp_path):
                 stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         for name in ("orchestrator", "trainer"):
-            code = running[name].wait(patience(120))
+            code = running[name].wait(HANG_SECONDS)
             assert code == 0, (tmp_path / f"{name}_typed.log").read_text()[-3000:]
         assert (tmp_path / "data" / "outputs" / "weights" / "step_3").is_dir()
     finally:

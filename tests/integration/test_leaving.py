@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from hone.leaving import AGAIN
-from tests.conftest import patience
+from tests.hangs import HANG_SECONDS
 
 from .conftest import BIN, RL_ENV, command, start, until
 
@@ -38,7 +38,7 @@ def leave(words, out, tmp_path, metrics):
         until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 5, process)
         os.kill(process.pid, signal.SIGUSR1)
         try:
-            assert process.wait(patience(60)) == AGAIN
+            assert process.wait(HANG_SECONDS) == AGAIN
         except subprocess.TimeoutExpired:
             process.kill()
             raise
@@ -49,13 +49,13 @@ def leave(words, out, tmp_path, metrics):
 @pytest.mark.parametrize("kind", ["colocated", "processes", "sft"])
 def test_a_run_that_was_asked_to_leave_ends_as_one_that_was_not(kind, trained, tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "left"
-    command(*words_of(kind, trained, whole, tmp_path), timeout=240)
+    command(*words_of(kind, trained, whole, tmp_path))
     name, last = ("metrics_sft.jsonl", 4 * STEPS) if kind == "sft" else ("metrics.jsonl", STEPS)
     words = words_of(kind, trained, out, tmp_path)
     said = leave(words, out, tmp_path, out / name)
     assert "as asked; its checkpoint is in" in said and "--resume auto goes on" in said
     assert not (out / "weights" / f"step_{last}").exists()
-    more = command(*words, "--resume", "auto", timeout=240)
+    more = command(*words, "--resume", "auto")
     assert "Going on from" in more.stdout
     files = [path / "weights" / f"step_{last}" / "model.safetensors" for path in (whole, out)]
     assert files[0].read_bytes() == files[1].read_bytes()

@@ -32,29 +32,34 @@ def rl(*options):
     return ["rl", "--model.name", MODEL, "--model.random-init", "--orchestrator.env", RL_ENV, *options]
 
 
+@pytest.mark.main_path
 def test_misspelt_key(outputs):
     assert "did you mean orchestrator.rollouts-per-example?" in refused(
         outputs, *rl("--orchestrator.rollouts-per-exampel", "4")
     )
 
 
+@pytest.mark.main_path
 def test_wrong_type(outputs):
     message = refused(outputs, *rl("--max-steps", "many"))
     assert "max-steps" in message and "'many'" in message
 
 
+@pytest.mark.main_path
 def test_batch_not_divisible(outputs):
     assert "batch-size 100 is not a multiple of rollouts-per-example 16" in refused(
         outputs, *rl("--orchestrator.batch-size", "100")
     )
 
 
+@pytest.mark.main_path
 def test_missing_file(outputs):
     message = refused(outputs, "sft", "@", f"{TINY}/stf.toml")
     assert "stf.toml: no such file" in message and "did you mean" in message and "sft.toml" in message
     assert "no file nowhere.jsonl" in refused(outputs, *SFT, "--data.name", "nowhere.jsonl")
 
 
+@pytest.mark.main_path
 def test_unknown_environment(outputs):
     env = '{"id": "reverse-txt"}'
     message = refused(outputs, "rl", "--model.name", MODEL, "--model.random-init", "--orchestrator.env", env)
@@ -82,11 +87,13 @@ def test_model_directory_without_tokenizer_or_weights(outputs, tmp_path):
     )
 
 
+@pytest.mark.main_path
 def test_data_set_without_the_needed_columns(outputs, tmp_path):
     (tmp_path / "data.jsonl").write_text(json.dumps({"text": "x"}))
     assert "it has text" in refused(outputs, *SFT, "--data.name", tmp_path / "data.jsonl")
 
 
+@pytest.mark.main_path
 def test_groups_of_one(outputs):
     message = refused(outputs, *rl("--orchestrator.rollouts-per-example", "1"))
     assert "rollouts-per-example" in message and "greater than or equal to 2" in message
@@ -104,6 +111,7 @@ def test_prompts_that_do_not_fit(outputs):
     assert "every rollout failed" in message and "maximum context length is 4" in message
 
 
+@pytest.mark.main_path
 def test_unknown_command_and_bad_json():
     assert "did you mean rl?" in command("hone", "lr", ok=False).stderr
     assert "not valid JSON" in command("vf-eval", "reverse-text", "-a", "{", ok=False).stderr

@@ -26,7 +26,12 @@ def load_environment(forgets=False):
 """
 
 
-@pytest.mark.parametrize("kind", ["one process", "processes", "workers"])
+MAIN = pytest.mark.main_path
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param("one process", marks=MAIN), "processes", pytest.param("workers", marks=MAIN)]
+)
 def test_a_conversation_is_one_sequence_of_the_tokens_that_were_sampled(kind, trained, tmp_path):
     (tmp_path / "talk_env.py").write_text(SOURCE)
     out, env = tmp_path / "run", {"id": "talk-env", "workers": int(kind == "workers")}
@@ -58,6 +63,7 @@ def test_a_conversation_is_one_sequence_of_the_tokens_that_were_sampled(kind, tr
     assert rows[1]["mismatch_kl/max"] < 1e-6  # the trainer sees what the sampler saw
 
 
+@pytest.mark.main_path
 def test_a_server_goes_on_from_the_tokens_of_a_conversation(server, trained):
     messages = [{"role": "user", "content": "abc"}]
     body = {"model": str(trained), "messages": messages, "max_tokens": 6, "return_token_ids": True, "seed": 1}

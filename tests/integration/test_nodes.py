@@ -13,7 +13,7 @@ import time
 import pytest
 
 from . import namespaces
-from .conftest import BIN, ROOT, TINY, patience, until
+from .conftest import BIN, HANG_SECONDS, ROOT, TINY, until
 
 pytestmark = pytest.mark.cluster
 ENV = '{"id": "reverse-text", "args": {"texts": "generated", "min_chars": 4, "max_chars": 10}}'
@@ -47,7 +47,7 @@ class Typed:
 
     def ends_well(self, *names):
         for name in names:
-            code = self.running[name].wait(patience(180))
+            code = self.running[name].wait(HANG_SECONDS)
             assert code == 0, "\n".join(f"== {one}\n{self.text(one)[-3000:]}" for one in self.running)
 
     def end(self):
@@ -90,7 +90,7 @@ def test_the_page_of_several_nodes(nodes, trained, tmp_path):
         typed.ends_well("asked")
         assert typed.text("asked") == "401"
         typed.type(2, "again", f'inference @ {TINY}/rl/infer.toml {model} --api-key "$INFERENCE_SERVER_API_KEY"')
-        assert typed.running["again"].wait(patience(60)) == 1
+        assert typed.running["again"].wait(HANG_SECONDS) == 1
         assert re.search(r":8000: Address already in use by process \d+ \(.*inference", typed.text("again")), (
             typed.text("again")
         )
@@ -120,7 +120,7 @@ def test_a_node_that_is_cut_off_ends_the_trainer_with_words(nodes, trained, tmp_
         )
         nodes.link(1, "down")
         for rank in (0, 1):
-            assert typed.running[f"sft{rank}"].wait(patience(90)) != 0
+            assert typed.running[f"sft{rank}"].wait(HANG_SECONDS) != 0
     finally:
         typed.end()
 
@@ -132,12 +132,14 @@ def test_the_panes_of_tmux_show_a_run(trained, tmp_path):
     environment.pop("TMUX", None)
 
     def tmux(*words):
-        return subprocess.run(["tmux", *words], env=environment, capture_output=True, text=True, timeout=30).stdout
+        return subprocess.run(
+            ["tmux", *words], env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
+        ).stdout
 
     out, model = tmp_path / "out", str(trained)
     done = subprocess.run(
         ["bash", "scripts/tmux.sh", "-s", "try", "-o", out, "--no-attach"], cwd=ROOT, env=environment,
-        capture_output=True, text=True, timeout=30,
+        capture_output=True, text=True, timeout=HANG_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     try:
@@ -157,7 +159,7 @@ def test_the_panes_of_tmux_show_a_run(trained, tmp_path):
             panes["RL", "Trainer"]: "Weights of step 6", panes["RL", "Orchestrator"]: "Step 6 in all",
             panes["RL", "Inference"]: "Serving", "try:Monitor": "Step 6",
         }  # fmt: skip
-        deadline = time.monotonic() + patience(90)
+        deadline = time.monotonic() + HANG_SECONDS
         while missing := {pane: word for pane, word in expected.items() if word not in shown(pane)}:
             assert time.monotonic() < deadline, [(word, shown(pane)[-1500:]) for pane, word in missing.items()]
             time.sleep(0.5)

@@ -16,9 +16,11 @@ import pytest
 
 from hone.records import Prompt
 from hone.text.tokenizer import Tokenizer
-from tests.conftest import patience
+from tests.hangs import HANG_SECONDS
 
-from .conftest import command, http, until
+from .conftest import command, generated_tokens, http, until
+
+pytestmark = pytest.mark.main_path
 
 MESSAGES = [
     {"role": "system", "content": "Reverse the text character-by-character. Put your answer in <reversed_text> tags."},
@@ -169,7 +171,7 @@ def test_streams_that_are_cut_free_their_places_and_the_rest_complete(server, tr
             return lines
 
     async def all_of_them():
-        async with httpx.AsyncClient(timeout=patience(90), limits=httpx.Limits(max_connections=None)) as client:
+        async with httpx.AsyncClient(timeout=HANG_SECONDS, limits=httpx.Limits(max_connections=None)) as client:
             return await asyncio.gather(*(one(client, i) for i in range(40)))
 
     ended = asyncio.run(all_of_them())
@@ -177,7 +179,7 @@ def test_streams_that_are_cut_free_their_places_and_the_rest_complete(server, tr
         assert lines[-2] == "data: [DONE]"
         pieces = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert pieces[-1]["choices"][0]["finish_reason"] == "length"
-    until(lambda: control(server, "progress").json()["running"] == 0, seconds=5)
+    until(lambda: control(server, "progress").json()["running"] == 0)
     assert "Traceback" not in server.log.read_text()
 
 
@@ -185,7 +187,7 @@ def test_a_long_message_does_not_hold_up_others(server, trained):
     long = {"model": str(trained), "messages": [{"role": "user", "content": "a few words " * 600_000}]}
 
     async def both():
-        async with httpx.AsyncClient(timeout=patience(60)) as client:
+        async with httpx.AsyncClient(timeout=HANG_SECONDS) as client:
             first = asyncio.create_task(client.post(f"{server.url}/chat/completions", json=long))
             waits = []
             while not first.done():
@@ -196,7 +198,7 @@ def test_a_long_message_does_not_hold_up_others(server, trained):
 
     answer, waits = asyncio.run(both())
     assert answer.status_code == 400 and "maximum context length is 2048" in answer.text
-    assert max(waits) < patience(1.5)
+    assert len(waits) > 10 and max(waits) < sum(waits) / 2  # seconds; a loop that is held answers once, late
     over = json.dumps(long | {"messages": [{"role": "user", "content": "x" * 2**24}]})
     sent = {"content-type": "application/json"}
     assert http.post(f"{server.url}/chat/completions", content=over, headers=sent).status_code == 413
@@ -370,7 +372,7 @@ def test_openai_s_client_for_node(server, trained, tmp_path):
     script = Path(__file__).parent / "openai_client.mjs"
     copied = shutil.copy(script, place)  # a module looks for packages from where it lies
     words = ["node", copied, server.url, str(trained)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=patience(60))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["models"] == [str(trained)] and found["whole"] == found["streamed"] and found["chunks"] >= 3
@@ -389,6 +391,8 @@ def test_random_requests_and_streams_that_are_cut():
 
 
 def test_where_one_of_several_is_refused_the_others_are_ended(server, trained):
-    body = {"model": str(trained), "prompt": ["abc", ""], "max_tokens": 500, "ignore_eos": True}
+    body = {"model": str(trained), "prompt": ["abc", ""], "max_tokens": 1900, "ignore_eos": True}
+    before = generated_tokens(server)
     assert http.post(f"{server.url}/completions", json=body).status_code == 400
-    until(lambda: control(server, "progress").json()["running"] == 0, seconds=1)
+    until(lambda: control(server, "progress").json()["running"] == 0)
+    assert generated_tokens(server) - before < 1900

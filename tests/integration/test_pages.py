@@ -38,6 +38,7 @@ def commands_of(page):
     return [line.split(" #")[0].strip() for line in lines if line.strip()]
 
 
+@pytest.mark.main_path
 def test_all_pages_with_commands_are_tried():
     assert {path.name for path in (ROOT / "docs").glob("*.md") if scripts_of(path.name)} == set(TRIED)
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.conftest import patience
+from tests.hangs import HANG_SECONDS
 
 from .conftest import ROOT, command
 
@@ -19,7 +19,7 @@ def test_the_lock_resolves(platform, tmp_path):
     words = ["sync", "--locked", "--dry-run", "--no-build", "--no-install-workspace", "--python-platform", platform]
     environment = {"UV_PROJECT_ENVIRONMENT": str(tmp_path / "environment"), "MACOSX_DEPLOYMENT_TARGET": "14.0"}
     done = subprocess.run(
-        [uv, *words], cwd=ROOT, capture_output=True, text=True, env=os.environ | environment, timeout=patience(120)
+        [uv, *words], cwd=ROOT, capture_output=True, text=True, env=os.environ | environment, timeout=HANG_SECONDS
     )
     assert done.returncode == 0 and " + torch==" in done.stderr, done.stderr
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from hone.models.hf import load_model, save_model
-from tests.conftest import patience
+from tests.hangs import HANG_SECONDS
 
 from .conftest import BIN, ROOT, TINY, answers, command, end, until
 
@@ -62,7 +62,7 @@ def test_the_rl_page(page, tmp_path):
     few = ("--max-steps", 2)
     shell = page("orchestrator", "@", f"{TINY}/rl/orch.toml", *few, "--batch-size", 32, background=True)
     page("trainer", "@", f"{TINY}/rl/train.toml", *few)
-    assert shell.wait(patience(30)) == 0, (tmp_path / "orchestrator.log").read_text()
+    assert shell.wait(HANG_SECONDS) == 0, (tmp_path / "orchestrator.log").read_text()
     assert steps(tmp_path) == [1, 2]
     stop(server)
 
@@ -85,7 +85,7 @@ def test_the_multi_node_commands_on_one_node(page, tmp_path, monkeypatch):
         "python", "-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node", 1, "--local-ranks-filter", 0,
         "src/hone/trainer/rl/train.py", "@", f"{TINY}/rl/train.toml", "--max-steps", 2, "--output-dir", shared,
     )  # fmt: skip
-    assert shell.wait(patience(30)) == 0, (tmp_path / "orchestrator.log").read_text()
+    assert shell.wait(HANG_SECONDS) == 0, (tmp_path / "orchestrator.log").read_text()
     assert len((shared / "metrics.jsonl").read_text().splitlines()) == 2
     assert not any("secret" in path.read_text() for path in (shared / "configs").iterdir())
 

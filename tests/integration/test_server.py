@@ -18,9 +18,11 @@ from hone.models.attention import PackedAttention
 from hone.models.hf import load_model
 from hone.records import Prompt, Sampling
 from hone.text.tokenizer import Tokenizer
-from tests.conftest import patience
+from tests.hangs import HANG_SECONDS
 
-from .conftest import Server, command, http, until
+from .conftest import Server, command, generated_tokens, http, until
+
+pytestmark = pytest.mark.main_path
 
 MESSAGES = [
     {"role": "system", "content": "Reverse the text character-by-character. Put your answer in <reversed_text> tags."},
@@ -125,7 +127,7 @@ def test_logprobs_are_those_of_the_model(server, trained):
 
 def test_a_seed_gives_the_same_answer_among_many(server, trained):
     async def ask(seeds):
-        async with httpx.AsyncClient(timeout=patience(60)) as http:
+        async with httpx.AsyncClient(timeout=HANG_SECONDS) as http:
             body = {"model": str(trained), "messages": MESSAGES, "max_tokens": 12, "return_token_ids": True}
             posts = [http.post(f"{server.url}/chat/completions", json=body | {"seed": s}) for s in seeds]
             return [r.json()["choices"][0]["token_ids"] for r in await asyncio.gather(*posts)]
@@ -201,20 +203,21 @@ def test_adapters_are_models_by_name(server, client, trained, tmp_path):
 
 
 def test_a_client_that_hangs_up_frees_its_place(server, trained):
+    before = generated_tokens(server)
     with pytest.raises(httpx.ReadTimeout):
         body = {"model": str(trained), "messages": MESSAGES, "max_tokens": 1900, "n": 200, "ignore_eos": True}
         http.post(f"{server.url}/chat/completions", json=body, timeout=0.3)
     assert chat(server, trained).status_code == 200
     progress = server.url.removesuffix("/v1") + "/progress"
-    # 200 x 1900 tokens would take several times as long.
-    until(lambda: http.post(progress, json={"known": {}}).json()["running"] == 0, seconds=2)
+    until(lambda: http.post(progress, json={"known": {}}).json()["running"] == 0)
+    assert generated_tokens(server) - before < 200 * 1900
     assert "Traceback" not in server.log.read_text()
 
 
 def test_curl(server, trained):
     body = json.dumps({"model": str(trained), "messages": MESSAGES, "max_tokens": 4})
     words = ["curl", "-s", f"{server.url}/chat/completions", "-H", "content-type: application/json", "-d", body]
-    answer = json.loads(subprocess.run(words, capture_output=True, timeout=patience(30), check=True).stdout)
+    answer = json.loads(subprocess.run(words, capture_output=True, timeout=HANG_SECONDS, check=True).stdout)
     assert answer["object"] == "chat.completion" and answer["choices"][0]["message"]["role"] == "assistant"
 
 

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -13,7 +12,7 @@ from hone.dashboard.jobs import Jobs
 from hone.launch.lab import templates, write
 from hone.launch.plan import free_port
 from hone.models.hf import load_model, save_model
-from tests.conftest import patience
+from tests.processor_time import HELP_PROCESSOR_SECONDS, read_children_seconds
 
 from . import namespaces
 from .conftest import ROOT, TINY, command, until
@@ -43,8 +42,8 @@ def submit(cluster, place, *words, ok=True):
     return re.findall(r"Submitted job (\d+)", done.stdout), done
 
 
-def ended(cluster, job, state="COMPLETED", seconds=180):
-    until(lambda: cluster.state(job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"), seconds=seconds)
+def ended(cluster, job, state="COMPLETED"):
+    until(lambda: cluster.state(job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"))
     assert cluster.state(job) == state
 
 
@@ -119,17 +118,17 @@ def test_cut_by_preemption_and_the_wall_time_it_ends_as_undisturbed(cluster, pla
     """Preempted twice without warning and once at the end of its wall time: the same weights, to the bit."""
     steps, same = 400, ("--max-steps", 400, "--max-async-level", 0, "--ckpt.interval", 20)
     whole = ("rl", "@", RL, *same, "--deployment", "processes", "--inference.server.port", 0, "--log-interval", 0)
-    command("rl", *whole[1:], "--output-dir", "whole", cwd=place, timeout=240)
+    command("rl", *whole[1:], "--output-dir", "whole", cwd=place)
     words = ("rl", RL, "--output-dir", "cut", "--partition", "spot", *same, "--time", "1:00", "--grace", 30)
     (job,), _ = submit(cluster, place, *words)
     for after in (25, 65):
-        until(lambda after=after: latest(place / "cut") >= after, seconds=120)
+        until(lambda after=after: latest(place / "cut") >= after)
         taking = subprocess.run(
             ["sbatch", "--parsable", "--partition=gpu", "--gres=gpu:8", "--wrap=sleep 2"], cwd=place, text=True,
             env={**os.environ, **cluster.environment}, capture_output=True, check=True,
         )  # fmt: skip
         ended(cluster, taking.stdout.strip())
-    ended(cluster, job, seconds=600)  # of a minute each attempt starts, leaves 30 s for its end, and trains in the rest
+    ended(cluster, job)  # of a minute each attempt starts, leaves 30 s for its end, and trains in the rest
     log = log_of(place, "cut", job)
     attempts = log.count("=== attempt ") - log.count(" ended with code ")
     assert attempts >= 4, log[-2000:]
@@ -177,21 +176,21 @@ def test_several_ranks_leave_together(cluster, place):
         2,
     )
     (job,), _ = submit(cluster, place, *words, *tiny, "--data.seq-len", 64, "--model.device", "cpu")
-    until(lambda: (place / "ranks" / "metrics_sft.jsonl").exists(), seconds=60)
+    until(lambda: (place / "ranks" / "metrics_sft.jsonl").exists())
     cluster._run("scancel", "--batch", "--signal=USR1", job)
-    until(lambda: "ended with code 85" in log_of(place, "ranks", job), seconds=60)
+    until(lambda: "ended with code 85" in log_of(place, "ranks", job))
     assert "on cpu" in log_of(place, "ranks", job)
-    until(lambda: cluster.state(job) in ("PENDING", "RUNNING"), seconds=30)  # requeued
+    until(lambda: cluster.state(job) in ("PENDING", "RUNNING"))  # requeued
     command("hone", "slurm", "cancel", "ranks", cwd=place, env=cluster.environment)
     ended(cluster, job, "CANCELLED")
 
 
 def test_cancel_leaves_no_process(cluster, place):
     (job,), _ = submit(cluster, place, "rl", RL, "--output-dir", "gone", "--max-steps", 100000)
-    until(lambda: latest(place / "gone") > 2, seconds=90)
+    until(lambda: latest(place / "gone") > 2)
     command("hone", "slurm", "cancel", "gone", cwd=place, env=cluster.environment)
     ended(cluster, job, "CANCELLED")
-    until(lambda: not processes_of(place / "gone"), seconds=60)
+    until(lambda: not processes_of(place / "gone"))
 
 
 def processes_of(run):
@@ -254,7 +253,7 @@ def test_a_run_without_jobs(cluster, place):
 
 def test_help_and_dry_run_are_quick_and_need_no_torch(cluster, place):
     for words in (("--help",), ("rl", "--help"), ("rl", RL, "--output-dir", "dry", "--dry-run")):
-        start = time.perf_counter()
+        start = read_children_seconds()
         code = f"import sys; sys.argv[1:] = {list(words)!r}; from hone.cli import slurm\ntry: slurm()\nfinally: " \
             "assert 'torch' not in sys.modules"  # fmt: skip
         done = subprocess.run(
@@ -265,7 +264,7 @@ def test_help_and_dry_run_are_quick_and_need_no_torch(cluster, place):
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        assert time.perf_counter() - start < patience(1.0)
+        assert read_children_seconds() - start < HELP_PROCESSOR_SECONDS
 
 
 # ---------------------------------------------------------------------------------------------- several nodes
@@ -293,13 +292,13 @@ def test_trainer_and_server_on_two_nodes_lose_one_and_end_at_the_same_weights(tw
     ended(two, first)
     (job,), _ = submit(two, place, *alone, "--output-dir", "runs/two", "--train-nodes", 1, "--infer-nodes", 1)
     metrics = place / "runs/two/metrics.jsonl"
-    until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 8, seconds=120)
+    until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 8)
     two.control("update", "nodename=node1", "state=down", "reason=lost")
     until(lambda: two.state(job) != "RUNNING")
     two.bring_back("node1")
-    until(lambda: two.state(job) != "RUNNING" or "attempt 1" in log_of(place, "runs/two", job), seconds=120)
+    until(lambda: two.state(job) != "RUNNING" or "attempt 1" in log_of(place, "runs/two", job))
     two.control("update", f"jobid={job}", "StartTime=now")
-    ended(two, job, seconds=240)
+    ended(two, job)
     said = log_of(place, "runs/two", job)
     assert "=== attempt 1" in said and "inference" in said, said
     assert weights(place, "runs/two", 30) == weights(place, "runs/alone", 30), said

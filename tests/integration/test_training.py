@@ -16,7 +16,7 @@ from hone.kernels import cpu
 from hone.launch.plan import free_port
 from hone.models.attention import PackedAttention
 from hone.models.hf import load_model
-from tests.conftest import patience
+from tests.hangs import HANG_SECONDS
 
 from .conftest import BIN, RL_ENV, ROOT, TINY, command, end, start, until
 
@@ -37,6 +37,7 @@ def rewards(out):
     return [row["reward/mean"] for row in metrics(out)]
 
 
+@pytest.mark.main_path
 def test_sft_learns_validates_and_writes_a_directory_that_transformers_reads(trained):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,7 +67,7 @@ def watched(*arguments):
     wanted = len(begun) + (arguments[-1] is not None)
     values = learn(*arguments)
     # On a busy machine the event loop may come to it late; what was not asked for while learning does not come at all.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_SECONDS
     while len(begun) < wanted and time.monotonic() < deadline:
         time.sleep(0.001)
     learning.clear()
@@ -129,6 +130,7 @@ def test_rl_repeats_to_the_bit(rl, tmp_path):
     assert_same_weights(weights(tmp_path / "a", 4), weights(tmp_path / "b", 4))
 
 
+@pytest.mark.main_path
 def test_rl_run_directory_log_lines_and_metric_names(rl, tmp_path):
     out = tmp_path / "run"
     console = rl("--weights.interval", 2).stdout
@@ -166,6 +168,7 @@ def test_rl_run_directory_log_lines_and_metric_names(rl, tmp_path):
     assert "rollouts_per_example = 8" in (out / "configs" / "rl.toml").read_text()
 
 
+@pytest.mark.main_path
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
 def test_sampler_and_trainer_agree_at_learning_rate_zero(rl, trained, tmp_path, temperature):
     rl(
@@ -197,6 +200,7 @@ def test_sampler_and_trainer_agree_at_learning_rate_zero(rl, trained, tmp_path, 
     assert_same_weights(weights(tmp_path / "run", 2), load_file(trained / "model.safetensors"))
 
 
+@pytest.mark.main_path
 def test_a_killed_run_resumes_as_if_nothing_had_happened(rl, trained, tmp_path, started):
     rl("--max-steps", 6, out=tmp_path / "whole")
     out = tmp_path / "killed"
@@ -283,7 +287,7 @@ def torchrun(*words, ranks=2):
     """Processes on this machine, by the file, as in the seeds."""
     subprocess.run(
         [BIN / "torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port()), *map(str, words)],
-        cwd=ROOT, check=True, timeout=patience(120),
+        cwd=ROOT, check=True, timeout=HANG_SECONDS,
     )  # fmt: skip
 
 
@@ -293,7 +297,7 @@ def ranked(*words, ranks=2):
     numbered = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
     processes = [start(BIN / "python", *words, env={k: str(v) for k, v in env.items()}) for env in numbered]
     try:
-        assert [process.wait(patience(120)) for process in processes] == [0] * ranks
+        assert [process.wait(HANG_SECONDS) for process in processes] == [0] * ranks
     finally:
         for process in processes:
             end(process)
@@ -370,6 +374,7 @@ def test_bench_measures_and_writes_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.main_path
 def test_an_earlier_run_is_never_mixed_with(rl, tmp_path):
     out = tmp_path / "run"
     rl("--max-steps", 2)
@@ -395,6 +400,7 @@ def test_sft_and_rl_share_a_directory_as_in_the_examples(rl, trained, tmp_path):
     assert (tmp_path / "run" / "weights" / "step_2").exists()
 
 
+@pytest.mark.main_path
 def test_dry_run_prints_and_writes_the_resolved_configuration(rl, tmp_path):
     done = rl("--dry-run")
     assert "max_steps = 4" in done.stdout
@@ -420,6 +426,7 @@ def test_wandb_logs_offline_and_is_refused_without_the_extra(rl, tmp_path):
     assert "hone-rl[wandb]" in refused.stderr and not (tmp_path / "other").exists()
 
 
+@pytest.mark.main_path
 def test_ctrl_c_ends_a_run_at_once_and_says_so(trained, tmp_path, started):
     words = [BIN / "rl", "--model.name", trained, "--orchestrator.env", RL_ENV, "--max-steps", "5000"]
     words += ["--seq-len", "64", "--orchestrator.sampling.max-tokens", "16", "--output-dir", tmp_path / "run"]
@@ -427,5 +434,5 @@ def test_ctrl_c_ends_a_run_at_once_and_says_so(trained, tmp_path, started):
     process = started(*words, log=log.open("w"))
     until((tmp_path / "run" / "rollouts" / "step_2").exists, process, words=log.read_text)
     process.send_signal(signal.SIGINT)
-    assert process.wait(patience(20)) == 130
+    assert process.wait(HANG_SECONDS) == 130
     assert log.read_text().splitlines()[-1] == "rl: interrupted" and "Traceback" not in log.read_text()

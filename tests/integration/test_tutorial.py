@@ -22,7 +22,7 @@ from hone.models.attention import PackedAttention
 from hone.models.hf import hf_tensors
 from hone.models.loading import load
 from hone.models.lora import merge_adapter
-from tests.conftest import patience
+from tests.hangs import HANG_SECONDS
 
 from .conftest import ROOT, at_a_shell, command
 
@@ -244,7 +244,7 @@ def test_the_notebook_runs(tmp_path):
 
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", 4)
     client = NotebookClient(
-        notebook, timeout=int(patience(300)), kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        notebook, timeout=HANG_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
@@ -268,7 +268,7 @@ def test_the_wheel_alone_does_the_tutorials_path(tmp_path):
         }
         done = subprocess.run(
             [UV, *map(str, words)], cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment,
-            timeout=patience(600),
+            timeout=HANG_SECONDS,
         )  # fmt: skip
         assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
@@ -286,7 +286,7 @@ def test_the_wheel_alone_does_the_tutorials_path(tmp_path):
     environment |= {"UV_CONSTRAINT": str(tmp_path / "constraints")}
     done = subprocess.run(
         [tool / "hone", "lab", "setup", "--vf-rl"], cwd=lab, env=environment, capture_output=True, text=True,
-        stdin=subprocess.DEVNULL, timeout=patience(600),
+        stdin=subprocess.DEVNULL, timeout=HANG_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "✓ Installed hone-rl" in done.stdout

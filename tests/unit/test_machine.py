@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hone import machine
-from tests.conftest import patience
+from tests.hangs import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +19,7 @@ def run(code, **environment):
     ours = ("HONE_CPU", "ATEN_", "NUMBA_CPU", "OMP_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)} | environment
     words = [sys.executable, "-c", code]
-    return subprocess.run(words, capture_output=True, text=True, env=kept, cwd=ROOT, timeout=patience(60))
+    return subprocess.run(words, capture_output=True, text=True, env=kept, cwd=ROOT, timeout=HANG_SECONDS)
 
 
 def test_threads_follow_affinity_and_what_the_user_says(monkeypatch):
@@ -101,5 +101,5 @@ def test_waiting_threads_sleep_while_other_programs_want_the_cores(monkeypatch):
         assert len(spares()) == count
     (spare,) = spares()
     neighbours.follow(0.01)
-    spare.join(patience(10))
+    spare.join(HANG_SECONDS)
     assert not spares()

@@ -22,6 +22,7 @@ from hone.models.transformer import Transformer
 from hone.transport import network
 from hone.transport.gpu_memory import Owned, Stamp, StampReader, gpu_of, layout_of, machine_of, tensors_in
 from hone.transport.network import NetworkReceiver, NetworkSender
+from tests.hangs import HANG_SECONDS
 
 SPEC = (50, 32, 64, 2, 4, 2, 8, 1e-6, 1000.0, True, 96, 0.5, False)
 LOG = logging.getLogger("test")
@@ -103,7 +104,7 @@ def sent_and_received(device="cpu", gpu=None, is_near=True, opening=()):
             assert [server.take(6) for server in servers] == [f"{checksum(made(2))} {way}"] * 2
             assert servers[0].take(5) == "version 5 was asked for, the trainer has 6"
             # The server that was ended had 5. That the others have 6 is said after they have it.
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + HANG_SECONDS
             sender.finish(lambda: sorted(sender._taken.values()) != [5, 6, 6] and time.monotonic() < deadline)
             assert sorted(sender._taken.values()) == [5, 6, 6]
         finally:

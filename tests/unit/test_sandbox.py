@@ -11,6 +11,7 @@ import pytest
 
 from hone.environments import sandbox
 from hone.environments.sandbox import Limits, Sandbox, Sandboxes
+from tests.hangs import HANG_SECONDS
 
 
 def can_contain():
@@ -101,7 +102,7 @@ def test_a_sandbox_ends_when_its_owner_is_killed():
         "async def go():\n s = await Sandbox.start()\n print(s.process.pid, flush=True)\n os.kill(os.getpid(), 9)\n"
         "asyncio.run(go())"
     )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=HANG_SECONDS)
     pid = int(done.stdout)
 
     async def gone():

@@ -14,6 +14,7 @@ from hone.monitors.log import start_logging
 from hone.monitors.metrics import Metrics, read_rows
 from hone.monitors.report import StepReport
 from hone.monitors.trackers import COLUMNS, TensorBoard, Tracker, Trackers, spread
+from tests.hangs import HANG_SECONDS
 
 
 def config(**keys):
@@ -71,7 +72,7 @@ def test_wandb_has_rows_tables_and_histograms_and_a_resumed_run_is_the_same(tmp_
     asked = config(wandb={"project": "p", "group": "g", "offline": True, "samples": 3, "interval": 5})
     run(tmp_path / "metrics.jsonl", asked, range(1, 7))
     run(tmp_path / "metrics.jsonl", asked, range(7, 13))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANG_SECONDS
     while True:  # W&B's service is a process of its own, which may write when the run has ended here
         files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
         records = [record for file in files for record in records_of(file)]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.hangs import HANG_SECONDS
+
 # In a process of its own: whether Triton compiles kernels or, as in other tests, interprets them is settled when it is
 # imported.
 SCRIPT = """
@@ -99,7 +101,7 @@ def test_other_processes_compile_what_the_cache_lacks(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=HANG_SECONDS,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
