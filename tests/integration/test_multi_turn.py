@@ -26,12 +26,14 @@ def load_environment(forgets=False):
 """
 
 
-MAIN = pytest.mark.main_path
+KINDS = [
+    pytest.param("one process", marks=pytest.mark.main_path),
+    "processes",
+    pytest.param("workers", marks=pytest.mark.main_path),
+]
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("one process", marks=MAIN), "processes", pytest.param("workers", marks=MAIN)]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_conversation_is_one_sequence_of_the_tokens_that_were_sampled(kind, trained, tmp_path):
     (tmp_path / "talk_env.py").write_text(SOURCE)
     out, env = tmp_path / "run", {"id": "talk-env", "workers": int(kind == "workers")}
