@@ -39,14 +39,14 @@ HEAVY = (
 )  # fmt: skip
 CPU_KERNELS = ("attention", "decode", "layers", "logprobs", "orthogonal", "products", "rows")
 CAN_FORK = hasattr(os, "fork") and sys.platform == "linux"
-# What may differ between the environments of a template and of a command: nothing that an import looks at.
-FREE = {
-    "PYTEST_CURRENT_TEST", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "HONE_PARENT_PID", "HONE_API_KEY", "HONE_API_KEY_FILE", "HONE_CORES", "PYTHONUNBUFFERED", "COLUMNS", "TERM",
-    "PYTHONPATH", "WANDB_MODE", "WANDB_SILENT", "PATH", "PWD", "OLDPWD", "SHLVL", "_", "HF_HUB_DISABLE_PROGRESS_BARS",
-    "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "NUMBA_THREADING_LAYER_PRIORITY", "NUMBA_NUM_THREADS",
-    "INFERENCE_SERVER_API_KEY", "SOME_KEY",
-}  # fmt: skip
+# Variables that are read when a process or a library starts, by their beginnings: a template has them as its commands
+# do. What a command reads later is in the environment that it is given.
+FIXED = (
+    "ATEN_", "CUDA_", "GOMP_", "HF_HUB_OFFLINE", "HOME", "HONE_CPU_ISA", "HONE_GPUS", "KMP_", "LANG", "LC_", "LD_",
+    "MKL_", "NUMBA_CACHE", "NUMBA_CPU", "NUMBA_DEBUG", "NUMBA_DISABLE", "OMP_", "ONEDNN_", "OPENBLAS", "PYTHON",
+    "TMPDIR", "TRITON_", "TZ", "XDG_",
+)  # fmt: skip
+APPLIED = ("PYTHONPATH", "PYTHONUNBUFFERED")  # which `_keep` sees to
 AT_ONCE_SECONDS = 0.0001  # 0 would make the connection one that never waits
 NUMBER_BYTES = 8  # of a pid and of an exit code
 LOOK_SECONDS = 2.0  # between looks whether the test run still lives
@@ -54,7 +54,7 @@ LOOK_SECONDS = 2.0  # between looks whether the test run still lives
 
 def _socket_path(environment):
     """Return where the template of such an environment listens."""
-    kept = sorted((name, value) for name, value in environment.items() if name not in FREE)
+    kept = sorted(one for one in environment.items() if one[0].startswith(FIXED) and one[0] not in APPLIED)
     return run_directory() / f"{hashlib.sha256(repr(kept).encode()).hexdigest()[:16]}.sock"
 
 

@@ -4,6 +4,7 @@ HELM_TOOLS, a directory with helm, helm3 and kubernetes-validate (make test-helm
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -269,8 +270,11 @@ class Pod:
             words = [word.replace(f"$({name})", value) for word in words]
         mounted = {one["mountPath"]: one["name"] for one in container["volumeMounts"] if one["name"] in self.volumes}
         mounts = {"/app": ROOT, **{target: self.volumes[name] for target, name in mounted.items()}}
-        binding = "; ".join(f"mount --bind '{place}' '{target}'" for target, place in mounts.items())
-        script = f'set -e; {binding}; cd {container["workingDir"]}; exec env -i "$@"'
+        binds = [f"mount --bind {shlex.quote(str(place))} {shlex.quote(target)}" for target, place in mounts.items()]
+        if any(ROOT.is_relative_to(target) for target in mounted):
+            # A volume hides the checkout, whose path the scripts of the environment name: it is mounted there again.
+            binds += [f"mkdir -p {shlex.quote(str(ROOT))}", f"mount --bind /app {shlex.quote(str(ROOT))}"]
+        script = f'set -e; {"; ".join(binds)}; cd {container["workingDir"]}; exec env -i "$@"'
         return [*self.where, "bash", "-c", script, "pod", *(f"{k}={v}" for k, v in given.items()), *words]
 
     def _run(self, container):

@@ -67,7 +67,7 @@ def watched(*arguments):
     wanted = len(begun) + (arguments[-1] is not None)
     values = learn(*arguments)
     # On a busy machine the event loop may come to it late; what was not asked for while learning does not come at all.
-    deadline = time.monotonic() + HANG_SECONDS
+    deadline = time.monotonic() + 600
     while len(begun) < wanted and time.monotonic() < deadline:
         time.sleep(0.001)
     learning.clear()
