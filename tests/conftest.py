@@ -12,6 +12,7 @@ import pytest
 from hone import machine
 from tests import shared_run
 
+os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # tests run side by side: no core is anybody's own
 machine.prepare()
 start = time.perf_counter()
@@ -39,16 +40,6 @@ def is_in_main_tier(item):
     return "integration" not in item.path.parts or item.get_closest_marker("main_path") is not None
 
 
-def find_group(item):
-    """Return the group of tests that run in one worker: those that share a server, or a fixture of their module."""
-    if "server" in item.fixturenames:
-        return "server"
-    definitions = item._fixtureinfo.name2fixturedefs.values()
-    is_grouped = any(definition.scope == "module" for found in definitions for definition in found)
-    return item.path.stem if is_grouped else None
-
-
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     tier, seed = config.getoption("tier"), config.getoption("order_seed")
     if tier != "all":
@@ -57,9 +48,6 @@ def pytest_collection_modifyitems(config, items):
         items[:] = kept
     if seed is not None:
         random.Random(seed).shuffle(items)
-    for item in items:
-        if group := find_group(item):
-            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_configure(config):
@@ -79,3 +67,11 @@ def pytest_unconfigure(config):
 
         end_templates()
         shared_run.end_run()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give each worker one test at a time, but tests that share a server or a fixture of their module to one worker."""
+    from tests.scheduling import GroupScheduling
+
+    return GroupScheduling(config, log)

@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 UV = shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
 PYTEST = [sys.executable, "-m", "pytest"]
-PARALLEL = ["-n", "2", "--dist", "loadgroup"]
+PARALLEL = ["-n", "2"]
 NEWEST_PYTHON = "3.13"
 VERIFIERS_VERSIONS = ("0.1.14", "0.3.1")
 ISA_TESTS = ("tests/unit/test_kernels.py", "tests/unit/test_packed.py", "tests/unit/test_engine.py")

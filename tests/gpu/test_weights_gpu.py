@@ -6,7 +6,7 @@ import torch
 from hone.models.hf import empty_model
 from hone.models.proof import CANARY_LENGTH, CanaryScorer, canary_ids, score
 from hone.models.spec import ModelSpec
-from tests.unit.test_network import sent_and_received
+from tests.integration.test_network import sent_and_received
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -21,11 +21,11 @@ from tests import shared_run
 from tests.hangs import HANG_SECONDS
 from tests.integration.forks import CAN_FORK, fork_command, forked_processes, start_templates
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 http = httpx.Client(timeout=HANG_SECONDS)
 TINY = "examples/reverse_text_tiny"
+AFRESH = {"HONE_TEST_AFRESH": "1"}  # environment of commands that are started as users start them, not forked
 RL_ENV = '{"id": "reverse-text", "args": {"texts": "generated", "min_chars": 4, "max_chars": 8, "num_examples": 64}}'
 
 

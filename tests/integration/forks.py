@@ -42,7 +42,7 @@ CAN_FORK = hasattr(os, "fork") and sys.platform == "linux"
 # Variables that are read when a process or a library starts, by their beginnings: a template has them as its commands
 # do. What a command reads later is in the environment that it is given.
 FIXED = (
-    "ATEN_", "CUDA_", "GOMP_", "HF_HUB_OFFLINE", "HOME", "HONE_CPU_ISA", "HONE_GPUS", "KMP_", "LANG", "LC_", "LD_",
+    "ATEN_", "CUDA_", "GOMP_", "HF_HUB_OFFLINE", "HOME", "HONE_CPU_ISA", "HONE_GPUS", "HONE_TEST_AFRESH", "KMP_", "LANG", "LC_", "LD_",
     "MKL_", "NUMBA_CACHE", "NUMBA_CPU", "NUMBA_DEBUG", "NUMBA_DISABLE", "OMP_", "ONEDNN_", "OPENBLAS", "PYTHON",
     "TMPDIR", "TRITON_", "TZ", "XDG_",
 )  # fmt: skip
@@ -132,6 +132,9 @@ def fork_command(words, cwd, environment, files):
         words: the script or Python, and its arguments.
         files: descriptors of standard input, output and error.
     """
+    words = list(map(str, words))
+    if words[1:2] == ["-c"]:  # such a program asks what a process has imported, and when
+        return None
     folders = environment.get("PYTHONPATH", "").split(os.pathsep)
     path = _socket_path(environment)
     if not path.exists() or any((Path(folder) / "sitecustomize.py").exists() for folder in folders if folder):
@@ -142,7 +145,7 @@ def fork_command(words, cwd, environment, files):
     except OSError:
         connection.close()
         return None
-    request = json.dumps([list(map(str, words)), str(cwd), dict(environment), os.getpid()]).encode()
+    request = json.dumps([words, str(cwd), dict(environment), os.getpid()]).encode()
     socket.send_fds(connection, [request], files)
     return ForkedProcess(connection)
 

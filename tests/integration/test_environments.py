@@ -1,5 +1,6 @@
 """Environments over real processes: tools in a run, rewards of groups, evaluations, those of the verifiers library."""
 
+import asyncio
 import itertools
 import json
 import os
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import hone.environments as vf
 from hone.evals.results import Folder
+from hone.records import Completion, Sampling, Turn
 from tests.hangs import HANG_SECONDS
 
 from .conftest import TINY, Server, command
@@ -162,3 +165,34 @@ def test_the_token_client_of_the_library_goes_on_in_the_tokens_that_were_sampled
                 assert after["prompt_ids"][: len(whole)] == whole and len(after["prompt_ids"]) > len(whole)
                 went_on += 1
     assert went_on
+
+
+class Scripted:
+    """A model that always gives the same answer."""
+
+    def __init__(self, text):
+        self.text = text
+
+    async def chat(self, messages, sampling, tools=None):
+        return Turn([1, 2], Completion([3], [-0.5], [0], "stop"), self.text, [])
+
+
+@pytest.mark.main_path
+def test_mathematics_is_compared_within_a_time():
+    pytest.importorskip("math_verify")
+    env = vf.SingleTurnEnv(
+        dataset=[{"question": "?", "answer": "1/2"}], rubric=vf.MathRubric(timeout_seconds=2.0)
+    )  # fmt: skip
+
+    async def rewards():
+        texts = (
+            "\\boxed{0.5}",
+            "\\boxed{\\frac{2}{4}}",
+            "\\boxed{2}",
+            "no",
+            "\\boxed{9^{9^{9^{9^9}}}}",
+            "\\boxed{0.5}",
+        )
+        return [(await env.rollout(Scripted(text), env.get_dataset()[0], Sampling())).reward for text in texts]
+
+    assert asyncio.run(rewards()) == [1.0, 1.0, 0.0, 0.0, 0.0, 1.0]

@@ -59,7 +59,7 @@ def place(tmp_path):
 
 
 @pytest.fixture
-def served(place, started, port_8000):
+def served(place, port_8000, started):
     """The model on the port that pages name, as they start it, under the name MODEL."""
     (place / "MODEL").symlink_to(MODEL)
     first = commands_of("inference.md")[0]

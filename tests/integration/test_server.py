@@ -348,3 +348,25 @@ def test_endpoint_registry(server, trained, tmp_path):
             '{"texts": "generated"}',
             cwd=tmp_path,
         )
+
+
+def test_control_routes(server, trained):
+    root, chat = server.url.removesuffix("/v1"), f"{server.url}/chat/completions"
+    assert http.post(f"{root}/pause?mode=never").status_code == 400
+    assert http.post(f"{root}/pause?mode=wait").json() == {"is_paused": True}
+    body = {"model": str(trained), "messages": [{"role": "user", "content": "abc"}], "max_tokens": 3}
+    with pytest.raises(httpx.ReadTimeout):
+        http.post(chat, json=body, timeout=0.5)
+    assert http.get(f"{root}/version").json()["is_paused"]
+    assert http.post(f"{root}/resume").json() == {"is_paused": False}
+    assert http.post(chat, json=body).status_code == 200
+    answer = http.post(f"{root}/update_weights", json={"weight_dir": "/nowhere", "version": 1})
+    assert answer.status_code == 400 and "/nowhere is not a directory" in answer.text
+    assert http.post(f"{root}/score", json={"ids": [1, 10**6]}).status_code == 400
+    one, two = (http.post(f"{root}/score", json={"ids": ids}).json()["logprobs"] for ids in ([1, 2, 3], [4, 5]))
+    assert len(one) == 2
+    both = http.post(f"{root}/score", json={"ids": [[1, 2, 3], [4, 5]]}).json()["logprobs"]
+    assert both == [pytest.approx(one, abs=1e-5), pytest.approx(two, abs=1e-5)]
+    cold = http.post(f"{root}/score", json={"ids": [4, 5], "temperature": 0.5}).json()["logprobs"]
+    assert cold != pytest.approx(two, abs=1e-3)
+    assert http.post(f"{root}/score", json={"ids": []}).status_code == 400

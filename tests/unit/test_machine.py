@@ -1,7 +1,6 @@
 """What a process may use of the machine, and what it is told where that is asked for wrongly."""
 
 import os
-import platform
 import subprocess
 import sys
 import threading
@@ -63,17 +62,6 @@ def test_a_thread_that_waits_soon_sleeps_unless_the_user_says_otherwise(monkeypa
     assert os.environ.get("GOMP_SPINCOUNT") == (None if tells else "1000")
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.delenv("KMP_BLOCKTIME")
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86-64")
-def test_an_instruction_set_can_be_forced_and_one_that_is_not_there_is_refused():
-    code = "from hone import machine; machine.prepare(); from hone.kernels import cpu; print(cpu.words('cpu'))"
-    assert run(code, HONE_CPU_ISA="avx2").stdout.startswith("cpu (avx2, ")
-    assert run(code, HONE_CPU_ISA="none").stdout.startswith("cpu (plain torch, ")
-    code = "from hone.cli import sft; import sys; sys.argv = ['sft', '@', 'examples/reverse_text_tiny/sft.toml']; sft()"
-    refused = run(code, HONE_CPU_ISA="avx1")
-    assert refused.returncode == 1 and "Traceback" not in refused.stderr
-    assert "HONE_CPU_ISA=avx1" in refused.stderr and "avx2, none" in refused.stderr
 
 
 def test_deadlines_are_longer_where_starting_takes_longer(monkeypatch):

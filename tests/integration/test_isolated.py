@@ -14,6 +14,8 @@ from hone.environments import load_environments
 from hone.environments.isolated import Isolated
 from hone.records import Completion, Sampling, Turn
 
+pytestmark = pytest.mark.main_path
+
 SOURCE = """
 import os, time
 import hone.environments as vf

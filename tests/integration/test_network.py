@@ -24,6 +24,8 @@ from hone.transport.gpu_memory import Owned, Stamp, StampReader, gpu_of, layout_
 from hone.transport.network import NetworkReceiver, NetworkSender
 from tests.hangs import HANG_SECONDS
 
+pytestmark = pytest.mark.main_path
+
 SPEC = (50, 32, 64, 2, 4, 2, 8, 1e-6, 1000.0, True, 96, 0.5, False)
 LOG = logging.getLogger("test")
 has_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no /proc")

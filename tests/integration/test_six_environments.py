@@ -12,6 +12,8 @@ from hone.records import Sampling
 from .test_sandbox import contained
 from .test_v0_protocol import Scripted
 
+pytestmark = pytest.mark.main_path
+
 OFFLINE = {"reverse-text": {"texts": "generated"}}
 SIX = ("alphabet-sort", "gsm8k", "math-python", "reverse-text", "wiki-search", "wordle")
 
