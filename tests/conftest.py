@@ -16,9 +16,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # tests run side by side: no core is anybody's own
 machine.prepare()
 start = time.perf_counter()
-import torch  # noqa: E402, F401
+import torch  # noqa: E402
 
 machine.started_in(time.perf_counter() - start)
+if not torch.cuda.is_available():  # read when Triton is imported: kernels are interpreted, not compiled
+    os.environ["TRITON_INTERPRET"] = "1"
 # A script's background job (`make test &`) ignores Ctrl-C, and so would every process that tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

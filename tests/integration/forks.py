@@ -42,9 +42,9 @@ CAN_FORK = hasattr(os, "fork") and sys.platform == "linux"
 # Variables that are read when a process or a library starts, by their beginnings: a template has them as its commands
 # do. What a command reads later is in the environment that it is given.
 FIXED = (
-    "ATEN_", "CUDA_", "GOMP_", "HF_HUB_OFFLINE", "HOME", "HONE_CPU_ISA", "HONE_GPUS", "HONE_TEST_AFRESH", "KMP_", "LANG", "LC_", "LD_",
-    "MKL_", "NUMBA_CACHE", "NUMBA_CPU", "NUMBA_DEBUG", "NUMBA_DISABLE", "OMP_", "ONEDNN_", "OPENBLAS", "PYTHON",
-    "TMPDIR", "TRITON_", "TZ", "XDG_",
+    "ATEN_", "CUDA_", "GOMP_", "HF_HUB_OFFLINE", "HOME", "HONE_CPU_ISA", "HONE_GPUS", "HONE_TEST_AFRESH", "KMP_",
+    "LANG", "LC_", "LD_", "MKL_", "NUMBA_CACHE", "NUMBA_CPU", "NUMBA_DEBUG", "NUMBA_DISABLE", "OMP_", "ONEDNN_",
+    "OPENBLAS", "PYTHON", "TMPDIR", "TRITON_", "TZ", "XDG_",
 )  # fmt: skip
 APPLIED = ("PYTHONPATH", "PYTHONUNBUFFERED")  # which `_keep` sees to
 AT_ONCE_SECONDS = 0.0001  # 0 would make the connection one that never waits

@@ -8,9 +8,8 @@ import pytest
 import hone.environments as vf
 from hone.authoring.demonstrations import demonstrated
 from hone.records import Sampling
-
-from .test_sandbox import contained
-from .test_v0_protocol import Scripted
+from tests.unit.test_sandbox import contained
+from tests.unit.test_v0_protocol import Scripted
 
 pytestmark = pytest.mark.main_path
 

@@ -5,7 +5,6 @@
 
 import itertools
 import math
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
 from hone.engine.sampler import draw_reference, thresholds
