@@ -1,6 +1,7 @@
 # Needs python3 (3.11+), make and a package index; uv is taken from PATH or bootstrapped into .uv/.
 PYTHON ?= python3
 SEED ?= 0
+TIER ?= main
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := $(UV) run --no-sync
 
@@ -8,7 +9,7 @@ RUN := $(UV) run --no-sync
 # command spends seconds on compiling what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all lint test-gpu chaos docs site package
+.PHONY: setup demo test test-all lint test-gpu chaos coverage docs site package
 
 setup: .venv/.ready
 
@@ -38,6 +39,11 @@ test-all: test  ## every other suite too; ends with a list of what ran, what did
 # test-browser, test-targets (python -m tests.suites --help)
 test-%: setup
 	$(RUN) python -m tests.suites $*
+
+coverage: setup  ## lines of src/hone, kernels left out, that `make test` runs; TIER=all: with the other integration tests
+	rm -rf .coverage && mkdir .coverage
+	$(RUN) coverage run -m pytest -n 2 --tier $(TIER)
+	$(RUN) coverage combine --quiet && $(RUN) coverage report
 
 package: setup  ## the wheel, built and tried in an environment of its own
 	TAG="$(TAG)" $(RUN) python -m tests.suites package

@@ -7,12 +7,15 @@ import tempfile
 from pathlib import Path
 
 VARIABLE = "HONE_TEST_RUN"
+_lock = None
 
 
 def begin_run():
     """Make the directory, in the process that reports; workers of pytest-xdist inherit its name."""
+    global _lock
     directory = Path(tempfile.mkdtemp(prefix="hone_tests_"))
-    (directory / "controller").write_text(str(os.getpid()))
+    _lock = (directory / "alive").open("w")
+    fcntl.flock(_lock, fcntl.LOCK_EX)
     os.environ[VARIABLE] = str(directory)
 
 
@@ -41,9 +44,12 @@ def build_once(name, build):
 
 
 def is_run_alive():
-    """Return whether the process that reports still lives."""
+    """Return whether the process that reports still lives: it holds a lock, which ends with it however that goes."""
     try:
-        os.kill(int((run_directory() / "controller").read_text()), 0)
-    except (FileNotFoundError, ProcessLookupError):
+        with (run_directory() / "alive").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
         return False
-    return True
+    return False

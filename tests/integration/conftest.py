@@ -93,11 +93,23 @@ def end(process):
 
 
 def processes_now():
-    """All processes by number, those that have ended and wait to be read aside: the parent's number, the command."""
+    """Return (parent's pid, arguments) of all processes by pid, without those that have ended and wait to be read."""
     listed = subprocess.run(["ps", "-axww", "-o", "pid=,ppid=,stat=,command="], capture_output=True, text=True).stdout
     rows = [line.split(None, 3) for line in listed.splitlines()]
-    found = {int(row[0]): (int(row[1]), row[3].split()) for row in rows if len(row) == 4 and row[2][0] != "Z"}
+    found = {}
+    for row in rows:
+        if len(row) == 4 and row[2][0] != "Z":
+            found[int(row[0])] = (int(row[1]), _read_arguments(row[0]) or row[3].split())
     return found | {pid: row for pid, row in forked_processes().items() if pid in found}
+
+
+def _read_arguments(pid):
+    """Return the arguments of a process as /proc has them, which may contain spaces; [] where it does not tell."""
+    try:
+        data = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return [os.fsdecode(word) for word in data.split(b"\0")[:-1]]
 
 
 def until(ready, process=None, words=lambda: "", pause=0.02):
