@@ -2,6 +2,7 @@
 
 Then the plugins of all tests: processor time by file, and a limit that catches hangs."""
 
+import importlib.util
 import os
 import random
 import signal
@@ -19,8 +20,13 @@ start = time.perf_counter()
 import torch  # noqa: E402
 
 machine.started_in(time.perf_counter() - start)
-if not torch.cuda.is_available():  # read when Triton is imported: kernels are interpreted, not compiled
+if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    # Kernels are interpreted here, not compiled: settled when Triton is imported. Commands of tests do without.
     os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+
+    triton.knobs.runtime.interpret = True
+    del os.environ["TRITON_INTERPRET"]
 # A script's background job (`make test &`) ignores Ctrl-C, and so would every process that tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

