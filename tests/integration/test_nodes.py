@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -147,7 +148,7 @@ def test_the_panes_of_tmux_show_a_run(trained, tmp_path):
         panes = {tuple(line.split()[:2]): line.split()[2] for line in titles[:3]}
         assert set(panes) == {("RL", "Trainer"), ("RL", "Orchestrator"), ("RL", "Inference")}
         line = (
-            f"{BIN}/rl @ {TINY}/rl.toml --model.name {model} --model.device cpu --deployment processes --max-steps 6 "
+            f"{shlex.quote(str(BIN / 'rl'))} @ {TINY}/rl.toml --model.name {model} --model.device cpu --deployment processes --max-steps 6 "
             f"--inference.server.port 0 --orchestrator.batch-size 16 --output-dir {out} --log-interval 1"
         )
         tmux("send-keys", "-t", panes["RL", "Trainer"], line, "C-m")

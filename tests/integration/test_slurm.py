@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -15,7 +16,7 @@ from hone.models.hf import load_model, save_model
 from tests.processor_time import HELP_PROCESSOR_SECONDS, read_children_seconds
 
 from . import namespaces
-from .conftest import ROOT, TINY, command, until
+from .conftest import AFRESH, ROOT, TINY, command, until
 from .slurm_cluster import Cluster, is_possible
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(not is_possible(), reason="needs root and Debian's Slurm")]
@@ -118,8 +119,13 @@ def test_cut_by_preemption_and_the_wall_time_it_ends_as_undisturbed(cluster, pla
     """Preempted twice without warning and once at the end of its wall time: the same weights, to the bit."""
     steps, same = 400, ("--max-steps", 400, "--max-async-level", 0, "--ckpt.interval", 20)
     whole = ("rl", "@", RL, *same, "--deployment", "processes", "--inference.server.port", 0, "--log-interval", 0)
-    command("rl", *whole[1:], "--output-dir", "whole", cwd=place)
-    words = ("rl", RL, "--output-dir", "cut", "--partition", "spot", *same, "--time", "1:00", "--grace", 30)
+    start = time.monotonic()
+    command("rl", *whole[1:], "--output-dir", "whole", cwd=place, env=AFRESH)
+    elapsed = time.monotonic() - start
+    training = sum(json.loads(line).get("time/step", 0.0) for line in (place / "whole" / "metrics.jsonl").open())
+    # An attempt starts, trains a quarter of the run, and is asked to leave `grace` seconds before its minute ends.
+    grace = min(50, max(10, int(60 - (elapsed - training) - training / 4)))
+    words = ("rl", RL, "--output-dir", "cut", "--partition", "spot", *same, "--time", "1:00", "--grace", grace)
     (job,), _ = submit(cluster, place, *words)
     for after in (25, 65):
         until(lambda after=after: latest(place / "cut") >= after)
@@ -128,7 +134,7 @@ def test_cut_by_preemption_and_the_wall_time_it_ends_as_undisturbed(cluster, pla
             env={**os.environ, **cluster.environment}, capture_output=True, check=True,
         )  # fmt: skip
         ended(cluster, taking.stdout.strip())
-    ended(cluster, job)  # of a minute each attempt starts, leaves 30 s for its end, and trains in the rest
+    ended(cluster, job)
     log = log_of(place, "cut", job)
     attempts = log.count("=== attempt ") - log.count(" ended with code ")
     assert attempts >= 4, log[-2000:]
@@ -279,8 +285,9 @@ def two(tmp_path_factory):
         yield cluster
 
 
+LONG_STEPS = 150  # of a run that is to be disturbed after eight
 RL_TINY = (
-    "--model.device", "cpu", "--max-async-level", 0, "--max-steps", 30, "--orchestrator.batch-size", 32,
+    "--model.device", "cpu", "--max-async-level", 0, "--max-steps", LONG_STEPS, "--orchestrator.batch-size", 32,
     "--ckpt.interval", 5,
 )  # fmt: skip
 
@@ -301,7 +308,7 @@ def test_trainer_and_server_on_two_nodes_lose_one_and_end_at_the_same_weights(tw
     ended(two, job)
     said = log_of(place, "runs/two", job)
     assert "=== attempt 1" in said and "inference" in said, said
-    assert weights(place, "runs/two", 30) == weights(place, "runs/alone", 30), said
+    assert weights(place, "runs/two", LONG_STEPS) == weights(place, "runs/alone", LONG_STEPS), said
     config = (place / "runs/two/configs/orchestrator.toml").read_text()
     assert 'base_url = ["http://node1:' in config, config
 
