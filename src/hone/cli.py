@@ -192,6 +192,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def _exit(code: int) -> None:
+    leaving.ignore_from_now_on()
     sys.stdout.flush()
     if os.environ.get("WORLD_SIZE", "1") != "1":  # threads of torch may abort one of several ranks on the long way
         import logging

@@ -28,6 +28,12 @@ def listen() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
 
+def ignore_from_now_on() -> None:
+    """Ignore the signal: a run that has ended must not be killed by it while Python shuts down."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
 @contextlib.contextmanager
 def held() -> Iterator[None]:
     """Processes that are started in this block get the signal once they listen, also where it comes before."""

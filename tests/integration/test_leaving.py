@@ -68,3 +68,14 @@ def test_without_checkpoints_it_says_what_is_lost(trained, tmp_path):
     at = words.index("--ckpt.interval")
     said = leave([*words[:at], *words[at + 2 :]], tmp_path / "run", tmp_path, tmp_path / "run" / "metrics_sft.jsonl")
     assert "it cannot be gone on with: no ckpt key was given" in said
+
+
+@pytest.mark.main_path
+def test_a_signal_that_comes_while_python_shuts_down_changes_nothing():
+    code = (
+        "import os, signal; from hone import cli, leaving\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR1): kill(pid, number)\n"
+        "leaving.listen(); late = Late(); cli._exit(0)"
+    )
+    command("python", "-c", code)

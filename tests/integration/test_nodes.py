@@ -116,7 +116,6 @@ def test_a_node_that_is_cut_off_ends_the_trainer_with_words(nodes, trained, tmp_
         metrics = out / "metrics_sft.jsonl"
         until(
             lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3,
-            seconds=60,
             words=lambda: typed.text("sft0"),
         )
         nodes.link(1, "down")
@@ -148,7 +147,8 @@ def test_the_panes_of_tmux_show_a_run(trained, tmp_path):
         panes = {tuple(line.split()[:2]): line.split()[2] for line in titles[:3]}
         assert set(panes) == {("RL", "Trainer"), ("RL", "Orchestrator"), ("RL", "Inference")}
         line = (
-            f"{shlex.quote(str(BIN / 'rl'))} @ {TINY}/rl.toml --model.name {model} --model.device cpu --deployment processes --max-steps 6 "
+            f"{shlex.quote(str(BIN / 'rl'))} @ {TINY}/rl.toml --model.name {model} --model.device cpu "
+            "--deployment processes --max-steps 6 "
             f"--inference.server.port 0 --orchestrator.batch-size 16 --output-dir {out} --log-interval 1"
         )
         tmux("send-keys", "-t", panes["RL", "Trainer"], line, "C-m")
