@@ -438,7 +438,8 @@ def test_the_manual_way_of_the_example_page(tools, cluster, tmp_path):
         "--client.base-url '[\"'$INFERENCE_URL'\"]' --max-steps 3",
         "trainer": "uv run trainer @ /config/train.toml --output-dir /data/outputs --max-steps 3",
     }
-    offline = f'export PATH={shlex.quote(str(Path(uv).parent))}:"$PATH" UV_PROJECT=/app UV_NO_SYNC=1 UV_OFFLINE=1 UV_FROZEN=1; '
+    programs = shlex.quote(str(Path(uv).parent))
+    offline = f'export PATH={programs}:"$PATH" UV_PROJECT=/app UV_NO_SYNC=1 UV_OFFLINE=1 UV_FROZEN=1; '
     running = {}
     try:
         until(lambda: (tmp_path / "data" / ".keys" / "my-exp").exists(), pods)
