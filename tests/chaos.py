@@ -42,6 +42,7 @@ PARTS = ("inference", "orchestrator", "trainer", "worker", "launcher")
 # When a part is killed, from the start or from the kill before, as shares of the time that a run left alone takes: now
 # in the start, now at work.
 EARLIEST, LATEST = 0.1, 0.7
+STEPS_AT_WORK = 3  # after which a vLLM is known to be at work again: two more may have been sampled before its end
 RUN_SECONDS = 20.0  # of that time where no run is left alone
 GPU = ("--model.numerics", "exact", "--deployment", "processes", "--inference.kv-cache-gib", 4)
 
@@ -126,7 +127,7 @@ def run(
         moment = time.monotonic() + draw_pause()
         while process.poll() is None:
             time.sleep(0.02)
-            if vllm and newest(out) == seen:  # it is not at work again
+            if vllm and newest(out) < seen + STEPS_AT_WORK:
                 moment = time.monotonic() + draw.uniform(0.0, 1.0)
             if done < len(parts) and time.monotonic() > moment:
                 part = parts[done]
