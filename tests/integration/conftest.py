@@ -228,6 +228,12 @@ def answers(url):
     return True
 
 
+def read_rows(file):
+    """Return the rows of a JSONL file that another process may be writing: a last line without its end is left out."""
+    text = file.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
 def generated_tokens(server):
     """Return how many tokens a server has written in requests that are over."""
     text = http.get(server.url.removesuffix("/v1") + "/metrics").text

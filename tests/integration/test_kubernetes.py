@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from . import namespaces
-from .conftest import HANG_SECONDS, ROOT
+from .conftest import HANG_SECONDS, ROOT, read_rows
 
 pytestmark = pytest.mark.helm
 CHART = ROOT / "k8s" / "prime-rl"
@@ -381,7 +381,7 @@ def until(condition, pods):
 
 def rows(tmp_path):
     file = tmp_path / "data" / "outputs" / "metrics.jsonl"
-    return [json.loads(line) for line in file.open()] if file.exists() else []
+    return read_rows(file) if file.exists() else []
 
 
 def test_the_pods_of_the_tiny_example_train_and_sleep_and_survive_a_crash_and_an_eviction(tools, cluster, tmp_path):

@@ -33,6 +33,7 @@ from .conftest import (
     command,
     http,
     processes_now,
+    read_rows,
     until,
 )
 
@@ -40,7 +41,7 @@ PORT = ("--inference.server.port", 0)
 
 
 def metrics(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    return read_rows(out / "metrics.jsonl")
 
 
 def rows_of_steps(out):

@@ -18,11 +18,11 @@ from hone.models.attention import PackedAttention
 from hone.models.hf import load_model
 from tests.hangs import HANG_SECONDS
 
-from .conftest import BIN, RL_ENV, ROOT, TINY, command, end, start, until
+from .conftest import BIN, RL_ENV, ROOT, TINY, command, end, read_rows, start, until
 
 
 def metrics(out, name="metrics.jsonl"):
-    return [json.loads(line) for line in (out / name).open()]
+    return read_rows(out / name)
 
 
 def weights(out, step):
