@@ -122,7 +122,7 @@ class RunDirectory:
     def write_config(self, toml: str, name: str | None = None) -> Path:
         self.configs.mkdir(parents=True, exist_ok=True)
         file = self.configs / f"{name or self.command}.toml"
-        file.write_text(toml)
+        rewrite(file, toml)  # a component that has just been started may be reading it
         return file
 
     def note(self, **about: Any) -> None:

@@ -304,3 +304,11 @@ def test_a_run_of_another_layout_is_removed_where_it_wrote(tmp_path):
     again.claim(clean=True)
     assert not (tmp_path / "checkpoint-2").exists() and not (tmp_path / "runs" / "trainer.log").exists()
     assert again.weights_of(2) == tmp_path / "weights" / "step_2"
+
+
+def test_a_configuration_that_is_written_again_stays_whole_for_who_reads_it(tmp_path):
+    run = RunDirectory(tmp_path, "rl")
+    with run.write_config("first = 1\n", "trainer").open() as reading:
+        assert run.write_config("second = 2\n", "trainer").read_text() == "second = 2\n"
+        assert reading.read() == "first = 1\n"
+    assert [path.name for path in (tmp_path / "configs").iterdir()] == ["trainer.toml"]
