@@ -130,6 +130,7 @@ class Child:
                 start_new_session=True,  # Ctrl-C reaches the launcher, which ends its children in order
                 env=self.environment,
             )
+        self.output_ended_at = float("inf")  # time.monotonic()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
@@ -139,6 +140,7 @@ class Child:
             self.said.append(line.rstrip())
             with contextlib.suppress(OSError, ValueError):  # nobody reads (`rl | head`), a full disk: go on draining
                 print(line, end="", flush=True, file=self.log or sys.stdout)
+        self.output_ended_at = time.monotonic()
 
     def code(self) -> int | None:
         """How it ended, as Popen has it; srun tells of a signal as a shell does."""
@@ -189,11 +191,19 @@ def watch(children: list[Child], follower: Follower) -> None:
                     child.start()
                     continue
             if code is not None and (code != 0 or child.is_server):
-                raise ValueError(child.cause())
+                raise ValueError(find_first_failure(children, child).cause())
         have_ended = all(child.process.poll() == 0 for child in children if not child.is_server)
         if not follower.look() or have_ended:
             return
         time.sleep(0.1)
+
+
+def find_first_failure(children: list[Child], found: Child) -> Child:
+    """Return the child that failed first: ranks that lose a peer fail a moment after it, with errors about sockets."""
+    failed = [child for child in children if child is found or (child.code() or 0) not in (0, leaving.AGAIN)]
+    for child in failed:
+        child.reader.join(0.5)
+    return min(failed, key=lambda child: ((child.code() or 0) >= 0, child.output_ended_at))
 
 
 def end(children: list[Child]) -> None:

@@ -1,0 +1,45 @@
+"""When several processes of a run have failed, the launcher names the one that failed first."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from hone.launch.processes import Child, find_first_failure
+
+
+def start_child(name, code):
+    child = Child.__new__(Child)
+    child.name = child.title = name
+    child.is_elsewhere, child.log, child.said = False, None, []
+    child.output_ended_at = float("inf")
+    child.process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child.reader = threading.Thread(target=child._read, daemon=True)
+    child.reader.start()
+    return child
+
+
+def raise_error(after):
+    return f"import time; time.sleep({after}); raise SystemExit(1)"
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+@pytest.mark.parametrize(
+    ("first", "how"),
+    [(raise_error(0), "ended with exit code 1"), ("import os; os.kill(os.getpid(), 9)", "was killed (SIGKILL)")],
+)
+def test_the_first_of_several_failures_is_named(first, how, order):
+    started = [start_child("rank 1", first)]
+    started[0].process.wait()
+    time.sleep(0.05)
+    started += [start_child("rank 0", raise_error(0)), start_child("server", "import time; time.sleep(60)")]
+    started[1].process.wait()
+    children = [started[place] for place in order]
+    try:
+        assert find_first_failure(children, started[1]).cause().startswith(f"rank 1 {how}")
+    finally:
+        started[2].process.send_signal(signal.SIGKILL)
+        started[2].process.wait()
