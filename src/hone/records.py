@@ -78,13 +78,17 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that the assistant is to go on with. The first `covered` messages are `before` in tokens, as they
-    went through the model."""
+    """A conversation that the assistant is to go on with.
+
+    The first `covered` messages are `before` in tokens, as they went through the model. `template_arguments` reach the
+    chat template, as in {"enable_thinking": False}.
+    """
 
     messages: list[Message]
     tools: list[Tool] | None = None
     before: list[int] | None = None
     covered: int = 0
+    template_arguments: dict[str, Any] | None = None
 
 
 def other_seed(seed: int, number: int) -> int:

@@ -14,13 +14,11 @@ from hone.text.tokenizer import Tokenizer
 from hone.trainer.sft.data import (
     Conversations,
     Renderer,
-    Source,
     StreamedConversations,
     epoch,
-    load_rows,
     steps,
-    to_messages,
 )
+from hone.trainer.sft.data_sources import Source, load_rows, to_messages
 
 MODEL = Path(__file__).parents[2] / "examples" / "reverse_text_tiny" / "model"
 
@@ -63,7 +61,7 @@ def test_prompt_and_completion_may_be_text_or_messages():
 
 
 def test_only_assistant_tokens_are_targets(tokenizer):
-    ids, mask = Conversations([rows(7)], tokenizer, 100)[0]
+    ((ids, mask),) = Conversations([rows(7)], tokenizer, 100)[0]
     assert len(ids) == 7
     assert [tokenizer.token(i) for i, m in zip(ids, mask, strict=True) if m] == ["a", "a", "a", "<|end|>"]
 
@@ -72,7 +70,7 @@ def test_other_roles_may_be_learnt_too(tokenizer):
     messages = [{"role": r, "content": r[0]} for r in ("system", "user", "assistant", "user", "assistant")]
     learnt = {}
     for roles in (["user"], ["system", "assistant"], ["system", "user", "assistant"]):
-        ids, mask = Conversations([[{"messages": messages}]], tokenizer, 100, roles)[0]
+        ((ids, mask),) = Conversations([[{"messages": messages}]], tokenizer, 100, roles)[0]
         learnt[len(roles)] = "".join(tokenizer.token(i) for i, m in zip(ids, mask, strict=True) if m)
     assert learnt == {
         1: "<|user|>u<|user|>u",
@@ -93,8 +91,8 @@ def test_rows_are_filled_with_whole_conversations(tokenizer):
 
 def test_messages_that_are_none_are_named(tokenizer):
     data = Conversations([[{"messages": ["hi"]}]], tokenizer, 20)
-    with pytest.raises(ValueError, match="row 0 of the data cannot be rendered"):
-        data[0]
+    assert data[0] == [] and data.left_out[0].reason == "cannot be rendered"
+    assert data.left_out[0].detail == "message 0: it is no message (an object with role and content), found 'hi'"
 
 
 def test_every_epoch_has_every_conversation_in_an_order_of_its_own(tokenizer):
@@ -127,7 +125,7 @@ def test_data_sets_are_mixed_by_their_weights(tokenizer):
 def test_overlong_conversations_are_dropped_and_counted(tokenizer):
     config = DataConfig(name="x", seq_len=10, shuffle=False)
     data = Conversations([[*rows(10, 11), {"messages": [{"role": "user", "content": "only"}]}]], tokenizer, 10)
-    assert len(list(epoch(data, config, 0, 0))) == 1 and data.dropped == 2 == len(data.without_use)
+    assert len(list(epoch(data, config, 0, 0))) == 1 and data.dropped == 2 == len(data.left_out)
     with pytest.raises(ValueError, match="no conversation fits into data.seq-len 5"):
         next(steps(Conversations([rows(9)], tokenizer, 5), config.model_copy(update={"seq_len": 5}), 0))
 
@@ -135,7 +133,14 @@ def test_overlong_conversations_are_dropped_and_counted(tokenizer):
 def test_a_stream_has_no_end_follows_from_the_seed_and_mixes_by_weight(tokenizer, tmp_path):
     few, many = write(tmp_path / "few.jsonl", rows(6, 7)), write(tmp_path / "many.jsonl", rows(*[20] * 50, 99))
     config = DataConfig(
-        name=[few, many], weights=[3, 1], seq_len=40, streaming=True, buffer=10, batch_size=4, pack="stack"
+        name=[few, many],
+        weights=[3, 1],
+        seq_len=40,
+        max_left_out=0.5,
+        streaming=True,
+        buffer=10,
+        batch_size=4,
+        pack="stack",
     )
 
     def lengths(seed, count=100):
@@ -202,9 +207,9 @@ def test_tools_of_a_conversation_are_told_as_in_training(tmp_path):
     tokenizer = Tokenizer(tmp_path)
     render = Renderer(tokenizer, 512, ("assistant",))
     for given in (tools, json.dumps(tools)):
-        ids, mask = render({"messages": messages, "tools": given}, 0)
+        ((ids, mask),) = render({"messages": messages, "tools": given}).samples
         prompt = tokenizer.prompt_ids(Prompt(messages[:1], tools))
         assert ids[: len(prompt)] == prompt and not any(mask[: len(prompt)])
         learnt = tokenizer.decode([i for i, is_target in zip(ids, mask, strict=True) if is_target], False)
         assert learnt == '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|end|>one<|end|>'
-    assert render({"messages": messages}, 0)[0] != ids
+    assert render({"messages": messages}).samples[0][0] != ids

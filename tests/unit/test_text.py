@@ -125,7 +125,7 @@ def test_loss_mask_marks_what_the_assistant_wrote_and_equals_transformers(save):
     from transformers import AutoTokenizer
 
     directory = save(TOOLS)  # the one with the generation tag, which tells transformers the same
-    ids, mask = Tokenizer(directory).conversation_ids(CONVERSATION)
+    ((ids, mask),) = Tokenizer(directory).conversation_ids(CONVERSATION)
     expected = AutoTokenizer.from_pretrained(directory).apply_chat_template(
         CONVERSATION, return_assistant_tokens_mask=True, return_dict=True
     )
@@ -135,17 +135,24 @@ def test_loss_mask_marks_what_the_assistant_wrote_and_equals_transformers(save):
 
 def test_loss_mask_ends_with_the_end_of_turn_not_with_the_line_break(save):
     tokenizer = Tokenizer(save(CHATML))
-    ids, mask = tokenizer.conversation_ids(CONVERSATION)
+    ((ids, mask),) = tokenizer.conversation_ids(CONVERSATION)
     marked = [tokenizer.token(i) for i, m in zip(ids, mask, strict=True) if m]
     assert "".join(marked) == "Hi!<|im_end|>Bye.<|im_end|>"
 
 
-def test_a_template_that_rewrites_history_is_refused_for_training(save):
+def test_a_template_that_rewrites_history_gives_a_sample_for_each_way_it_writes(save):
     tokenizer = Tokenizer(save(FORGETFUL))
     thinking = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x</think>b"}]
-    tokenizer.conversation_ids(thinking)
-    with pytest.raises(ValueError, match="renders message 1 differently"):
-        tokenizer.conversation_ids([*thinking, *CONVERSATION[3:]])
+    (first,) = tokenizer.conversation_ids(thinking)
+    both = [*thinking, *CONVERSATION[3:]]
+
+    def learnt(samples):
+        return ["".join(tokenizer.token(i) for i, m in zip(*one, strict=True) if m) for one in samples]
+
+    split = tokenizer.conversation_ids(both)
+    assert split[0] == first and learnt(split) == ["x</think>b</s>", "Bye.</s>"]
+    assert tokenizer.decode(split[1][0], False).startswith("<user>ab</s>")
+    assert learnt(tokenizer.conversation_ids(both, last_only=True)) == ["Bye.</s>"]
 
 
 def test_tokens_of_earlier_turns_stay_as_they_were_sampled(save):

@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from hone.authoring.demonstrations import NotKnown, demonstrated
 from hone.clients.http import HttpClient
@@ -174,8 +173,8 @@ async def signal(environment: Environment, chosen: list[Example], args: argparse
 
 def lengths(environment: Environment, args: argparse.Namespace, report: Report) -> None:
     tokenizer = Tokenizer(args.tokenizer)
-    tools: Any = getattr(environment, "oai_tools", None)
-    counts = [len(tokenizer.prompt_ids(Prompt(example.prompt, tools))) for example in environment.get_dataset()]
+    examples = environment.get_dataset()
+    counts = [len(tokenizer.prompt_ids(Prompt(one.prompt, environment.first_tools(one)))) for one in examples]
     line = f"prompts have {min(counts)} to {max(counts)} tokens, half of them at most {int(statistics.median(counts))}"
     over = sum(count >= args.seq_len for count in counts) if args.seq_len else 0
     if over:

@@ -140,6 +140,7 @@ class HttpClient:
             "model": self.model,
             "messages": prompt.messages,
             **({"tools": prompt.tools} if prompt.tools else {}),
+            **({"chat_template_kwargs": prompt.template_arguments} if prompt.template_arguments else {}),
             **_drawing(sampling),
             **({"return_token_logprobs": True} if self.is_hone else {"logprobs": True}),
             "return_token_ids": True,

@@ -44,12 +44,26 @@ def as_list(value: Any) -> Any:
     return value if isinstance(value, list) or value is None else [value]
 
 
+def arguments(value: Any) -> Any:
+    """Arguments of a Python function: a name has no dash."""
+    value = untyped(value)
+    return {key.replace("-", "_"): one for key, one in value.items()} if isinstance(value, dict) else value
+
+
+Arguments = Annotated[dict[str, Any], BeforeValidator(arguments)]
+
+
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"  # of the components that may be started without naming one
 
 
 class ModelConfig(Config):
     name: str
     """Model to load: a directory in Hugging Face format, or a hub id (owner/model)."""
+    chat_template: str | None = None
+    """Chat template instead of the model's own: a file, the name of one that Hone ships (chatml, llama3, zephyr), or
+    its text. It is saved with the weights."""
+    template_arguments: Arguments = Field(default={})
+    """Arguments of the chat template in every rendering, as enable_thinking of Qwen3."""
     random_init: bool = False
     """Start from random weights drawn with `seed`; the directory then needs only a config and a tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -159,15 +173,6 @@ def with_type(kind: str) -> BeforeValidator:
 BroadcastConfig = Annotated[FilesystemConfig | NcclConfig, Field(discriminator="type"), with_type("filesystem")]
 
 
-def arguments(value: Any) -> Any:
-    """Arguments of a Python function: a name has no dash."""
-    value = untyped(value)
-    return {key.replace("-", "_"): one for key, one in value.items()} if isinstance(value, dict) else value
-
-
-Arguments = Annotated[dict[str, Any], BeforeValidator(arguments)]
-
-
 def named_or_own(value: str, names: Iterable[str], key: str) -> str:
     """One of the names, or the import path of a function of the user's own. Raises ValueError."""
     if value not in names and ":" not in value:
@@ -193,6 +198,8 @@ class EnvConfig(Config):
     on_reward_error: Literal["fail", "zero"] | None = None
     """What a reward function that raises, or gives no finite number, does. fail: its rollout counts as failed and is
     tried again; zero: it counts 0, which is the default for environments of the verifiers library."""
+    template_arguments: Arguments = Field(default={})
+    """Arguments of the chat template for prompts of this environment, over those of model.template_arguments."""
     venv: Free[str | None] = None
     """Virtual environment whose Python runs the environment, one of the verifiers library; `hone env install ID
     --isolated` makes one that is found without this key."""

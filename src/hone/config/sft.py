@@ -14,17 +14,19 @@ from hone.config.sections import (
     ResumableConfig,
     SchedulerConfig,
     Sharding,
+    Share,
     WeightsConfig,
     as_list,
 )
 
+UNKNOWN_ROW_TOKENS = 1024  # of a row whose length follows from data that was not read
 Role = Literal["system", "user", "assistant", "tool"]
 
 
 class DataConfig(Config):
     name: Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
-    """Training data: a hub id or a local .jsonl or .parquet file, or a list of them. Rows have `messages`, or `prompt`
-    and `completion`."""
+    """Training data: a hub id, a .jsonl, .json, .csv, .parquet or .arrow file, a folder that `save_to_disk` of datasets
+    wrote, or a list of them. Rows have `messages`, or `prompt` and `completion`."""
     weights: list[Annotated[float, Field(gt=0)]] | None = None
     """How often each data set is used in an epoch, one number per data set: 2 uses every row twice, 0.5 a random half
     of the rows, drawn anew in each epoch."""
@@ -35,8 +37,16 @@ class DataConfig(Config):
     """Split, for a data set from the hub."""
     train_on: Annotated[list[Role], BeforeValidator(as_list), Field(min_length=1)] = Field(default=["assistant"])
     """Roles whose messages have a loss; other messages are context only."""
-    seq_len: Positive = 128
-    """Tokens in a row of the batch; longer conversations are dropped, and the log says how many."""
+    seq_len: Positive | None = None
+    """Tokens in a row of the batch; longer conversations are left out, and the log says how many. Unless given, the
+    longest conversation of the data fits, as far as the model has positions for it, and up to 8,192 tokens."""
+    max_left_out: Share = 0.2
+    """Share of the rows that may be left out because they are too long, cannot be rendered or have nothing to learn;
+    above it the run ends before its first step."""
+    rewritten_turns: Literal["split", "last"] = "split"
+    """What a conversation becomes whose template writes earlier turns differently once it goes on (some leave out
+    earlier thinking). split: a sample for every group of turns that one rendering shows as they were written; last: one
+    sample, with a loss on the turns that the whole conversation shows so."""
     batch_size: Positive = 128
     """Rows of seq_len tokens in one optimiser step."""
     micro_batch_size: Free[Positive | None] = None

@@ -28,10 +28,10 @@ async def attempt(
     of what was sampled has failed too, since it cannot be trained on."""
     error = ""
     for _ in range(1 + retries):
-        deadline = asyncio.timeout(timeout)
+        deadline, talk = asyncio.timeout(timeout), Conversation(client, environment.template_arguments)
         try:
             async with deadline:
-                rollout = checked(await environment.rollout(Conversation(client), example, sampling))
+                rollout = checked(await environment.rollout(talk, example, sampling))
         except asyncio.CancelledError:
             me = asyncio.current_task()
             if me is None or me.cancelling():

@@ -4,6 +4,7 @@ turn 1: messages ─► prompt ids, completion ids      turn 2: messages, of whi
                               └────────────────────────────► those ids, then what the template adds after them
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,10 +18,10 @@ class TokenClient(Protocol):
 
 
 class Conversation:
-    """`turns`: what was asked and answered so far."""
+    """What was asked and answered so far (`turns`); `template_arguments` are those of its environment."""
 
-    def __init__(self, client: TokenClient) -> None:
-        self.client = client
+    def __init__(self, client: TokenClient, template_arguments: Mapping[str, Any] | None = None) -> None:
+        self.client, self.template_arguments = client, dict(template_arguments or {})
         self.turns: list[tuple[list[Message], Turn]] = []
         self._begun = 0
 
@@ -35,12 +36,12 @@ class Conversation:
 
     def _prompt(self, messages: list[Message], tools: list[Tool] | None) -> Prompt:
         """With the ids of the longest of the turns so far that these messages go on from."""
-        found = Prompt(messages, tools)
+        found = Prompt(messages, tools, template_arguments=self.template_arguments)
         for asked, turn in self.turns:
             n = len(asked)
             is_longer = n >= found.covered and len(messages) > n
             if is_longer and messages[:n] == asked and _says(messages[n], turn) and turn.prompt_ids:
-                found = Prompt(messages, tools, turn.prompt_ids + turn.completion.ids, n + 1)
+                found = replace(found, before=turn.prompt_ids + turn.completion.ids, covered=n + 1)
         return found
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hone.environments.environment import Environment, ModelClient
-from hone.records import Example, Message, Rollout, Sampling
+from hone.records import Example, Message, Rollout, Sampling, Tool
 
 
 class EnvGroup(Environment):
@@ -47,6 +47,9 @@ class EnvGroup(Environment):
     async def close(self) -> None:
         for env in self.envs:
             await env.close()
+
+    def first_tools(self, example: Example) -> list[Tool] | None:
+        return self.of[example.task].first_tools(self._own_of(example))
 
     def demonstrate(self, messages: list[Message], example: Example, rng: random.Random) -> Message | str | None:
         return self.of[example.task].demonstrate(messages, self._own_of(example), rng)

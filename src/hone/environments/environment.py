@@ -8,7 +8,8 @@ rollouts of one example ─ score_group ─► rewards of functions that compare
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from hone.environments.parsers import Parser
@@ -45,6 +46,7 @@ class Environment(ABC):
     give one. `call_timeout`: seconds that an answer of the environment, a tool or a reward function may take."""
 
     name = ""  # the id that it was loaded by
+    template_arguments: Mapping[str, Any] = MappingProxyType({})  # of the chat template, for its prompts
 
     def __init__(
         self,
@@ -89,6 +91,10 @@ class Environment(ABC):
         the example's answer as the parser writes it.
         """
         return self.parser.write(example.answer) if example.answer else None
+
+    def first_tools(self, example: Example) -> list[Tool] | None:
+        """Return the tools that the model is told of with an example's prompt; None where there are none."""
+        return None
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
         """Adds to the rewards of an example's rollouts what functions give that compare them. Raises RewardError."""

@@ -77,8 +77,13 @@ def _protocol(distribution: importlib.metadata.Distribution) -> str:
     return "hone" if "hone-rl" in found else "verifiers" if found else ""
 
 
-def load_environments(wanted: Iterable[EnvConfig]) -> dict[str, Environment]:
-    """The environments of a run by the names that they are known by."""
+def load_environments(
+    wanted: Iterable[EnvConfig], template_arguments: dict[str, Any] | None = None
+) -> dict[str, Environment]:
+    """Return the environments of a run by the names that they are known by.
+
+    `template_arguments`: those of the model, which an environment's own win over.
+    """
     environments: dict[str, Environment] = {}
     for env in wanted:
         environment = _load(env)
@@ -87,5 +92,6 @@ def load_environments(wanted: Iterable[EnvConfig]) -> dict[str, Environment]:
         is_whole = isinstance(environment, verifiers_v0.Foreign)  # in processes of its own
         if env.workers and not is_whole:
             environment = Isolated(environment, env.id, env.args, env.workers, env.on_reward_error)
+        environment.template_arguments = {**(template_arguments or {}), **env.template_arguments}
         environments[env.known_as] = environment
     return environments

@@ -12,7 +12,7 @@ from hone.environments.calls import OutOfTime, ask
 from hone.environments.environment import State
 from hone.environments.rubric import Rubric
 from hone.environments.turns import MultiTurnEnv, stop
-from hone.records import Message, Tool
+from hone.records import Example, Message, Tool
 
 ToolFunction = Callable[..., Any]
 
@@ -121,6 +121,9 @@ class ToolEnv(MultiTurnEnv):
         self.oai_tools = [one for one in self.oai_tools if one["function"]["name"] != name]
 
     def tools_of(self, state: State) -> list[Tool] | None:
+        return self.oai_tools or None
+
+    def first_tools(self, example: Example) -> list[Tool] | None:
         return self.oai_tools or None
 
     @stop

@@ -47,6 +47,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("-t", "--max-tokens", type=positive, default=1024, help="longest completion (default 1024)")
     add("-T", "--temperature", type=float, default=1.0, help="softmax temperature; 0 is greedy (default 1.0)")
     add("-S", "--sampling-args", type=json_object, default={}, help="further request fields as JSON; they win")
+    add("--chat-template", help="of a model that is loaded here: a file, the name of one of Hone's, or its text")
+    add("--template-arguments", type=json_object, default={}, help="arguments of the chat template as JSON")
     add("-a", "--env-args", type=json_object, default={}, help="arguments of load_environment as JSON")
     add("-s", "--save-results", action="store_true", help="write results.jsonl and metadata.json under outputs/evals")
     add("-v", "--verbose", action="store_true", help="print every rollout")
@@ -61,7 +63,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the draws (default 0)")
     add("--timeout", type=float, default=600.0, help="seconds until a request is given up (default 600)")
     args = parser.parse_args(argv)
-    args.sampling_args = fields(args.sampling_args)
+    args.sampling_args = with_template(fields(args.sampling_args), args.template_arguments)
     if args.env is None and args.compare is None:
         parser.error("which environment? As in: vf-eval reverse-text -m MODEL -b http://localhost:8000/v1")
     return args
@@ -102,7 +104,7 @@ def entries(args: argparse.Namespace) -> list[argparse.Namespace]:
             ):
                 raise ValueError(f"{path}: {key} must be 1 or more, found {keys[key]!r}")
         if "sampling_args" in keys:
-            keys["sampling_args"] = fields(keys["sampling_args"])
+            keys["sampling_args"] = with_template(fields(keys["sampling_args"]), args.template_arguments)
         if not keys["env"]:
             raise ValueError(f"{path}: an [[eval]] entry has no env_id")
         found.append(argparse.Namespace(**vars(args) | keys))
@@ -114,6 +116,15 @@ def entries(args: argparse.Namespace) -> list[argparse.Namespace]:
 def fields(given: dict[str, Any]) -> dict[str, Any]:
     """Fields of a request; those under extra_body, where OpenAI's client has them, stand beside the others."""
     return {key: value for key, value in given.items() if key != "extra_body"} | (given.get("extra_body") or {})
+
+
+def with_template(fields: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of a request with these arguments of the chat template."""
+    return (
+        fields | {"chat_template_kwargs": {**fields.get("chat_template_kwargs", {}), **arguments}}
+        if arguments
+        else fields
+    )
 
 
 def positive(text: str) -> int:

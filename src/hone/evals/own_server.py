@@ -30,9 +30,14 @@ def can_be_loaded(model: str) -> bool:
 
 
 @contextlib.contextmanager
-def endpoint_for(model: str, base_url: str | None, key_variable: str, registry: str) -> Iterator[Endpoint]:
-    """The server that is given or named; else, for a model that can be loaded here, one of its own, unless the default
-    one on this machine serves it. Raises ValueError where there is none."""
+def endpoint_for(
+    model: str, base_url: str | None, key_variable: str, registry: str, chat_template: str | None = None
+) -> Iterator[Endpoint]:
+    """Yield the server that is given or named; else, for a model that can be loaded here, one of its own.
+
+    The default server on this machine is used where it serves the model, unless a `chat_template` is given, which is
+    for a server of its own alone. Raises ValueError where there is none.
+    """
     found, path = None, Path(model).expanduser()
     if base_url is None and path.is_dir() and not can_be_loaded(model) and not is_named(model, registry):
         inside = [*path.glob("checkpoint-*"), *path.glob("weights/step_*"), *path.glob("step_*")]
@@ -47,10 +52,16 @@ def endpoint_for(model: str, base_url: str | None, key_variable: str, registry: 
         if base_url is not None or not can_be_loaded(model):
             raise
     is_here = Path(model).expanduser().is_dir() or found is None or httpx.URL(found.base_url).host in LOOPBACK
-    if found is not None and not (found.is_default and is_here and can_be_loaded(model) and not _serves(found)):
+    is_own = found is None or (found.is_default and is_here and can_be_loaded(model))
+    if found is not None and not (is_own and (chat_template is not None or not _serves(found))):
+        if chat_template is not None:
+            raise ValueError(
+                f"--chat-template is for a model that is loaded here; {found.base_url} renders by its own: start it "
+                "with --model.chat-template"
+            )
         yield found
         return
-    with own_server(model) as endpoint:
+    with own_server(model, chat_template) as endpoint:
         yield endpoint
 
 
@@ -67,9 +78,11 @@ def _serves(endpoint: Endpoint) -> bool:
 
 
 @contextlib.contextmanager
-def own_server(model: str) -> Iterator[Endpoint]:
-    """Serves a model, or an adapter with the model that it names as its base. Raises ValueError with what the server
-    said where it does not come up."""
+def own_server(model: str, chat_template: str | None = None) -> Iterator[Endpoint]:
+    """Serve a model, or an adapter with the model that it names as its base.
+
+    Raises ValueError with what the server said where it does not come up.
+    """
     words, name = ["--model.name", model], model
     adapter = Path(model).expanduser() / "adapter_config.json"
     if adapter.is_file() and not (adapter.parent / "config.json").exists():
@@ -77,6 +90,7 @@ def own_server(model: str) -> Iterator[Endpoint]:
         if not base:
             raise ValueError(f"{adapter} does not say of which model it is an adapter (base_model_name_or_path)")
         words = ["--model.name", base, "--adapters", json.dumps({name: str(adapter.parent)})]
+    words += [] if chat_template is None else ["--model.chat-template", chat_template]
     print(f"no server is given: {model} is loaded here for this evaluation", flush=True)
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(

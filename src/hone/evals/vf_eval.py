@@ -63,7 +63,9 @@ def main(argv: list[str]) -> int:
 
 def one(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluates, prints and saves; what is in the metadata."""
-    with endpoint_for(args.model, args.api_base_url, args.api_key_var, args.endpoints_path) as endpoint:
+    with endpoint_for(
+        args.model, args.api_base_url, args.api_key_var, args.endpoints_path, args.chat_template
+    ) as endpoint:
         return _one(args, endpoint)
 
 

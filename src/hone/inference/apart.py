@@ -285,7 +285,12 @@ class Apart:
             raise ready
         directory, facts = ready
         self.sampler = ApartSampler(facts, self._lost)
-        return Served(self.sampler, Tokenizer(directory), self.config.model.name, self.config.allowed_dirs)
+        return Served(
+            self.sampler,
+            Tokenizer.for_model(directory, self.config.model),
+            self.config.model.name,
+            self.config.allowed_dirs,
+        )
 
     def __exit__(self, *_: object) -> None:
         self.sock.close()  # by which it ends

@@ -107,7 +107,7 @@ class Vllm:
         if config.adapters:
             raise ValueError("adapters: those are served by Hone's engine alone (backend hone)")
         directory = resolve_model(config.model.name)
-        tokenizer = Tokenizer(directory)
+        tokenizer = Tokenizer.for_model(directory, config.model)
         self.process = VllmProcess(config, directory)
         self.sampler = VllmSampler(self.process, config.max_batch_size)
         self.served = Served(self.sampler, tokenizer, config.model.name, config.allowed_dirs)

@@ -122,7 +122,7 @@ def add_openai(app: FastAPI, served: Served) -> None:
             prompt = body.prompt()
             if prompt_ids is None:
                 prompt_ids = await beside(
-                    lambda: tokenizer.prompt_ids(prompt, **(body.chat_template_kwargs or {})),
+                    lambda: tokenizer.prompt_ids(prompt),
                     _size(body.messages) + len(str(body.tools or "")) + len(str(body.chat_template_kwargs or "")),
                     served,
                 )

@@ -283,7 +283,8 @@ class ChatRequest(Request):
     def prompt(self) -> Prompt:
         messages = [message.as_message() for message in self.messages]
         tools = None if self.tool_choice == "none" else self.tools
-        return Prompt(messages, tools, self.conversation_ids, self.conversation_messages or 0)
+        covered = self.conversation_messages or 0
+        return Prompt(messages, tools, self.conversation_ids, covered, self.chat_template_kwargs)
 
 
 class TokensRequest(ChatRequest):

@@ -38,7 +38,7 @@ class Served:
         self._check(delivered)
         files = [place / "tokenizer.json" for place in (delivered.parent / TEXT, delivered)]
         text = next(((file, file.stat().st_mtime_ns) for file in files if file.is_file()), None)
-        tokenizer = Tokenizer(text[0].parent) if text and text != self._text else None
+        tokenizer = self.tokenizer.reload(text[0].parent) if text and text != self._text else None
         found = await self.sampler.update(delivered, version, message)
         if tokenizer is not None:
             self.set_tokenizer(tokenizer)

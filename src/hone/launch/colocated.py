@@ -63,8 +63,8 @@ def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[st
     run.refuse_earlier(config.may_start_anew or bool(sources))  # before seconds of loading
     keep_freed_memory()
     own, evaluation = environments, config.orchestrator.eval
-    environments = own or load_environments(config.orchestrator.env)
-    held_out = {} if evaluation is None else own or load_environments(evaluation.env)
+    environments = own or load_environments(config.orchestrator.env, config.model.template_arguments)
+    held_out = {} if evaluation is None else own or load_environments(evaluation.env, config.model.template_arguments)
     with Live("rl") as live:
         live.doing("loading the model")
         carry_out(config, run, sources, environments, held_out, watcher, live)

@@ -6,7 +6,7 @@ from hone.config.base import Config
 from hone.config.inference import InferenceConfig
 from hone.config.rl import RLConfig, TrainerRunConfig
 from hone.config.sections import ModelConfig
-from hone.config.sft import SFTConfig
+from hone.config.sft import UNKNOWN_ROW_TOKENS, SFTConfig
 from hone.models.families import is_known, parse_model_config
 from hone.models.spec import ModelSpec, read_model_config
 from hone.trainer.memory import FEW_TOKENS, Estimate, estimate, estimate_rl
@@ -50,7 +50,7 @@ def _training(config: Config, spec: ModelSpec, itemsize: int) -> tuple[int, Esti
     """Tokens of a micro-batch, and what a step takes."""
     if isinstance(config, SFTConfig):
         rows = config.data.micro_batch_size or config.data.batch_size
-        tokens = rows * config.data.seq_len
+        tokens = rows * (config.data.seq_len or UNKNOWN_ROW_TOKENS)
         return tokens, estimate(
             spec, config.lora, config.optim, tokens, itemsize, recomputes=config.activation_checkpointing,
             is_split=rows < config.data.batch_size,

@@ -6,6 +6,8 @@ Transformer ─ unfuse ─► HF names ─► model.safetensors + the config, to
 
 import difflib
 import json
+import logging
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,9 +21,15 @@ from hone.models.families import parse_model_config
 from hone.models.spec import ModelSpec, read_model_config
 from hone.models.transformer import Transformer
 from hone.run_directory import appearing
+from hone.text.model_text import TEMPLATE_FOLDER, read_json, write_template
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
+UNRELATED = re.compile(r"adapter_|optimizer|consolidated|original|training_")  # beginnings of files of other things
+log = logging.getLogger("hone.model")
 
 WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
-TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]  # what goes along when weights are saved
+TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model", f"{TEMPLATE_FOLDER}/*.jinja"]  # what goes along with weights
 
 
 def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
@@ -136,14 +144,18 @@ def load_weights(into: Mapping[str, Tensor], directory: Path) -> None:
 def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[str, Path]:
     """The file of each tensor of a directory. Raises ValueError where files cannot be read, or have not exactly the
     tensors that are wanted, of those shapes."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ValueError(
-            f"{directory} has no *.safetensors weights; give a directory with weights, "
-            "or --model.random-init to start from random ones"
-        )
+    files, listed = weight_files(directory)
     shapes = {file: _shapes(file) for file in files}
-    where = {key: file for file in files for key in shapes[file]}
+    where = {key: file for file in files for key in shapes[file]} if listed is None else listed
+    for name, file in where.items():
+        if name not in shapes[file]:
+            raise ValueError(f"{directory / INDEX}: tensor {name} is not in {file.name}")
+    twice = [key for file in files for key in shapes[file] if where.get(key, file) != file]
+    if twice and listed is None:
+        pair = sorted({file.name for file in files if twice[0] in shapes[file]})
+        raise ValueError(
+            f"{directory}: tensor {twice[0]} is in {' and in '.join(pair)}; remove the file that is not meant"
+        )
     for name, tensor in (wanted or {}).items():
         if name not in where:
             raise ValueError(f"{directory}: tensor {name} is missing from {', '.join(f.name for f in files)}")
@@ -156,6 +168,57 @@ def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[s
     if surplus:
         raise ValueError(f"{directory}: tensors that the model does not have: {', '.join(sorted(surplus)[:5])}")
     return where
+
+
+def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
+    """Return the files of a model's weights, and the file of each tensor where an index lists them.
+
+    An index decides, whatever lies beside its files; then model.safetensors; then the shards of one save; then all
+    other *.safetensors files but those of adapters, optimizers and the original format of the weights.
+    Raises ValueError where there are none or the index names files that are missing.
+    """
+    every = {file.name: file for file in sorted(directory.glob("*.safetensors"))}
+    if (directory / INDEX).is_file():
+        listed = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+            raise ValueError(f"{directory / INDEX} has no weight_map of tensors and their files")
+        missing = sorted(set(listed.values()) - set(every))
+        if missing:
+            raise ValueError(f"{directory / INDEX} names {', '.join(missing[:3])}, which {directory} does not have")
+        others = sorted(set(every) - set(listed.values()))
+        if others:
+            log.warning("%s: not read, since %s does not list them: %s", directory, INDEX, ", ".join(others))
+        return sorted({every[name] for name in listed.values()}), {key: every[name] for key, name in listed.items()}
+    if SINGLE in every:
+        return [every[SINGLE]], None
+    shards: dict[str, list[Path]] = {}
+    for name, file in every.items():
+        if found := SHARD.fullmatch(name):
+            shards.setdefault(found[1], []).append(file)
+    whole = [files for count, files in shards.items() if len(files) == int(count)]
+    if len(whole) > 1:
+        raise ValueError(
+            f"{directory} has the shards of {len(whole)} saves and no {INDEX}; remove those that are not meant"
+        )
+    if whole:
+        return whole[0], None
+    if shards:
+        count, files = next(iter(shards.items()))
+        raise ValueError(f"{directory} has {len(files)} of {int(count)} shards of its weights, and no {INDEX}")
+    rest = [file for name, file in every.items() if not UNRELATED.match(name)]
+    if rest:
+        return rest, None
+    pickled = sorted(file.name for file in directory.glob("pytorch_model*.bin"))
+    if pickled:
+        raise ValueError(
+            f"{directory} has its weights as {pickled[0]}, which can run code when it is read; save them as safetensors: "
+            "AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)"
+        )
+    found = f"; {', '.join(every)} are not a model's weights" if every else ""
+    raise ValueError(
+        f"{directory} has no *.safetensors weights{found}; give a directory with weights, "
+        "or --model.random-init to start from random ones"
+    )
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
@@ -174,14 +237,16 @@ def hf_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_model(model: Transformer, source: Path, directory: Path) -> None:
-    """Writes an HF directory: the weights of `model`, everything else as in `source`. Appears whole (by rename)."""
+    """Write an HF directory: the weights of `model`, everything else as in `source`. It appears whole (by rename)."""
     with appearing(directory) as partial:
         write_model(model, source, partial)
 
 
-def write_model(model: Transformer, source: Path, directory: Path, with_text: bool = True) -> Path:
-    """The files of an HF directory; `with_text` False leaves out tokenizer and template."""
-    write_description(source, directory, next(model.parameters()).dtype, with_text)
+def write_model(
+    model: Transformer, source: Path, directory: Path, with_text: bool = True, chat_template: str | None = None
+) -> Path:
+    """Write the files of an HF directory like `write_description`, and the weights."""
+    write_description(source, directory, next(model.parameters()).dtype, with_text, chat_template)
     write_weights(dict(hf_tensors(model)), directory)
     return directory
 
@@ -191,13 +256,22 @@ def write_weights(tensors: Mapping[str, Tensor], directory: Path) -> None:
     save_file(on_cpu, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_description(source: Path, directory: Path, dtype: torch.dtype, with_text: bool) -> None:
-    """The same without weights."""
+def write_description(
+    source: Path, directory: Path, dtype: torch.dtype, with_text: bool, chat_template: str | None = None
+) -> None:
+    """Write the files of an HF directory but the weights.
+
+    Without `with_text` tokenizer and template are left out; a `chat_template` replaces that of `source`.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for pattern in TEXT_FILES if with_text else []:
         for file in source.glob(pattern):
             if not file.name.endswith(".safetensors.index.json"):
-                shutil.copyfile(file, directory / file.name)
+                target = directory / file.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
+    if with_text and chat_template is not None:
+        write_template(directory, chat_template)
     config = read_model_config(source)
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)

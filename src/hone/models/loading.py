@@ -24,7 +24,7 @@ class Loaded:
 def load(config: ModelConfig, seed: int = 0) -> Loaded:
     """Resolves, checks the cheap things first, then loads. Raises ValueError with what is wrong."""
     directory = resolve_model(config.name)
-    tokenizer = Tokenizer(directory)
+    tokenizer = Tokenizer.for_model(directory, config)
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("model.device: cuda was asked for, but torch sees no GPU here")
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())

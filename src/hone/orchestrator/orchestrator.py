@@ -281,12 +281,17 @@ class Orchestrator:
         )
 
 
+def first_prompt(environment: Environment, example: Example) -> Prompt:
+    """Return what the model is asked first in a rollout, as far as that is known before it."""
+    tools, arguments = environment.first_tools(example), dict(environment.template_arguments)
+    return Prompt(example.prompt, tools, template_arguments=arguments)
+
+
 def short_enough(
     name: str, environment: Environment, examples: list[Example], most: int, count_tokens: Callable[[Prompt], int]
 ) -> list[Example]:
-    """Those whose first prompt has at most so many tokens. Raises ValueError where none has."""
-    tools = getattr(environment, "oai_tools", None)
-    kept = [example for example in examples if count_tokens(Prompt(example.prompt, tools)) <= most]
+    """Return the examples whose first prompt has at most so many tokens. Raises ValueError where none has."""
+    kept = [example for example in examples if count_tokens(first_prompt(environment, example)) <= most]
     if examples and not kept:
         raise ValueError(f"{name}: every prompt has more than orchestrator.max_prompt_tokens {most} tokens")
     if len(kept) < len(examples):

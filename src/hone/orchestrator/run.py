@@ -20,6 +20,7 @@ from hone.clients.fleet import Fleet
 from hone.clients.http import HttpClient, connect
 from hone.config.help import to_toml
 from hone.config.rl import OrchestratorRunConfig
+from hone.config.sections import ModelConfig
 from hone.environments import Environment, load_environments
 from hone.evals.held_out import evaluate
 from hone.monitors import trackers
@@ -39,8 +40,8 @@ from hone.transport.waiting import Pulse, Wait, Watch
 
 def main(config: OrchestratorRunConfig) -> None:
     trackers.check(config.wandb, config.tensorboard)
-    environments = load_environments(config.env)
-    held_out = load_environments(config.eval.env) if config.eval else {}
+    environments = load_environments(config.env, config.model.template_arguments)
+    held_out = load_environments(config.eval.env, config.model.template_arguments) if config.eval else {}
     run = RunDirectory(config.output_dir, "rl", config.layout)
     asyncio.run(orchestrate(config, run, environments, held_out))
 
@@ -56,7 +57,7 @@ async def orchestrate(
     weights = Weights(run, config, clients, log)
     fleet = weights.fleet
     teacher = Teacher(config.teacher, config.rollout_timeout, limit, log) if config.teacher else None
-    counts = token_counter(config.model.name) if config.max_prompt_tokens else None
+    counts = token_counter(config.model) if config.max_prompt_tokens else None
     orchestrator = Orchestrator(config, environments, fleet, config.seed, config.max_async_level, teacher, counts)
     if teacher is not None:
         await teacher.check()
@@ -148,12 +149,12 @@ async def work(
         pass
 
 
-def token_counter(model: str) -> Callable[[Prompt], int]:
+def token_counter(model: ModelConfig) -> Callable[[Prompt], int]:
     """Counts the tokens of prompts of a model, whose tokenizer is loaded."""
     from hone.models.hf import resolve_model
     from hone.text.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer(resolve_model(model))
+    tokenizer = Tokenizer.for_model(resolve_model(model.name), model)
     return lambda prompt: len(tokenizer.prompt_ids(prompt))
 
 

@@ -1,11 +1,13 @@
-"""Chat templates: messages to the text that a model reads, as transformers renders them, without importing it.
+"""Render chat messages to the text that a model reads, as transformers does, without importing it.
 
-Source of the environment (filters, globals, block trimming, the `generation` tag): the chat-template
+Source of the environment (filters, globals, block trimming, the `generation` tag, named templates): the chat-template
 documentation of transformers; equality with it is tested on several templates.
 """
 
 import json
-from collections.abc import Collection
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -13,30 +15,66 @@ from jinja2 import TemplateError, nodes
 from jinja2.exceptions import TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hone.records import Message
-from hone.text.tool_calls import for_template, style_of
+from hone.text.messages import MessageError, normalize_messages
+from hone.text.tool_calls import style_of
 
 MARK = "\ue000"  # a character that no text has
+GENERATED, GENERATED_END = "\ue001", "\ue002"  # around what the `generation` tag encloses, while spans are looked for
+GENERATION_TAG = re.compile(r"{%-?\s*generation\s*-?%}")
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates, as transformers knows them
+Span = tuple[int, int]  # first character, and the one behind the last
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """A rendered conversation and the character spans that are trained on."""
+
+    text: str
+    spans: list[Span]
 
 
 class ChatTemplate:
-    """A compiled chat template. Raises ValueError for a template that does not compile."""
+    """The compiled chat template of a model, or its named templates.
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+    Args:
+        source: the text of a template, or of each by its name: with tools `tool_use` is taken where there is one.
+        special_tokens: what the template knows them by (`bos_token`, …), and their text.
+        arguments: given to the template in every rendering, unless that has values of its own.
+
+    Raises ValueError for a template that does not compile, and for names without a default.
+    """
+
+    def __init__(
+        self, source: str | Mapping[str, str], special_tokens: dict[str, str], arguments: dict[str, Any] | None = None
+    ) -> None:
+        sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
+        if DEFAULT not in sources:
+            raise ValueError(f"no chat template is named {DEFAULT!r}; there are {', '.join(sources)}")
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        try:
-            self.template = environment.from_string(source)
-        except TemplateSyntaxError as error:
-            raise ValueError(f"the chat template does not compile: {error}") from None
-        self.special_tokens = special_tokens
-        self.call_style = style_of(source)
+        self.sources = sources
+        self.templates = {}
+        for name, text in sources.items():
+            try:
+                self.templates[name] = environment.from_string(text)
+            except TemplateSyntaxError as error:
+                raise ValueError(f"the chat template does not compile: {error}") from None
+        self.special_tokens, self.arguments = special_tokens, arguments or {}
+        self.call_style = style_of(sources.get(TOOL_USE, sources[DEFAULT]))
+        self._has_generation_tags = any(GENERATION_TAG.search(text) for text in sources.values())
+        self._knows_developer = any("developer" in text for text in sources.values())
+        self._takes_parts = self._needs_parts()
+        self._shown: set[tuple[Any, ...]] = set()  # places of messages whose content was seen to be rendered
+
+    # ------------------------------------------------------------------------------------------------- rendering
 
     def render(
         self,
@@ -46,70 +84,192 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         **template_args: Any,
     ) -> str:
-        """The conversation as text; `template_args` reach the template (`enable_thinking=False`, …).
+        """Return the conversation as text; `template_args` reach the template (`enable_thinking=False`, …).
 
-        Raises ValueError when the template refuses the messages (roles out of order, unknown role).
+        Raises ValueError for messages that cannot be normalized, that the template refuses (roles out of order,
+        unknown role), or that it leaves out without a word.
         """
+        args = {"add_generation_prompt": add_generation_prompt, "tools": tools, **template_args}
+        return self._checked(self._normalized(messages), args)
+
+    def _normalized(self, messages: Any) -> list[Message]:
+        result = normalize_messages(messages)
+        if not self._knows_developer:
+            result = [{**one, "role": "system"} if one["role"] == "developer" else one for one in result]
+        return result
+
+    def _checked(self, messages: list[Message], args: dict[str, Any]) -> str:
+        """Render normalized messages, and require that the content of each is rendered at such a place."""
+        text = self._raw(messages, args)
+        for i, message in enumerate(messages):
+            role = message["role"]
+            before = messages[i - 1]["role"] if i else None
+            after = messages[i + 1]["role"] if i + 1 < len(messages) else None
+            place = (before, role, after, bool(args.get("tools")))
+            content = message["content"]
+            if place in self._shown or message.get("tool_calls") or not isinstance(content, str) or not content.strip():
+                continue
+            if not self._shows(messages, i, args):
+                raise MessageError(f"the chat template leaves out message {i}: it has no place for role {role!r} there")
+            self._shown.add(place)
+        return text
+
+    def _shows(self, messages: list[Message], i: int, args: dict[str, Any]) -> bool:
+        """Return False if the content of message i does not reach the text, whatever it is."""
         try:
-            return self.template.render(
-                messages=[for_template(message) for message in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
-                **template_args,
+            marked = self._raw([*messages[:i], {**messages[i], "content": MARK}, *messages[i + 1 :]], args)
+        except ValueError:  # it reads the content: it is not left out
+            return True
+        return MARK in marked
+
+    def _raw(self, messages: list[Message], args: dict[str, Any]) -> str:
+        """Render normalized messages."""
+        if self._takes_parts:
+            messages = [_with_parts(message) for message in messages]
+        name = TOOL_USE if args.get("tools") is not None and TOOL_USE in self.templates else DEFAULT
+        try:
+            return self.templates[name].render(
+                **{"documents": None, **self.special_tokens, **self.arguments, **args, "messages": messages}
             )
         except Exception as error:  # a template is a program of its own: it may raise anything
             raise ValueError(f"the chat template refuses these messages: {error}") from None
 
+    def _needs_parts(self) -> bool:
+        """Return True for a template that renders lists of text parts and not text."""
+        self._takes_parts = False
+        question = [{"role": "user", "content": MARK}]
+        try:
+            if MARK in self._raw(question, {"add_generation_prompt": True}):
+                return False
+        except ValueError:
+            pass
+        self._takes_parts = True
+        try:
+            return MARK in self._raw(question, {"add_generation_prompt": True})
+        except ValueError:
+            return False
+
     def continuation(self, messages: list[Message], covered: int, **template_args: Any) -> str | None:
-        """What follows the text of message `covered` - 1, which the assistant wrote: the mark that ends its turn, and
-        all up to where the assistant is to speak again. None where the template rewrites what was before that (some
-        drop earlier thinking)."""
-        whole = self.render(messages, add_generation_prompt=True, **template_args)
-        asked = self.render(messages[: covered - 1], add_generation_prompt=True, **template_args)
-        answered = self.render(messages[:covered], **template_args)
+        """Return what follows the text of message `covered` - 1, which the assistant wrote.
+
+        That is the mark that ends its turn, and all up to where the assistant is to speak again. None where the
+        template rewrites what was before that (some drop earlier thinking).
+        """
+        messages = self._normalized(messages)
+        asking = {"add_generation_prompt": True, **template_args}
+        answering = {"add_generation_prompt": False, **template_args}
+        whole = self._checked(messages, asking)
+        asked = self._raw(messages[: covered - 1], asking)
+        answered = self._raw(messages[:covered], answering)
         if not (whole.startswith(answered) and answered.startswith(asked)):
             return None
-        marked = [*messages[: covered - 1], {"role": "assistant", "content": MARK}]
-        _, found, end = self.render(marked, **template_args).partition(MARK)
+        _, found, end = self._raw([*messages[: covered - 1], ASSISTANT_MARK], answering).partition(MARK)
         return end + whole[len(answered) :] if found else None
 
-    def spans(
-        self, messages: list[Message], roles: Collection[str] = ("assistant",), **template_args: Any
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The rendered conversation and the character spans of these roles' messages, end-of-turn mark included.
+    def turn_end(self) -> str:
+        """Return what the template writes after an assistant's last message; empty where that cannot be told."""
+        try:
+            text = self._raw([{"role": "user", "content": "?"}, ASSISTANT_MARK], {"add_generation_prompt": False})
+        except ValueError:
+            return ""
+        return text.partition(MARK)[2]
 
-        What an assistant wrote is what its message adds to the text that prompted it; of others it is all that their
-        message adds. Raises ValueError when the template rewrites earlier turns, since what comes before a message is
-        then no prefix of the conversation.
+    # ------------------------------------------------------------------------------------------------- loss masks
+
+    def mark(
+        self,
+        messages: list[Message],
+        roles: Collection[str] = ("assistant",),
+        last_only: bool = False,
+        **template_args: Any,
+    ) -> list[MarkedText]:
+        """Return renderings in which each message of these roles is marked once, its end-of-turn mark included.
+
+        One rendering of the whole conversation, unless the template writes earlier turns differently once the
+        conversation goes on (some drop thinking): then there is one more for every group of turns that a shorter
+        prefix shows as the model wrote them, or none with `last_only`. A template with `{% generation %}` says
+        itself what the assistant wrote. Raises ValueError like `render`.
         """
-        text = self.render(messages, **template_args)
-        spans = []
-        for i, message in enumerate(messages):
-            if message["role"] not in roles:
-                continue
-            prompts = message["role"] == "assistant"
-            prompt = self.render(messages[:i], add_generation_prompt=prompts, **template_args) if i or prompts else ""
-            answered = text if i == len(messages) - 1 else self.render(messages[: i + 1], **template_args)
-            if not (answered.startswith(prompt) and text.startswith(answered)):
-                raise ValueError(
-                    f"the chat template renders message {i} differently once the conversation goes on "
-                    "(some drop earlier thinking), so its tokens cannot be marked for the loss; "
-                    "train on single-turn data or use a template that only appends"
-                )
-            spans.append((len(prompt), len(answered.rstrip())))  # the line break after a turn is not the model's
-        return text, spans
+        messages = self._normalized(messages)
+        args = {"add_generation_prompt": False, **template_args}
+        text = self._checked(messages, args)
+        if set(roles) == {"assistant"}:
+            spans = self._generated(messages, args)
+            if spans:
+                return [MarkedText(text, spans)]
+        turns = [self._turn(messages, i, args) for i, message in enumerate(messages) if message["role"] in roles]
+        found: list[MarkedText] = []
+        while turns:
+            held = [turn for turn in turns if text.startswith(turn[0])]
+            if held:
+                found.append(MarkedText(text, [span for _, span in held]))
+            turns = [turn for turn in turns if turn not in held]
+            if last_only:
+                break
+            text = turns[-1][0] if turns else ""
+        return found[::-1]
+
+    def _generated(self, messages: list[Message], args: dict[str, Any]) -> list[Span]:
+        """Return what the `generation` tag encloses; nothing where the template has none."""
+        if not self._has_generation_tags:
+            return []
+        marked = self._raw(messages, {**args, "generation_marks": True})
+        spans, start, position = [], 0, 0
+        for character in marked:
+            if character == GENERATED:
+                start = position
+            elif character == GENERATED_END:
+                spans.append((start, position))
+            else:
+                position += 1
+        return spans
+
+    def _turn(self, messages: list[Message], i: int, args: dict[str, Any]) -> tuple[str, Span]:
+        """Return the rendering that ends with message i, and the span of what that message adds."""
+        is_answer = messages[i]["role"] == "assistant"
+        before, asking = messages[:i], {**args, "add_generation_prompt": is_answer}
+        prompt = self._raw(before, asking) if i or is_answer else ""
+        answered = self._raw(messages[: i + 1], args)
+        start = len(prompt)
+        if not answered.startswith(prompt):  # the prompt begins what the answer does not have, as an open <think>
+            start = _common_length(prompt, answered)
+            marked = self._raw([*before, {**messages[i], "content": MARK}], args)
+            content = marked.partition(MARK)[0]
+            if MARK in marked and answered.startswith(content):
+                start = min(start, len(content))
+            if not answered.startswith(self._raw(before, args) if i else ""):
+                raise ValueError(f"the chat template writes what is before message {i} differently with its answer")
+        return answered, (start, len(answered.rstrip()))  # the line break after a turn is not the model's
+
+
+ASSISTANT_MARK: Message = {"role": "assistant", "content": MARK}
+
+
+def _with_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _common_length(one: str, other: str) -> int:
+    """Return how many characters two texts share from their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` marks assistant text in some templates; it renders as its body."""
+    """`{% generation %}…{% endgeneration %}` encloses assistant text; it renders as its body."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_enclose", [nodes.ContextReference()])
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _enclose(self, context: Context, caller: Callable[[], str]) -> str:
+        text = caller()
+        return f"{GENERATED}{text}{GENERATED_END}" if context.get("generation_marks") else text
 
 
 def _to_json(

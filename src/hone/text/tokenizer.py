@@ -1,10 +1,9 @@
 """A model's tokenizer: text to ids and back, conversations to ids, and which of them are the assistant's.
 
-Reads what an HF directory has (`tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`,
-`generation_config.json`) with the `tokenizers` library; transformers is not needed.
+Reads what an HF directory has (`model_text.py`) with the `tokenizers` library; transformers is not needed.
 """
 
-import json
+import logging
 from collections import OrderedDict
 from collections.abc import Collection
 from functools import cached_property
@@ -12,58 +11,76 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer as Encoder
 
+from hone.config.sections import ModelConfig
 from hone.records import Completion, Message, Prompt, Turn
-from hone.text.chat import ChatTemplate
+from hone.text.chat import DEFAULT, ChatTemplate
+from hone.text.model_text import (
+    find_templates,
+    load_encoder,
+    read_config,
+    read_end_ids,
+    read_special_tokens,
+    resolve_template,
+)
 from hone.text.tool_calls import TAGS, parse_tool_calls
+
+log = logging.getLogger("hone.text")
 
 
 class Tokenizer:
     """Text and ids of one model directory.
 
-    `stop_ids` end a generation: eos of the tokenizer and of the generation config.
+    `stop_ids` end a generation: eos of the tokenizer and of the generation config, and the token that ends a turn in
+    the chat template. `chat_template` is the text of one that is used instead of the directory's own;
+    `template_arguments` are given to it in every rendering.
     Raises ValueError, naming the file, for a directory without a usable tokenizer.
     """
 
-    def __init__(self, directory: Path) -> None:
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise ValueError(
-                f"{directory} has no tokenizer.json; save the tokenizer in that directory (HF fast format)"
-            )
-        try:
-            self.encoder = Encoder.from_file(str(path))
-        except Exception as error:  # the library raises a plain Exception for a malformed file
-            raise ValueError(f"{path} is not a readable tokenizer: {error}") from None
-        config = _read_json(directory / "tokenizer_config.json")
-        specials = {k: _content(v) for k, v in config.items() if k.endswith("_token") and _content(v) is not None}
-        template_file = directory / "chat_template.jinja"
-        source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
-        if isinstance(source, list):  # several named templates
-            source = next((t["template"] for t in source if t["name"] == "default"), None)
-        self.template = ChatTemplate(source, specials) if source else None  # type: ignore[arg-type]
-        self.directory = directory
+    def __init__(
+        self, directory: Path, chat_template: str | None = None, template_arguments: dict[str, Any] | None = None
+    ) -> None:
+        config = read_config(directory)
+        self.encoder = load_encoder(directory, config)
+        specials = read_special_tokens(config)
+        self.directory, self.chat_template, self.template_arguments = directory, chat_template, template_arguments
+        templates = {DEFAULT: chat_template} if chat_template else find_templates(directory, config)
+        self.template = ChatTemplate(templates, specials, template_arguments) if templates else None
         self.vocab_size = self.encoder.get_vocab_size(with_added_tokens=True)
-        self.stop_ids = self._stop_ids(specials, _read_json(directory / "generation_config.json"))
         added = self.encoder.get_added_tokens_decoder()
+        self.stop_ids = self._stop_ids(specials, {token.content: number for number, token in added.items()})
         special = {number for number, token in added.items() if token.special}
         tags = {number for number in special if added[number].content in TAGS}
         self._dropped = special - tags if tags else None  # without special tokens; None: as the library does
         self.kept: dict[Any, Any] = {}  # what servers know of its tokens
         self._chat_cache: OrderedDict[str, list[int]] = OrderedDict()
 
+    @staticmethod
+    def for_model(directory: Path, config: ModelConfig) -> "Tokenizer":
+        """Return the tokenizer of a model with the template that its configuration gives. Raises ValueError."""
+        template = None if config.chat_template is None else resolve_template(config.chat_template)
+        return Tokenizer(directory, template, config.template_arguments)
+
+    def reload(self, directory: Path) -> "Tokenizer":
+        """Return the tokenizer of another directory, with the template and arguments that this one was given."""
+        return Tokenizer(directory, self.chat_template, self.template_arguments)
+
     def __getstate__(self) -> dict[str, Any]:
         """What travels to another process, which reads and writes tokens there: no template, nothing kept."""
         return self.__dict__ | {"template": None, "kept": {}, "_chat_cache": OrderedDict()}
 
-    def _stop_ids(self, specials: dict[str, str | None], generation: dict[str, Any]) -> list[int]:
-        eos = generation.get("eos_token_id")
-        ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    def _stop_ids(self, specials: dict[str, str], added: dict[str, int]) -> list[int]:
+        ids = set(read_end_ids(self.directory))
         token = specials.get("eos_token")
         token_id = self.encoder.token_to_id(token) if token else None
         if token_id is not None:
             ids.add(token_id)
+        end = self.template.turn_end().lstrip() if self.template else ""
+        mark = next((text for text in sorted(added, key=len, reverse=True) if text and end.startswith(text)), None)
+        if mark is not None and added[mark] not in ids:
+            said = f"the chat template ends a turn with {mark}, which the model's files do not name as an end"
+            log.info("%s: %s: generation stops there too", self.directory, said)
+            ids.add(added[mark])
         if not ids:
             raise ValueError(
                 f"{self.directory}: neither tokenizer_config.json nor generation_config.json names an eos token"
@@ -98,7 +115,8 @@ class Tokenizer:
         Those of its earlier turns (`prompt.before`) stay as they were, and what the template adds comes after, unless
         it rewrites their text (some drop earlier thinking).
         """
-        template, messages, args = self.require_template(), prompt.messages, {"tools": prompt.tools, **template_args}
+        template, messages = self.require_template(), prompt.messages
+        args = {"tools": prompt.tools, **(prompt.template_arguments or {}), **template_args}
         before, covered = prompt.before, prompt.covered
         if before and 0 < covered <= len(messages) and all(0 <= i < self.vocab_size for i in before):
             text = template.continuation(messages, covered, **args)
@@ -115,16 +133,26 @@ class Tokenizer:
         return ids
 
     def conversation_ids(
-        self, messages: list[Message], roles: Collection[str] = ("assistant",), **template_args: Any
-    ) -> tuple[list[int], list[bool]]:
-        """The ids of a whole conversation, and for each whether one of these roles wrote it (the loss mask)."""
-        text, spans = self.require_template().spans(messages, roles, **template_args)
-        encoding = self.encoder.encode(text, add_special_tokens=False)
-        first, behind = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-        mask = np.zeros(len(first), dtype=bool)
-        for start, end in spans:
-            mask |= (start <= first) & (behind <= end)
-        return list(encoding.ids), mask.tolist()
+        self,
+        messages: list[Message],
+        roles: Collection[str] = ("assistant",),
+        last_only: bool = False,
+        **template_args: Any,
+    ) -> list[tuple[list[int], list[bool]]]:
+        """Return the ids of a whole conversation, and for each whether one of these roles wrote it (the loss mask).
+
+        More than one pair where the template writes earlier turns differently once the conversation goes on
+        (`ChatTemplate.mark`). A token belongs to whoever wrote the character that it begins with.
+        """
+        found = []
+        for marked in self.require_template().mark(messages, roles, last_only, **template_args):
+            encoding = self.encoder.encode(marked.text, add_special_tokens=False)
+            first = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0]
+            mask = np.zeros(len(first), dtype=bool)
+            for start, end in marked.spans:
+                mask |= (start <= first) & (first < end)
+            found.append((list(encoding.ids), mask.tolist()))
+        return found
 
     def turn(self, prompt: Prompt, prompt_ids: list[int], completion: Completion, text: str | None = None) -> Turn:
         """What the model answered, with the tools that it calls where some were given. `text`: if not as decoded."""
@@ -137,22 +165,7 @@ class Tokenizer:
     def require_template(self) -> ChatTemplate:
         if self.template is None:
             raise ValueError(
-                f"{self.directory} has no chat template (chat_template.jinja or tokenizer_config.json), "
-                "so messages cannot be rendered"
+                f"{self.directory} has no chat template (chat_template.jinja or tokenizer_config.json), so messages "
+                "cannot be rendered; give one: --model.chat-template chatml, or a file (docs/configuration.md)"
             )
         return self.template
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    return value
-
-
-def _content(token: Any) -> str | None:
-    """Special tokens stand as plain strings or as {"content": …}."""
-    return token.get("content") if isinstance(token, dict) else token if isinstance(token, str) else None

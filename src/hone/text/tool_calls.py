@@ -4,12 +4,9 @@ hermes (Qwen, Hermes)   text <tool_call>{"name": …, "arguments": {…}}</tool_
 json   (Llama 3)        {"name": …, "parameters": {…}}, alone or between semicolons
 """
 
-import contextlib
 import json
 import re
 from typing import Any
-
-from hone.records import Message
 
 TAGS = ("<tool_call>", "</tool_call>", "<|python_tag|>")
 HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -60,20 +57,3 @@ def _call(written: str) -> tuple[str, Any] | None:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     return (value["name"], arguments) if isinstance(arguments, dict) else None
-
-
-def for_template(message: Message) -> Message:
-    """What an assistant said as templates expect it: arguments of calls as an object, no content as an empty one."""
-    is_plain = message.get("content") is not None and not message.get("tool_calls")
-    if is_plain or message.get("role") != "assistant":
-        return message
-    calls = [_with_object(call) for call in message.get("tool_calls") or []]
-    return {**message, "content": message.get("content") or "", **({"tool_calls": calls} if calls else {})}
-
-
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError):  # the template writes it as it is
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-    return {**call, "function": function}

@@ -37,5 +37,10 @@ def main(config: ExportConfig) -> None:
     trained = {f"master.{name}": p.detach() for name, p in loaded.model.named_parameters() if p.requires_grad}
     load_tensors(config.checkpoint, trained)
     export = Export(loaded.model.to(getattr(torch, config.dtype)), Ranks(), getattr(torch, config.dtype))
-    export.save(loaded.directory, lambda: config.output_dir, settings["model"]["name"])
+    export.save(
+        loaded.directory,
+        lambda: config.output_dir,
+        settings["model"]["name"],
+        chat_template=loaded.tokenizer.chat_template,
+    )
     logging.getLogger("hone").info("Step %d of %s in %s", header["step"], config.checkpoint, config.output_dir)

@@ -23,7 +23,7 @@ def save_weights(
     where, alone, more = partial(run.weights_for, step), False, None
     if run.layout == "trainer":
         alone, more = export.lora is not None, partial(write_state, run.metrics, step, max_steps, values)
-    export.save(loaded.directory, where, base, alone, more)
+    export.save(loaded.directory, where, base, alone, more, loaded.tokenizer.chat_template)
 
 
 def write_state(metrics: Path, step: int, max_steps: int, values: dict[str, float], directory: Path) -> None:

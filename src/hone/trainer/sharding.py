@@ -106,10 +106,10 @@ class Export:
 
     def save(
         self, source: Path, where: Callable[[], Path], base: str, adapter_alone: bool = False,
-        write_more: Callable[[Path], None] | None = None,
+        write_more: Callable[[Path], None] | None = None, chat_template: str | None = None,
     ) -> None:  # fmt: skip
-        """Writes the model as a directory in HF format, in it the adapter if there is one (lora_adapters/); or the
-        adapter alone. `write_more` adds to the directory before it appears.
+        """Write the model as a directory in HF format, in it the adapter if there is one (lora_adapters/); or the
+        adapter alone. `write_more` adds to the directory before it appears; a `chat_template` replaces the source's.
 
         Collective; the first rank writes, and alone asks `where`.
         """
@@ -118,7 +118,7 @@ class Export:
             return
         with appearing(where()) as partial:
             if model is not None:
-                write_model(model, source, partial)
+                write_model(model, source, partial, chat_template=chat_template)
             if self.lora is not None:
                 self.write_adapter(base, adapter, partial if adapter_alone else partial / "lora_adapters")
             if write_more is not None:

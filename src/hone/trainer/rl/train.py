@@ -201,9 +201,11 @@ class Publisher:
         if self.proof is None:
             self.proof = Proof(model)
         if is_first_time:  # a server that comes later needs it too
-            write_description(self.loaded.directory, broadcasts / TEXT, self.loaded.dtype, with_text=True)
+            template = self.loaded.tokenizer.chat_template
+            write_description(self.loaded.directory, broadcasts / TEXT, self.loaded.dtype, True, template)
         with appearing(broadcasts / f"step_{version}") as place:
-            write_description(self.loaded.directory, place, self.loaded.dtype, is_first_time)
+            template = self.loaded.tokenizer.chat_template
+            write_description(self.loaded.directory, place, self.loaded.dtype, is_first_time, template)
             sent = self.sender.send(version, adapter if wants_adapter else self.proof.tensors, place)
             of_each = self.proof.fingerprints()
             delivery = Delivery(

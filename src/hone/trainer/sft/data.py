@@ -1,113 +1,29 @@
-"""SFT data: rows of conversations to token ids and loss masks, in rows of `seq_len` tokens.
+"""Turn rows of conversations into token ids and loss masks, and these into rows of `seq_len` tokens.
 
-hub | .jsonl | .parquet ─ columns ─► messages ─ chat template ─► ids, mask ─ rows ─► step
+data_sources ─► messages ─ chat template ─► ids, mask ─► rows ─► step
 
 Read at once and gone through in a new order every epoch (Conversations), or as it comes (StreamedConversations).
 """
 
-import json
+import logging
 import random
+from collections import Counter
 from collections.abc import Collection, Iterator
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from hone.config.sft import DataConfig
-from hone.records import Message
+from hone.config.sft import UNKNOWN_ROW_TOKENS, DataConfig
 from hone.text.tokenizer import Tokenizer
+from hone.trainer.sft.data_sources import Source, to_messages, to_tools
+
+log = logging.getLogger("hone.sft")
 
 Conversation = tuple[list[int], list[bool]]  # ids, and which of them are trained on
 Row = list[Conversation]  # conversations that share a row of seq_len tokens
 
-COLUMNS = "`messages`, or `prompt` and `completion`"
-
-
-class Source:
-    """A data set that is read row by row, each time from its start. Raises ValueError, in words, for what cannot be
-    found, read or used: where it is not found at once, else as it is come to."""
-
-    def __init__(self, name: str, split: str, streaming: bool = True, key: str = "data.name") -> None:
-        self.name, self.split, self.path, self.streaming, self.key = name, split, Path(name), streaming, key
-        self.is_file = self.path.suffix in (".jsonl", ".json", ".parquet")
-        if self.is_file and not self.path.is_file():
-            raise ValueError(f"{key}: no file {name}")
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        if not self.is_file:
-            rows = _read_hub(self.key, self.name, self.split, self.streaming)
-        else:
-            rows = _read_parquet(self.path) if self.path.suffix == ".parquet" else _read_jsonl(self.path)
-        number = 0
-        for number, row in enumerate(rows, 1):
-            if row.get("messages") is None and not {"prompt", "completion"} <= set(row):
-                place = "" if number == 1 else f", row {number},"
-                raise ValueError(
-                    f"{self.key}: {self.name}{place} needs the columns {COLUMNS}; it has {', '.join(sorted(row))}"
-                )
-            yield row
-        if number == 0:
-            raise ValueError(f"{self.key}: {self.name} has no rows")
-
-
-def load_rows(name: str, split: str, key: str = "data.name") -> list[dict[str, Any]]:
-    """The rows of a data set, which the configuration names by this key. Raises ValueError like `Source`."""
-    return list(Source(name, split, streaming=False, key=key))
-
-
-def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open() as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{path}, line {number} is not valid JSON: {error}") from None
-                if not isinstance(row, dict):
-                    raise ValueError(f"{path}, line {number} is not a JSON object")
-                yield row
-
-
-def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow.parquet
-
-    try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
-    except Exception as error:  # pyarrow's own classes, one for each way a file can be damaged
-        raise ValueError(f"{path} is not a readable parquet file: {error}") from None
-
-
-def _read_hub(key: str, name: str, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset(name, split=split, streaming=streaming)
-    except Exception as error:  # the library raises a dozen kinds for "not reachable" and "not there"
-        raise ValueError(
-            f"{key}: {name} is no local .jsonl or .parquet file and cannot be loaded from the hub "
-            f"({type(error).__name__}: {str(error).splitlines()[0]})"
-        ) from None
-    return iter(rows)
-
-
-def to_messages(row: dict[str, Any]) -> list[Message]:
-    """A row's conversation. A plain-text prompt is the user's message, a plain-text completion the answer."""
-    if row.get("messages") is not None:
-        messages = row["messages"]
-    else:
-        prompt, completion = row["prompt"], row["completion"]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        messages += [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
-    # Parquet fills in every key of every message; templates test for a key's presence.
-    return [{k: v for k, v in message.items() if v is not None} for message in messages]
-
-
-def to_tools(row: dict[str, Any]) -> dict[str, Any]:
-    """The tools that the conversation was told of, as a list or as JSON, if there were any."""
-    tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    return {"tools": tools} if tools else {}
+LEARNT_FROM = "no message of data.train-on"
 
 
 class FakeConversations:
@@ -118,14 +34,68 @@ class FakeConversations:
         self.read, self.dropped = count, 0
         self.sizes = [count]
 
-    def __getitem__(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> list[Conversation]:
         draw = np.random.default_rng([self.seed, i])
         length = int(draw.integers(max(self.seq_len // 4, 2), self.seq_len, endpoint=True))
-        return draw.integers(0, self.vocab_size, length).tolist(), [False] + [True] * (length - 1)
+        return [(draw.integers(0, self.vocab_size, length).tolist(), [False] + [True] * (length - 1))]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What became of a row: its samples that are used, and why others are left out (empty where none is)."""
+
+    samples: list[Conversation]
+    reason: str = ""
+    detail: str = ""
+    tokens: int = 0  # of all its samples
+    longest: int = 0
+
+
+@dataclass
+class Left:
+    """Rows of which nothing is used: how many by reason, and the first by number."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, number: int, rendered: Rendered) -> None:
+        self.counts[rendered.reason] += 1
+        named = self.examples.setdefault(rendered.reason, [])
+        if len(named) < 3:
+            named.append(f"row {number}" + (f": {rendered.detail}" if rendered.detail else ""))
+
+    def __str__(self) -> str:
+        parts = [f"{count} {reason} ({'; '.join(self.examples[reason])})" for reason, count in self.counts.items()]
+        return ", ".join(parts)
+
+
+class Renderer:
+    """Turn a row into samples no longer than `seq_len`."""
+
+    def __init__(self, tokenizer: Tokenizer, seq_len: int, roles: Collection[str], last_only: bool = False) -> None:
+        self.tokenizer, self.seq_len, self.roles, self.last_only = tokenizer, seq_len, roles, last_only
+
+    def __call__(self, row: dict[str, Any]) -> Rendered:
+        try:
+            every = self.tokenizer.conversation_ids(to_messages(row), self.roles, self.last_only, **to_tools(row))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return Rendered([], "cannot be rendered", str(error))
+        sizes = [len(ids) for ids, _ in every]
+        fitting = [one for one, size in zip(every, sizes, strict=True) if size <= self.seq_len]
+        used = [(ids, mask) for ids, mask in fitting if any(mask[1:])]
+        reason = "" if used else f"with {LEARNT_FROM}" if fitting or not every else f"longer than {self.seq_len} tokens"
+        return Rendered(used, reason, "", sum(sizes), max(sizes, default=0))
 
 
 class Conversations:
-    """Data sets, end to end, tokenised as they are needed. `dropped`: longer than `seq_len`, or without a target."""
+    """Data sets, end to end, tokenized as they are needed.
+
+    Args:
+        data_sets: their rows.
+        seq_len: tokens of a sample, at most.
+        roles: whose messages are trained on.
+        last_only: a conversation whose earlier turns the template rewrites is trained on its last turn alone.
+    """
 
     def __init__(
         self,
@@ -133,25 +103,38 @@ class Conversations:
         tokenizer: Tokenizer,
         seq_len: int,
         roles: Collection[str] = ("assistant",),
+        last_only: bool = False,
     ) -> None:
         self.rows = [row for data_set in data_sets for row in data_set]
-        self.render = Renderer(tokenizer, seq_len, roles)
+        self.render = Renderer(tokenizer, seq_len, roles, last_only)
         self.sizes = [len(data_set) for data_set in data_sets]
         self.count = self.read = len(self.rows)
-        self.tokenized: list[Conversation | None] = [None] * len(self.rows)
-        self.without_use: set[int] = set()
+        self.rendered: list[Rendered | None] = [None] * len(self.rows)
+        self.left_out: dict[int, Rendered] = {}
 
     @property
     def dropped(self) -> int:
-        return len(self.without_use)
+        """Rows of which nothing is used, among those that were rendered."""
+        return len(self.left_out)
 
-    def __getitem__(self, i: int) -> Conversation | None:
-        """Conversation `i`, or None where it is dropped."""
-        if i not in self.without_use and self.tokenized[i] is None:
-            self.tokenized[i] = self.render(self.rows[i], i)
-            if self.tokenized[i] is None:
-                self.without_use.add(i)
-        return self.tokenized[i]
+    def __getitem__(self, i: int) -> list[Conversation]:
+        """Return the samples of row `i`; none where it is left out."""
+        return self.look(i).samples
+
+    def look(self, i: int) -> Rendered:
+        found = self.rendered[i]
+        if found is None:
+            found = self.rendered[i] = self.render(self.rows[i])
+            if not found.samples:
+                self.left_out[i] = found
+        return found
+
+    def limit(self, seq_len: int) -> None:
+        """Leave out what is longer than this from now on."""
+        self.render.seq_len = seq_len
+        for i, one in enumerate(self.rendered):
+            if one is not None and one.longest > seq_len:
+                self.rendered[i] = None
 
 
 class StreamedConversations:
@@ -160,14 +143,31 @@ class StreamedConversations:
     count = "streamed"
 
     def __init__(
-        self, sources: list[Source], tokenizer: Tokenizer, seq_len: int, roles: Collection[str] = ("assistant",)
+        self,
+        sources: list[Source],
+        tokenizer: Tokenizer,
+        seq_len: int,
+        roles: Collection[str] = ("assistant",),
+        last_only: bool = False,
     ) -> None:
-        self.sources, self.render = sources, Renderer(tokenizer, seq_len, roles)
-        self.read = self.dropped = 0
+        self.sources, self.render = sources, Renderer(tokenizer, seq_len, roles, last_only)
+        self.read, self.left = 0, Left()
+
+    def limit(self, seq_len: int) -> None:
+        """Leave out what is longer than this from now on."""
+        self.render.seq_len = seq_len
+
+    @property
+    def dropped(self) -> int:
+        """Rows of which nothing is used, so far."""
+        return self.left.counts.total()
 
     def conversations(self, config: DataConfig, seed: int) -> Iterator[Conversation]:
-        """Without end, in an order that follows from the seed. Raises ValueError where a thousand in a row are of no
-        use."""
+        """Yield samples without end, in an order that follows from the seed.
+
+        Raises ValueError where a thousand rows one after the other are of no use, and where more than
+        `data.max_left_out` of all are left out.
+        """
         draw, useless = random.Random(seed), 0
         weights = config.weights or [1.0] * len(self.sources)
         streams = [_again_and_again(source) for source in self.sources]
@@ -182,13 +182,26 @@ class StreamedConversations:
                 row, pool[at] = pool[at], pool[-1]
                 pool.pop()
             self.read += 1
-            conversation = self.render(row, self.read - 1)
-            useless = 0 if conversation else useless + 1
-            self.dropped += conversation is None
-            if useless == 1000:
-                raise _nothing_fits(config)
-            if conversation is not None:
-                yield conversation
+            rendered = self.render(row)
+            useless = 0 if rendered.samples else useless + 1
+            if not rendered.samples:
+                self.left.add(self.read, rendered)
+            if useless == STREAM_CHECK:
+                raise _nothing_fits(config, self.render.seq_len, self.left)
+            if self.read % STREAM_CHECK == 0 and self.dropped > config.max_left_out * self.read:
+                raise too_many_left_out(self.dropped, self.read, self.left, config)
+            yield from rendered.samples
+
+
+STREAM_CHECK = 1000  # rows of a stream after which the share that is left out is looked at
+
+
+def too_many_left_out(count: int, total: int, left: Left, config: DataConfig) -> ValueError:
+    """Return the error for data of which more is left out than `data.max_left_out` allows."""
+    return ValueError(
+        f"data: {count} of {total} rows would be left out: {left}; data.max-left-out allows {config.max_left_out:g} of "
+        "them (a longer data.seq-len keeps long ones; --data.max-left-out 1 trains on the others)"
+    )
 
 
 Data = Conversations | StreamedConversations | FakeConversations
@@ -197,20 +210,6 @@ Data = Conversations | StreamedConversations | FakeConversations
 def _again_and_again(source: Source) -> Iterator[dict[str, Any]]:
     while True:
         yield from source
-
-
-class Renderer:
-    """Rows to ids and masks, None for those that are too long or teach nothing."""
-
-    def __init__(self, tokenizer: Tokenizer, seq_len: int, roles: Collection[str]) -> None:
-        self.tokenizer, self.seq_len, self.roles = tokenizer, seq_len, roles
-
-    def __call__(self, row: dict[str, Any], number: int) -> Conversation | None:
-        try:
-            ids, mask = self.tokenizer.conversation_ids(to_messages(row), self.roles, **to_tools(row))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"row {number} of the data cannot be rendered: {error}") from None
-        return (ids, mask) if len(ids) <= self.seq_len and any(mask[1:]) else None
 
 
 def epoch(data: Conversations | FakeConversations, config: DataConfig, seed: int, number: int) -> Iterator[Row]:
@@ -223,7 +222,7 @@ def epoch(data: Conversations | FakeConversations, config: DataConfig, seed: int
         start += size
     if config.shuffle:
         draw.shuffle(order)
-    yield from packed((conversation for conversation in map(data.__getitem__, order) if conversation), config)
+    yield from packed((conversation for i in order for conversation in data[i]), config)
 
 
 def packed(conversations: Iterator[Conversation], config: DataConfig) -> Iterator[Row]:
@@ -232,7 +231,7 @@ def packed(conversations: Iterator[Conversation], config: DataConfig) -> Iterato
     used = 0
     for conversation in conversations:
         size = len(conversation[0])
-        if row and (config.pack == "stack" or used + size > config.seq_len):
+        if row and (config.pack == "stack" or used + size > (config.seq_len or UNKNOWN_ROW_TOKENS)):
             yield row
             row, used = [], 0
         row.append(conversation)
@@ -264,14 +263,17 @@ def _rows(data: Data, config: DataConfig, seed: int, epochs: int | None) -> Iter
             is_empty = False
             yield row
         if is_empty and data.dropped == data.count:
-            raise _nothing_fits(config)
+            left = Left()
+            for i, one in getattr(data, "left_out", {}).items():
+                left.add(i + 1, one)
+            raise _nothing_fits(config, data.render.seq_len if isinstance(data, Conversations) else 0, left)
         if is_empty:
             raise ValueError(f"data.weights {config.weights} of {data.sizes} rows leave no conversation to train on")
         number += 1
 
 
-def _nothing_fits(config: DataConfig) -> ValueError:
+def _nothing_fits(config: DataConfig, seq_len: int, left: Left) -> ValueError:
     return ValueError(
-        f"no conversation fits into data.seq-len {config.seq_len} and the model's positions, or none has a message of "
-        "data.train-on"
+        f"no conversation fits into data.seq-len {config.seq_len or seq_len} and the model's positions, or none has a "
+        f"message of data.train-on: {left}"
     )

@@ -5,6 +5,7 @@ rows ─ tokenise, pack ─► micro-batches ─ forward, loss on assistant toke
 Who evaluates the model on environments is handed in (`launch/sft.py`).
 """
 
+import logging
 import math
 import runpy
 import sys
@@ -18,7 +19,7 @@ import torch
 
 from hone import leaving
 from hone.config.help import to_toml
-from hone.config.sft import DataConfig, SFTConfig
+from hone.config.sft import UNKNOWN_ROW_TOKENS, DataConfig, SFTConfig
 from hone.kernels import cpu
 from hone.models.loading import Loaded, load
 from hone.models.lora import add_lora, seed_dropout
@@ -44,11 +45,11 @@ from hone.trainer.sft.data import (
     Data,
     FakeConversations,
     Row,
-    Source,
     StreamedConversations,
-    load_rows,
     steps,
 )
+from hone.trainer.sft.data_sources import Source, load_rows
+from hone.trainer.sft.survey import row_tokens_of_data, row_tokens_of_streams, survey
 from hone.trainer.sharding import Export, shard
 from hone.transport.waiting import Pulse
 
@@ -110,7 +111,9 @@ def bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
     loaded, optimizer = prepare(config, ranks)
     run = RunDirectory(config.output_dir, "sft", config.layout)
     trainer = Trainer(config, loaded, optimizer, run, reporter(config), ranks)
-    batches, measured = steps(trainer.data(rows), config.data, config.seed), []
+    data = trainer.data(rows)
+    data_config = config.data.model_copy(update={"seq_len": trainer.row_tokens})
+    batches, measured = steps(data, data_config, config.seed), []
     for step in range(1, WARM_UP + MEASURED + 1):
         if step == WARM_UP + 1:
             trainer.laps.clear()
@@ -138,18 +141,24 @@ class Trainer:
         self.device = self.model.embed.weight.device
         self.laps = Laps(self.device, is_on=config.bench)
         self.optimizer, self.evaluate = optimizer, evaluate
+        self.row_tokens = config.data.seq_len or UNKNOWN_ROW_TOKENS
         self.export = Export(self.model, ranks, loaded.dtype)
         self.checkpoints = Checkpoints(run, optimizer, config.ckpt, ranks)
         self.model.recomputes = config.activation_checkpointing
 
     def train(self, rows: DataSets, val_rows: DataSets, done: int) -> None:
-        """Takes the steps after `done`."""
+        """Take the steps after `done`."""
         config = self.config
         data = self.data(rows)
-        val = Conversations(val_rows, self.loaded.tokenizer, self.longest, config.data.train_on)
-        data_of_val = config.data.model_copy(update={"weights": None, "shuffle": False})
-        max_steps = config.max_steps or sum(1 for _ in steps(data, config.data, config.seed, epochs=1))
-        batches = islice(steps(data, config.data, config.seed), done, None)  # their order follows from the seed
+        data_config = config.data.model_copy(update={"seq_len": self.row_tokens})
+        val = Conversations(
+            val_rows, self.loaded.tokenizer, self.longest, config.data.train_on, config.data.rewritten_turns == "last"
+        )
+        if val_rows:
+            survey(val, config.data, "val.name", self.tell)
+        data_of_val = data_config.model_copy(update={"weights": None, "shuffle": False})
+        max_steps = config.max_steps or sum(1 for _ in steps(data, data_config, config.seed, epochs=1))
+        batches = islice(steps(data, data_config, config.seed), done, None)  # their order follows from the seed
         parameters = sum(p.numel() for p in self.model.parameters())
         self.log.info(
             "Training %s (%.2fM parameters, %s on %s) on %s conversations, steps %d to %d",
@@ -178,11 +187,8 @@ class Trainer:
                 self._write(step, values, is_last)
                 if is_last:
                     break
-        if data.dropped:
-            self.log.warning(
-                "%d of %d conversations were left out: longer than %d tokens (data.seq-len, or the positions of the "
-                "model), or nothing to learn in them", data.dropped, data.read, self.longest,
-            )  # fmt: skip
+        if isinstance(data, StreamedConversations) and data.dropped:
+            self.tell(f"{data.dropped} of {data.read} rows that were read were left out: {data.left}")
         self.log.info("Weights of step %d in %s (%.1f s)", step, self.run.weights_of(step), time.perf_counter() - start)
 
     def _is_over(self, start: float) -> bool:
@@ -193,17 +199,42 @@ class Trainer:
         return self.ranks.agree(time.perf_counter() - start >= limit, self.device)
 
     def data(self, rows: DataSets) -> Data:
-        config = self.config.data
+        """Return the data of this run; the length of a row is known from then on.
+
+        Raises ValueError where more of it would be left out than `data.max_left_out` allows.
+        """
+        config, tokenizer = self.config.data, self.loaded.tokenizer
         if config.fake:
             return FakeConversations(FAKE_ROWS, self.longest, self.model.spec.vocab_size, self.config.seed)
         kind: Any = StreamedConversations if config.streaming else Conversations
-        data: Data = kind(rows, self.loaded.tokenizer, self.longest, config.train_on)
+        most = self.longest if config.seq_len else self.positions
+        data: Conversations | StreamedConversations = kind(
+            rows, tokenizer, most, config.train_on, config.rewritten_turns == "last"
+        )
+        if config.seq_len is None:
+            if isinstance(data, Conversations):
+                self.row_tokens = row_tokens_of_data(data, self.positions, self.tell)
+            else:
+                self.row_tokens = row_tokens_of_streams(data.sources, data.render, self.positions, self.tell)
+            data.limit(self.longest)
+        if isinstance(data, Conversations):
+            survey(data, config, "data.name", self.tell)
         return data
+
+    def tell(self, line: str, is_warning: bool = False) -> None:
+        """Log a line about the data, on the first rank."""
+        if self.ranks.is_first:
+            self.log.log(logging.WARNING if is_warning else logging.INFO, "%s", line)
+
+    @property
+    def positions(self) -> int:
+        """Tokens of a conversation that the model has positions for, with a last one that is a target alone."""
+        return self.model.spec.max_position_embeddings + 1
 
     @property
     def longest(self) -> int:
-        """Tokens of a conversation at most: a row, or what the model has positions for, and a last token."""
-        return min(self.config.data.seq_len, self.model.spec.max_position_embeddings + 1)
+        """Tokens of a conversation at most: those of a row, as far as there are positions."""
+        return min(self.row_tokens, self.positions)
 
     def _write(self, step: int, values: dict[str, float], is_last: bool) -> None:
         config = self.config
@@ -264,7 +295,7 @@ class Trainer:
             "perf/throughput": tokens / seconds,
             "perf/peak_memory": peak_memory_gib(self.device),
             "progress/tokens": tokens,
-            "packing/fill": tokens / (len(rows) * self.config.data.seq_len),
+            "packing/fill": tokens / (len(rows) * self.row_tokens),
             "packing/conversations": sum(map(len, rows)),
             **({} if used is None else {"perf/mfu": used}),
         }

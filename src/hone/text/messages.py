@@ -1,0 +1,137 @@
+"""Normalize chat messages before a template renders them, whatever entrance they came through.
+
+SFT rows, prompts of environments and requests of servers differ in how they write the same message: `None` for an
+absent key, content as a list of text parts, arguments of tool calls as JSON or as an object, reasoning under one of
+three names. Every rendering goes through `normalize_messages`, so that all of them become the same tokens.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hone.records import Message
+
+# Types of parts that have text, and the key that holds it.
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+class MessageError(ValueError):
+    """A message that cannot be rendered; the text names the message and the key."""
+
+
+def normalize_messages(messages: Any) -> list[Message]:
+    """Return plain copies of chat messages in the one form that chat templates are given.
+
+    Keys without a value are left out, text parts are joined, arguments of tool calls become objects, and an assistant
+    message without content gets an empty one. Raises MessageError for what no text model can be shown.
+    """
+    messages = to_plain(messages)
+    if not isinstance(messages, list):
+        raise MessageError(f"messages: a list of messages is needed, found {messages!r:.80}")
+    return [_normalize(message, f"message {i}") for i, message in enumerate(messages)]
+
+
+def _normalize(message: Any, place: str) -> Message:
+    if not isinstance(message, dict):
+        raise MessageError(f"{place}: it is no message (an object with role and content), found {message!r:.80}")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise MessageError(f"{place}: role is {role!r}, not the name of a role")
+    result = {key: value for key, value in message.items() if value is not None}
+    calls = result.pop("tool_calls", None)
+    if calls:
+        if not isinstance(calls, list):
+            raise MessageError(f"{place} ({role}), tool_calls: a list is needed, found {calls!r:.80}")
+        result["tool_calls"] = [_normalize_call(call, f"{place}, tool_calls[{i}]") for i, call in enumerate(calls)]
+    if "content" in result:
+        result["content"] = join_parts(result["content"], f"{place} ({role}), content", is_tool=role == "tool")
+    elif role == "assistant":
+        result["content"] = ""
+    else:
+        raise MessageError(f"{place} ({role}) has no content")
+    reasoning = next((result[key] for key in REASONING_KEYS if key in result), None)
+    if reasoning is not None:
+        result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
+    return result
+
+
+def join_parts(content: Any, place: str, is_tool: bool = False) -> Any:
+    """Return the text of a message's content: a string, or a list of text parts that are joined.
+
+    What a tool returned may also be a number or an object, which templates write as JSON.
+    """
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "".join(_text_of_part(part, f"{place}[{i}]") for i, part in enumerate(content))
+    if is_tool and isinstance(content, int | float | dict):
+        return content
+    raise MessageError(f"{place}: text or a list of text parts is needed, found {content!r:.80}")
+
+
+def _text_of_part(part: Any, place: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, dict) else None
+    if kind not in TEXT_PARTS:
+        found = f"a part of type {kind!r}" if isinstance(part, dict) else f"{part!r:.80}"
+        raise MessageError(f"{place}: messages may contain text parts only (type text), found {found}")
+    text = part.get(TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise MessageError(f"{place}: the text of a part is needed, found {text!r:.80}")
+    return text
+
+
+def _normalize_call(call: Any, place: str) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object, the form in which templates write them."""
+    if not isinstance(call, dict):
+        raise MessageError(f"{place}: it is no tool call (an object with function), found {call!r:.80}")
+    call = {key: value for key, value in call.items() if value is not None}
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise MessageError(f"{place}: function with name and arguments is needed, found {call!r:.80}")
+    function = {key: value for key, value in function.items() if value is not None}
+    function["arguments"] = _read_arguments(function.get("arguments", {}))
+    return {**call, "function": function} if "function" in call else function
+
+
+def _read_arguments(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return arguments  # the template writes it as it is
+
+
+def drop_nulls(value: Any) -> Any:
+    """Return a value of an Arrow table without the nulls that its column type added.
+
+    A struct column has every key of every row, null where a row did not have it. Nulls in lists stay: rows wrote them.
+    """
+    if isinstance(value, Mapping):
+        return {key: drop_nulls(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list | tuple):
+        return [drop_nulls(one) for one in value]
+    return value
+
+
+def to_plain(value: Any) -> Any:
+    """Return a value as dicts, lists and scalars: templates see no other objects.
+
+    Reads mappings, sequences, numpy arrays and scalars, and pydantic models such as those of the OpenAI client.
+    """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        return {to_plain(key): to_plain(one) for key, one in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [to_plain(one) for one in value]
+    for name in ("tolist", "model_dump"):
+        convert: Callable[[], Any] | None = getattr(value, name, None)
+        if callable(convert):
+            return to_plain(convert())
+    return value

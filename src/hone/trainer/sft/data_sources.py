@@ -1,0 +1,187 @@
+"""Read SFT data: hub ids, files and folders to rows, rows to messages.
+
+.jsonl .json .csv (.gz)      rows as they are written
+.parquet .arrow, folders that datasets saved, hub ids       Arrow tables, whose columns have a type
+
+A column of an Arrow table has every key of every row; the nulls that this adds are removed (`drop_nulls`).
+"""
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hone.records import Message
+from hone.text.messages import MessageError, drop_nulls
+
+COLUMNS = "`messages`, or `prompt` and `completion`"
+TEXT_FILES, ARROW_FILES = (".jsonl", ".json", ".csv", ".tsv"), (".parquet", ".arrow")
+READABLE = (
+    "a .jsonl, .json, .csv (each also .gz), .parquet or .arrow file, a folder of datasets' save_to_disk, or a hub id"
+)
+CONVERSATION = ("messages", "prompt", "completion", "tools")  # columns that are rendered
+
+
+class Source:
+    """A data set that is read row by row, each time from its start.
+
+    Raises ValueError, naming the configuration key, for what cannot be found, read or used: at once where it is not
+    found, else when that row is reached.
+    """
+
+    def __init__(self, name: str, split: str, streaming: bool = True, key: str = "data.name") -> None:
+        self.name, self.split, self.streaming, self.key = name, split, streaming, key
+        self.path = Path(name).expanduser()
+        suffixes = [suffix.lower() for suffix in self.path.suffixes]
+        self.is_zipped = suffixes[-1:] == [".gz"]
+        self.suffix = (suffixes[:-1] if self.is_zipped else suffixes)[-1:] or [""]
+        self.kind = self.suffix[0]
+        self.is_file = self.path.is_file() or (self.kind in TEXT_FILES + ARROW_FILES and not self.path.is_dir())
+        if self.is_file and not self.path.is_file():
+            raise ValueError(f"{key}: no file {name}")
+        if self.is_file and self.kind not in TEXT_FILES + ARROW_FILES:
+            raise ValueError(f"{key}: {name} cannot be read; give {READABLE}")
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        number = 0
+        for number, row in enumerate(self._rows(), 1):
+            if row.get("messages") is None and not {"prompt", "completion"} <= set(row):
+                place = "" if number == 1 else f", row {number},"
+                raise ValueError(
+                    f"{self.key}: {self.name}{place} needs the columns {COLUMNS}; it has {', '.join(sorted(row))}"
+                )
+            yield row
+        if number == 0:
+            raise ValueError(f"{self.key}: {self.name} has no rows")
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        if not self.is_file:
+            return map(without_added_nulls, self._read_data_set())
+        if self.kind in ARROW_FILES:
+            return map(without_added_nulls, _read_arrow(self.path))
+        return _read_text(self.path, self.kind, self.is_zipped)
+
+    def _read_data_set(self) -> Iterable[dict[str, Any]]:
+        """Rows of a folder that `save_to_disk` wrote, or of what `load_dataset` finds by this name."""
+        import datasets
+
+        try:
+            if self.path.is_dir() and any((self.path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+                found = datasets.load_from_disk(str(self.path))
+                if isinstance(found, datasets.DatasetDict):
+                    if self.split not in found:
+                        raise ValueError(f"it has the splits {', '.join(found)}, not {self.split}")
+                    found = found[self.split]
+                return iter(found)
+            name = str(self.path) if self.path.is_dir() else self.name
+            return iter(datasets.load_dataset(name, split=self.split, streaming=self.streaming))
+        except Exception as error:  # the library raises a dozen kinds for "not reachable" and "not there"
+            where = "is a folder that" if self.path.is_dir() else "is no file or folder here and"
+            raise ValueError(
+                f"{self.key}: {self.name} {where} cannot be loaded {'' if self.path.is_dir() else 'from the hub '}"
+                f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]}); give {READABLE}"
+            ) from None
+
+
+def load_rows(name: str, split: str, key: str = "data.name") -> list[dict[str, Any]]:
+    """Return the rows of a data set, which the configuration names by this key. Raises ValueError like `Source`."""
+    return list(Source(name, split, streaming=False, key=key))
+
+
+def without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of an Arrow table without the nulls in its conversation that rows did not write."""
+    return {key: drop_nulls(value) if key in CONVERSATION else value for key, value in row.items()}
+
+
+def to_messages(row: dict[str, Any]) -> list[Message]:
+    """Return a row's conversation. A plain-text prompt is the user's message, a plain-text completion the answer.
+
+    Raises MessageError for JSON that cannot be read.
+    """
+    if row.get("messages") is not None:
+        return _from_json(row["messages"], "messages")
+    prompt, completion = row["prompt"], row["completion"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return messages + (
+        [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
+    )
+
+
+def to_tools(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the tools of a row's conversation as an argument of the template; nothing where it has none."""
+    tools = _from_json(row.get("tools") or None, "tools")
+    return {"tools": tools} if tools else {}
+
+
+def _from_json(value: Any, column: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise MessageError(f"{column} is text that is not JSON: {error}") from None
+
+
+def _read_text(path: Path, kind: str, is_zipped: bool) -> Iterator[dict[str, Any]]:
+    unpack: Any = gzip.open if is_zipped else open
+    try:
+        with unpack(path, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
+            if kind in (".csv", ".tsv"):
+                yield from csv.DictReader(file, delimiter="\t" if kind == ".tsv" else ",")
+            elif kind == ".json" and _first_character(file) == "[":
+                yield from _read_list(path, file.read())
+            else:
+                yield from _read_lines(path, file)
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+        raise ValueError(f"{path} is not readable text: {error}") from None
+
+
+def _first_character(file: io.TextIOWrapper) -> str:
+    found = file.read(64).lstrip()[:1]
+    file.seek(0)
+    return found
+
+
+def _read_list(path: Path, text: str) -> Iterator[dict[str, Any]]:
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, row {number} is not a JSON object")
+        yield row
+
+
+def _read_lines(path: Path, file: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not valid JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number} is not a JSON object")
+            yield row
+
+
+def _read_arrow(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        if path.suffix.lower() == ".parquet":
+            batches: Iterable[Any] = pyarrow.parquet.ParquetFile(path).iter_batches()
+        else:
+            with pyarrow.memory_map(str(path)) as file:
+                try:
+                    batches = pyarrow.ipc.open_stream(file).read_all().to_batches()
+                except pyarrow.ArrowInvalid:
+                    batches = pyarrow.ipc.open_file(file).read_all().to_batches()
+        for batch in batches:
+            yield from batch.to_pylist(maps_as_pydicts="strict")
+    except Exception as error:  # pyarrow's own classes, one for each way a file can be damaged
+        raise ValueError(f"{path} is not a readable {path.suffix[1:]} file: {error}") from None

@@ -1,0 +1,61 @@
+"""Look at SFT data before the first step: how much of it is used, and what is left out for which reason."""
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from hone.config.sft import DataConfig
+from hone.trainer.sft.data import Conversations, Left, Renderer, too_many_left_out
+from hone.trainer.sft.data_sources import Source
+
+SURVEYED_ROWS = 20_000  # of more, so many are drawn: looking at all of them would take minutes
+STREAMED_ROWS = 1_000  # first rows of each stream from which the length of a row is chosen
+ROW_MULTIPLE, MOST_ROW_TOKENS = 64, 8192  # of a row length that is chosen
+Tell = Callable[..., None]
+
+
+def survey(data: Conversations, config: DataConfig, key: str, tell: Tell) -> None:
+    """Render the rows, say how many there are and what is left out.
+
+    Raises ValueError where more than `data.max_left_out` of them are.
+    """
+    left, samples, tokens, lost = Left(), 0, 0, 0
+    rows = _surveyed(data.count)
+    for i in rows:
+        found = data.look(i)
+        samples += len(found.samples)
+        tokens += found.tokens
+        if not found.samples:
+            left.add(i + 1, found)
+            lost += found.tokens
+    count, total = left.counts.total(), len(rows)
+    which = f"{total:,} rows" if total == data.count else f"{total:,} rows drawn from {data.count:,}"
+    tell(f"Data ({key}): {which}, {samples:,} samples, {tokens:,} tokens")
+    if count:
+        share = f"{100 * count / total:.1f} % of the rows, {100 * lost / max(tokens, 1):.1f} % of the tokens"
+        tell(f"Data ({key}): {count} of {which} left out ({share}): {left}", is_warning=True)
+    if count > config.max_left_out * total and count < total:
+        raise too_many_left_out(count, total, left, config)
+
+
+def row_tokens_of_data(data: Conversations, positions: int, tell: Tell) -> int:
+    """Return the length of a row that the longest conversation fits into, as far as the model has positions for it."""
+    return _row_tokens(max((data.look(i).longest for i in _surveyed(data.count)), default=0), positions, tell)
+
+
+def row_tokens_of_streams(sources: list[Source], render: Renderer, positions: int, tell: Tell) -> int:
+    """Return the same from the first rows of streams."""
+    lengths = (render(row).longest for source in sources for row in islice(source, STREAMED_ROWS))
+    return _row_tokens(max(lengths, default=0), positions, tell)
+
+
+def _row_tokens(longest: int, positions: int, tell: Tell) -> int:
+    rounded = -(-max(longest, 1) // ROW_MULTIPLE) * ROW_MULTIPLE
+    chosen = min(rounded, positions, MOST_ROW_TOKENS)
+    tell(f"data.seq-len is {chosen}: the longest conversation has {longest} tokens")
+    return chosen
+
+
+def _surveyed(count: int) -> Sequence[int]:
+    rows = range(count)
+    return rows if count <= SURVEYED_ROWS else sorted(random.Random(0).sample(rows, SURVEYED_ROWS))
