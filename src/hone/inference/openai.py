@@ -184,7 +184,7 @@ def add_openai(app: FastAPI, served: Served) -> None:
                 return tokenizer.encode(body.prompt or "", body.add_special_tokens)
             return tokenizer.encode(
                 tokenizer.require_template().render(
-                    [message.as_message() for message in body.messages],
+                    [message.model_dump() for message in body.messages],
                     add_generation_prompt=body.add_generation_prompt, tools=body.tools,
                     **(body.chat_template_kwargs or {}),
                 )

@@ -58,18 +58,11 @@ Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class ChatMessage(BaseModel):
+    """A message as clients write it; `text.messages` normalizes it before it is rendered."""
+
     model_config = ConfigDict(extra="allow")
     role: str
     content: str | list[dict[str, Any]] | None = None
-
-    def as_message(self) -> dict[str, Any]:
-        """The message for the template: text parts joined, keys without a value left out."""
-        message = {k: v for k, v in self.model_dump().items() if v is not None or k == "content"}
-        if isinstance(self.content, list):
-            if any(part.get("type") != "text" for part in self.content):
-                raise ValueError("messages may contain text parts only")
-            message["content"] = "".join(str(part.get("text", "")) for part in self.content)
-        return message
 
 
 class Written(BaseModel):
@@ -281,7 +274,7 @@ class ChatRequest(Request):
         return self.top_logprobs or 0
 
     def prompt(self) -> Prompt:
-        messages = [message.as_message() for message in self.messages]
+        messages = [message.model_dump() for message in self.messages]
         tools = None if self.tool_choice == "none" else self.tools
         covered = self.conversation_messages or 0
         return Prompt(messages, tools, self.conversation_ids, covered, self.chat_template_kwargs)

@@ -14,7 +14,6 @@ REFUSED = (  # keys that would change the answer, and that this server does noth
     "stream", "tools", "previous_response_id", "conversation", "background", "prompt", "reasoning", "truncation",
     "max_tool_calls", "top_logprobs", "include",
 )  # fmt: skip
-TYPES = ("text", "input_text", "output_text")
 
 
 class Text(BaseModel):
@@ -60,14 +59,7 @@ class ResponsesRequest(BaseModel):
 def _message(item: dict[str, Any]) -> dict[str, Any]:
     if item.get("type", "message") != "message" or not isinstance(item.get("role"), str):
         raise ValueError(f"input: {item.get('type', 'an item')!r} is not a message with a role")
-    content = item.get("content")
-    if isinstance(content, list):
-        parts = [part if isinstance(part, dict) else {} for part in content]
-        if any(part.get("type") not in TYPES for part in parts):
-            raise ValueError("input: messages may contain text parts only")
-        content = "".join(str(part.get("text", "")) for part in parts)
-    role = {"developer": "system"}.get(item["role"], item["role"])
-    return {"role": role, "content": content}
+    return {"role": item["role"], "content": item.get("content")}
 
 
 class ResponsesAnswer(ChatAnswer):

@@ -183,8 +183,11 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
         if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
             raise ValueError(f"{directory / INDEX} has no weight_map of tensors and their files")
         missing = sorted(set(listed.values()) - set(every))
-        if missing:
+        if missing and SINGLE not in every:
             raise ValueError(f"{directory / INDEX} names {', '.join(missing[:3])}, which {directory} does not have")
+        if missing:
+            log.warning("%s: not read, since its files are not there: %s", directory, INDEX)
+            return [every[SINGLE]], None
         others = sorted(set(every) - set(listed.values()))
         if others:
             log.warning("%s: not read, since %s does not list them: %s", directory, INDEX, ", ".join(others))
@@ -211,12 +214,12 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
     pickled = sorted(file.name for file in directory.glob("pytorch_model*.bin"))
     if pickled:
         raise ValueError(
-            f"{directory} has its weights as {pickled[0]}, which can run code when it is read; save them as safetensors: "
-            "AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)"
+            f"{directory} has its weights as {pickled[0]}, which can run code when read; save them as safetensors, "
+            "by transformers: AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)"
         )
-    found = f"; {', '.join(every)} are not a model's weights" if every else ""
+    unrelated = f"; {', '.join(every)} are not a model's weights" if every else ""
     raise ValueError(
-        f"{directory} has no *.safetensors weights{found}; give a directory with weights, "
+        f"{directory} has no *.safetensors weights{unrelated}; give a directory with weights, "
         "or --model.random-init to start from random ones"
     )
 

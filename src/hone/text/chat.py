@@ -71,7 +71,9 @@ class ChatTemplate:
         self.call_style = style_of(sources.get(TOOL_USE, sources[DEFAULT]))
         self._has_generation_tags = any(GENERATION_TAG.search(text) for text in sources.values())
         self._knows_developer = any("developer" in text for text in sources.values())
+        self._takes_json = False
         self._takes_parts = self._needs_parts()
+        self._takes_json = self._needs_json()
         self._shown: set[tuple[Any, ...]] = set()  # places of messages whose content was seen to be rendered
 
     # ------------------------------------------------------------------------------------------------- rendering
@@ -126,6 +128,8 @@ class ChatTemplate:
         """Render normalized messages."""
         if self._takes_parts:
             messages = [_with_parts(message) for message in messages]
+        if self._takes_json:
+            messages = [_with_json(message) for message in messages]
         name = TOOL_USE if args.get("tools") is not None and TOOL_USE in self.templates else DEFAULT
         try:
             return self.templates[name].render(
@@ -148,6 +152,21 @@ class ChatTemplate:
             return MARK in self._raw(question, {"add_generation_prompt": True})
         except ValueError:
             return False
+
+    def _needs_json(self) -> bool:
+        """Return True for a template that writes arguments of tool calls as they come, and so needs them as JSON."""
+        self._takes_json = False
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": MARK}}}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        for takes_json in (False, True):
+            self._takes_json = takes_json
+            try:
+                text = self._raw([{"role": "user", "content": "?"}, called], {"add_generation_prompt": False})
+            except ValueError:
+                continue
+            if MARK in text and f"'{MARK}'" not in text:  # neither left out nor written as Python writes a dict
+                return takes_json
+        return False
 
     def continuation(self, messages: list[Message], covered: int, **template_args: Any) -> str | None:
         """Return what follows the text of message `covered` - 1, which the assistant wrote.
@@ -248,6 +267,20 @@ ASSISTANT_MARK: Message = {"role": "assistant", "content": MARK}
 def _with_parts(message: Message) -> Message:
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _with_json(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [_call_with_json(call) for call in message["tool_calls"]]}
+
+
+def _call_with_json(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    if isinstance(function.get("arguments"), str):
+        return call
+    function = {**function, "arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False)}
+    return {**call, "function": function} if "function" in call else function
 
 
 def _common_length(one: str, other: str) -> int:

@@ -28,6 +28,16 @@ from hone.text.tool_calls import TAGS, parse_tool_calls
 log = logging.getLogger("hone.text")
 
 
+def leading_tokens(text: str, added: Collection[str]) -> list[str]:
+    """Return the added tokens that a text begins with, one directly after the other."""
+    found: list[str] = []
+    ordered = sorted(filter(None, added), key=len, reverse=True)
+    while mark := next((token for token in ordered if text.startswith(token)), ""):
+        found.append(mark)
+        text = text[len(mark) :]
+    return found
+
+
 class Tokenizer:
     """Text and ids of one model directory.
 
@@ -75,12 +85,11 @@ class Tokenizer:
         token_id = self.encoder.token_to_id(token) if token else None
         if token_id is not None:
             ids.add(token_id)
-        end = self.template.turn_end().lstrip() if self.template else ""
-        mark = next((text for text in sorted(added, key=len, reverse=True) if text and end.startswith(text)), None)
-        if mark is not None and added[mark] not in ids:
-            said = f"the chat template ends a turn with {mark}, which the model's files do not name as an end"
+        marks = leading_tokens(self.template.turn_end().lstrip(), added) if self.template else []
+        if marks and not any(added[mark] in ids for mark in marks):
+            said = f"the chat template ends a turn with {marks[0]}, which the model's files do not name as an end"
             log.info("%s: %s: generation stops there too", self.directory, said)
-            ids.add(added[mark])
+            ids.add(added[marks[0]])
         if not ids:
             raise ValueError(
                 f"{self.directory}: neither tokenizer_config.json nor generation_config.json names an eos token"
