@@ -26,9 +26,9 @@ from hone.models.proof import checksum
 from hone.models.transformer import Transformer
 from hone.records import Completion, Prompt
 from hone.text.chat import ChatTemplate
-from hone.text.forms import Following, of_call
+from hone.text.forms import Following, form_of_call
 from hone.text.tokenizer import Tokenizer
-from hone.text.tool_calls import parse_tool_calls
+from hone.text.tool_calls import FORMATS, parse_tool_calls
 
 MODEL = Path(__file__).parents[2] / "examples" / "reverse_text_tiny" / "model"
 
@@ -111,6 +111,10 @@ def test_rendering_and_ids_equal_transformers(save, template, messages):
     directory = save(template)
     theirs = AutoTokenizer.from_pretrained(directory)
     ours = Tokenizer(directory)
+    if messages is CALLS and template is not TOOLS:  # transformers leaves the calls out
+        with pytest.raises(ValueError, match="leaves out message 1: it has no place for tool calls"):
+            ours.template.render(messages)
+        return
     for tools in (None, TOOL_LIST):
         for prompt in (True, False):
             kwargs = {"tools": tools, "add_generation_prompt": prompt}
@@ -276,7 +280,7 @@ CALLING = (
     ],
 )  # fmt: skip
 def test_tool_calls_are_read_from_text(style, text, rest, calls):
-    content, found = parse_tool_calls(text, style, turn=3)
+    content, found = parse_tool_calls(text, FORMATS[style], turn=3)
     assert content == (text if rest is None else rest)
     assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in found] == calls
     assert [c["id"] for c in found] == [f"call_3_{i}" for i in range(len(calls))]
@@ -355,7 +359,9 @@ def test_tags_of_tool_calls_may_be_tokens_of_their_own(tmp_path, is_special):
     turn = tokenizer.turn(Prompt([], ADD), [1], Completion(ids, [], [], "stop"))
     assert [call["function"]["name"] for call in turn.tool_calls] == ["add"] and "tool_call" not in turn.text
     pytest.importorskip("llguidance")
-    follows = Following(of_call(ADD, "hermes", tokenizer), tokenizer, tokenizer.vocab_size, tokenizer.stop_ids)
+    follows = Following(
+        form_of_call(ADD, FORMATS["hermes"], tokenizer), tokenizer, tokenizer.vocab_size, tokenizer.stop_ids
+    )
     for i in range(len(ids) - 1):
         assert follows(ids[:i])[ids[i]], tokenizer.decode(ids[: i + 1])
     assert follows.is_over(ids[:-1])

@@ -14,6 +14,10 @@ from hone.records import Sampling
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+ToolCalls = Literal[
+    "auto", "hermes", "json", "qwen3_coder", "glm", "mistral", "mistral_args", "deepseek", "kimi", "list", "granite",
+    "function",
+]  # fmt: skip
 OnBadStep = Literal["stop", "skip"]
 Sharding = Literal["auto", "full", "none"]
 Layout = Literal["hone", "trainer"]
@@ -64,6 +68,8 @@ class ModelConfig(Config):
     its text. It is saved with the weights."""
     template_arguments: Arguments = Field(default={})
     """Arguments of the chat template in every rendering, as enable_thinking of Qwen3."""
+    tool_calls: ToolCalls = "auto"
+    """How the model writes tool calls (docs/inference.md); auto is as its chat template teaches."""
     random_init: bool = False
     """Start from random weights drawn with `seed`; the directory then needs only a config and a tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

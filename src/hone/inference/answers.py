@@ -141,7 +141,8 @@ class ChatAnswer(Answer):
 
     def _message(self, completion: Completion) -> tuple[dict[str, Any], str]:
         """What was said, and why it ended."""
-        turn = self.tokenizer.turn(self.prompt, self.prompts[0], completion, self.text(completion))
+        most = 1 if self.chat.parallel_tool_calls is False else None
+        turn = self.tokenizer.turn(self.prompt, self.prompts[0], completion, self.text(completion), most)
         called = bool(turn.tool_calls) and completion.finish_reason == "stop"
         return turn.message, "tool_calls" if called else completion.finish_reason
 
@@ -154,7 +155,7 @@ class ChatAnswer(Answer):
     def hold(self) -> list[str]:
         if not self.prompt.tools:
             return []
-        return ["<tool_call>"] if self.tokenizer.require_template().call_style == "hermes" else ["{", "<|python_tag|>"]
+        return list(self.tokenizer.require_template().call_format.openings)
 
     def first(self, index: int) -> Choice:
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}

@@ -25,7 +25,7 @@ from hone.inference.sampler import Sampler
 from hone.inference.served import Served
 from hone.inference.streaming import check_forms, streamed
 from hone.records import Completion, ContextFull, GenerateRequest, other_seed
-from hone.text.forms import Following, FormEnds, of_call
+from hone.text.forms import Following, FormEnds, form_of_call
 from hone.text.stops import StopStrings
 
 T = TypeVar("T")
@@ -274,7 +274,7 @@ def _requests(
 
     form = body.form()
     if isinstance(body, ChatRequest) and body.must_call:
-        form = of_call(body.callable_tools(), tokenizer.require_template().call_style, tokenizer)
+        form = form_of_call(body.callable_tools(), tokenizer.require_template().call_format, tokenizer)
     if form is not None:
         served.sampler.require("forms")
     follows = None if form is None else Following(form, tokenizer, vocab_size, sorted(stop_ids))

@@ -26,7 +26,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # what the engine cannot do, with the v
     "modalities": (None, ["text"]),
     "length_penalty": (None, 1, 1.0),
     "best_of": (None, 1),
-    "parallel_tool_calls": (None, True),
     "add_generation_prompt": (None, True),
 }  # fmt: skip
 
@@ -232,6 +231,8 @@ class ChatRequest(Request):
     so_far: list[Written] | None = None  # of each of the n: what was written elsewhere, to go on from
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None  # False: one call in an answer, at most
+    reasoning_effort: str | None = None  # as an argument of the template, for those that know it
     chat_template_kwargs: TemplateArguments | None = None
 
     @model_validator(mode="after")
@@ -277,7 +278,8 @@ class ChatRequest(Request):
         messages = [message.model_dump() for message in self.messages]
         tools = None if self.tool_choice == "none" else self.tools
         covered = self.conversation_messages or 0
-        return Prompt(messages, tools, self.conversation_ids, covered, self.chat_template_kwargs)
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return Prompt(messages, tools, self.conversation_ids, covered, {**effort, **(self.chat_template_kwargs or {})})
 
 
 class TokensRequest(ChatRequest):

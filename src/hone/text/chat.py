@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hone.records import Message
 from hone.text.messages import MessageError, normalize_messages
-from hone.text.tool_calls import style_of
+from hone.text.tool_calls import FORMATS, format_of
 
 MARK = "\ue000"  # a character that no text has
 GENERATED, GENERATED_END = "\ue001", "\ue002"  # around what the `generation` tag encloses, while spans are looked for
@@ -44,12 +44,17 @@ class ChatTemplate:
         source: the text of a template, or of each by its name: with tools `tool_use` is taken where there is one.
         special_tokens: what the template knows them by (`bos_token`, …), and their text.
         arguments: given to the template in every rendering, unless that has values of its own.
+        call_format: the name of the format of tool calls; auto is the one that the template teaches.
 
     Raises ValueError for a template that does not compile, and for names without a default.
     """
 
     def __init__(
-        self, source: str | Mapping[str, str], special_tokens: dict[str, str], arguments: dict[str, Any] | None = None
+        self,
+        source: str | Mapping[str, str],
+        special_tokens: dict[str, str],
+        arguments: dict[str, Any] | None = None,
+        call_format: str = "auto",
     ) -> None:
         sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
         if DEFAULT not in sources:
@@ -68,12 +73,18 @@ class ChatTemplate:
             except TemplateSyntaxError as error:
                 raise ValueError(f"the chat template does not compile: {error}") from None
         self.special_tokens, self.arguments = special_tokens, arguments or {}
-        self.call_style = style_of(sources.get(TOOL_USE, sources[DEFAULT]))
+        taught = format_of(sources.get(TOOL_USE, sources[DEFAULT]))
+        self.call_format = taught if call_format == "auto" else FORMATS[call_format]
         self._has_generation_tags = any(GENERATION_TAG.search(text) for text in sources.values())
         self._knows_developer = any("developer" in text for text in sources.values())
-        self._takes_json = False
+        self._takes_json, self._needs_none = False, False
         self._takes_parts = self._needs_parts()
         self._takes_json = self._needs_json()
+        if not self._takes_calls(1):  # some look for calls only where there is no content
+            self._needs_none = True
+            self._takes_json = self._needs_json()
+            self._needs_none = self._takes_calls(1)
+        self.most_calls = 1 if self._takes_calls(1) and not self._takes_calls(2) else None
         self._shown: set[tuple[Any, ...]] = set()  # places of messages whose content was seen to be rendered
 
     # ------------------------------------------------------------------------------------------------- rendering
@@ -100,26 +111,31 @@ class ChatTemplate:
             result = [{**one, "role": "system"} if one["role"] == "developer" else one for one in result]
         return result
 
-    def _checked(self, messages: list[Message], args: dict[str, Any]) -> str:
-        """Render normalized messages, and require that the content of each is rendered at such a place."""
+    def _checked(self, messages: list[Message], args: dict[str, Any], start: int = 0) -> str:
+        """Render normalized messages, and require that those from `start` on are rendered, wherever they stand."""
         text = self._raw(messages, args)
-        for i, message in enumerate(messages):
-            role = message["role"]
+        for i in range(start, len(messages)):
+            message, role = messages[i], messages[i]["role"]
             before = messages[i - 1]["role"] if i else None
             after = messages[i + 1]["role"] if i + 1 < len(messages) else None
-            place = (before, role, after, bool(args.get("tools")))
-            content = message["content"]
-            if place in self._shown or message.get("tool_calls") or not isinstance(content, str) or not content.strip():
+            has_calls, content = bool(message.get("tool_calls")), message["content"]
+            place = (before, role, after, has_calls, bool(args.get("tools")))
+            if place in self._shown or not (has_calls or (isinstance(content, str) and content.strip())):
                 continue
             if not self._shows(messages, i, args):
-                raise MessageError(f"the chat template leaves out message {i}: it has no place for role {role!r} there")
+                what = "tool calls of its messages" if has_calls else f"role {role!r} there"
+                raise MessageError(f"the chat template leaves out message {i}: it has no place for {what}")
             self._shown.add(place)
         return text
 
     def _shows(self, messages: list[Message], i: int, args: dict[str, Any]) -> bool:
-        """Return False if the content of message i does not reach the text, whatever it is."""
+        """Return False if the content of message i, or its tool calls, do not reach the text, whatever they are."""
+        marked_message = {**messages[i], "content": MARK}
+        if messages[i].get("tool_calls"):
+            calls = [_marked_call(call) for call in messages[i]["tool_calls"]]
+            marked_message = {**messages[i], "tool_calls": calls}
         try:
-            marked = self._raw([*messages[:i], {**messages[i], "content": MARK}, *messages[i + 1 :]], args)
+            marked = self._raw([*messages[:i], marked_message, *messages[i + 1 :]], args)
         except ValueError:  # it reads the content: it is not left out
             return True
         return MARK in marked
@@ -130,6 +146,8 @@ class ChatTemplate:
             messages = [_with_parts(message) for message in messages]
         if self._takes_json:
             messages = [_with_json(message) for message in messages]
+        if self._needs_none:
+            messages = [_without_content(message) for message in messages]
         name = TOOL_USE if args.get("tools") is not None and TOOL_USE in self.templates else DEFAULT
         try:
             return self.templates[name].render(
@@ -152,6 +170,16 @@ class ChatTemplate:
             return MARK in self._raw(question, {"add_generation_prompt": True})
         except ValueError:
             return False
+
+    def _takes_calls(self, count: int) -> bool:
+        """Return True if the template renders an answer with so many tool calls."""
+        calls = [_marked_call({"id": f"call0000{i}", "type": "function", "function": {}}) for i in range(count)]
+        called = {"role": "assistant", "content": "", "tool_calls": calls}
+        try:
+            text = self._raw([{"role": "user", "content": "?"}, called], {"add_generation_prompt": False})
+        except ValueError:
+            return False
+        return text.count(MARK) >= count
 
     def _needs_json(self) -> bool:
         """Return True for a template that writes arguments of tool calls as they come, and so needs them as JSON."""
@@ -177,7 +205,7 @@ class ChatTemplate:
         messages = self._normalized(messages)
         asking = {"add_generation_prompt": True, **template_args}
         answering = {"add_generation_prompt": False, **template_args}
-        whole = self._checked(messages, asking)
+        whole = self._checked(messages, asking, covered)  # those before are in the tokens already
         asked = self._raw(messages[: covered - 1], asking)
         answered = self._raw(messages[:covered], answering)
         if not (whole.startswith(answered) and answered.startswith(asked)):
@@ -267,6 +295,15 @@ ASSISTANT_MARK: Message = {"role": "assistant", "content": MARK}
 def _with_parts(message: Message) -> Message:
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _marked_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": MARK, "arguments": {"a": MARK}}
+    return {**call, "function": function} if "function" in call else {**call, **function}
+
+
+def _without_content(message: Message) -> Message:
+    return {**message, "content": None} if message.get("tool_calls") and not message["content"] else message
 
 
 def _with_json(message: Message) -> Message:

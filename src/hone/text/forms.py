@@ -8,7 +8,7 @@ The grammars are llguidance's, which reads JSON Schema, Rust's regular expressio
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from hone.records import Tool
 from hone.text.stops import StopStrings
 from hone.text.tokenizer import Tokenizer
+from hone.text.tool_calls import CallFormat
 
 SPACE = "\\n? {0,16}"  # between the parts of JSON: what is written by hand, and no more without an end
 AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # by Python, in templates
@@ -106,33 +107,161 @@ class FormEnds:
         return len(ids) if kept is None and self.follows.is_over(ids) else kept
 
 
-def of_call(tools: Sequence[Tool], style: str, tokenizer: Tokenizer) -> Form:
-    """A call of one of these tools, as the model's template teaches to write it."""
-    key = "arguments" if style == "hermes" else "parameters"
-    of_each = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                key: tool["function"].get("parameters") or {"type": "object"},
-            },
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
-        for tool in tools
+@dataclass(frozen=True)
+class Json:
+    """A part of a call that is JSON of a schema."""
+
+    schema: Any
+
+
+@dataclass(frozen=True)
+class TextUntil:
+    """A part of a call that is any text up to a closing `tag` and what follows it, which it includes.
+
+    What stands `before` the tag belongs to the end too.
+    """
+
+    tag: str
+    before: str = ""
+    after: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A part of a call that is one of several texts."""
+
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Maybe:
+    """Parts of a call that may be left out."""
+
+    parts: list[Any]
+
+
+Part = str | Json | TextUntil | Choice
+
+
+def form_of_call(tools: Sequence[Tool], call_format: CallFormat, tokenizer: Tokenizer) -> Form:
+    """Return the form of one call of one of these tools, as the model's template teaches to write it.
+
+    Raises ValueError for a format that calls cannot be held to.
+    """
+    if call_format.name not in SPELLINGS:
+        raise ValueError(f"tool_choice: calls in the format {call_format.name} can be read, but not asked for")
+    rules = [
+        _lark(SPELLINGS[call_format.name](tool["function"]), call_format, tokenizer, i) for i, tool in enumerate(tools)
     ]
-    schema = json.dumps({**(of_each[0] if len(of_each) == 1 else {"anyOf": of_each}), "x-guidance": AS_WRITTEN})
-    if style != "hermes":
-        return Form("grammar", f"start: call\ncall: %json {schema}")
-    opening, closing = (_word(tokenizer, tag) for tag in ("<tool_call>", "</tool_call>"))
-    return Form("grammar", f'start: {opening} "\\n" call "\\n" {closing}\ncall: %json {schema}')
+    names = " | ".join(f"call{i}" for i in range(len(rules)))
+    return Form("grammar", "\n".join([f"start: {names}", *rules]))
+
+
+def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+    return function.get("parameters") or {"type": "object"}
+
+
+def _call_schema(function: dict[str, Any], key: str = "arguments") -> Json:
+    properties = {"name": {"const": function["name"]}, key: _parameters(function)}
+    return Json({"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False})
+
+
+def _calls_schema(function: dict[str, Any]) -> Json:
+    return Json({"type": "array", "items": _call_schema(function).schema, "minItems": 1, "maxItems": 1})
+
+
+def _each_argument(
+    function: dict[str, Any], spell: Callable[[str, list[Part]], list[Part]], end: TextUntil
+) -> list[list[Part]]:
+    """Return the parts of each argument, in the order of the schema; their values end as `end` says."""
+    closing = [part for part in (end.before, end.tag, end.after) if part]
+    found = []
+    for key, schema in (_parameters(function).get("properties") or {}).items():
+        is_text = isinstance(schema, dict) and schema.get("type") == "string" and "enum" not in schema
+        value: list[Part] = [end] if is_text else [Json(schema), *closing]
+        if isinstance(schema, dict) and schema.get("type") == "string" and "enum" in schema:
+            value = [Choice(tuple(schema["enum"])), *closing]
+        found.append(spell(key, value))
+    return found
+
+
+def _with_optional(function: dict[str, Any], of_each: list[list[Any]]) -> list[Any]:
+    required = _parameters(function).get("required") or []
+    keys = _parameters(function).get("properties") or {}
+    found: list[Any] = []
+    for key, parts in zip(keys, of_each, strict=True):
+        found += parts if key in required else [Maybe(parts)]
+    return found
+
+
+def _spell_qwen3_coder(function: dict[str, Any]) -> list[Any]:
+    end = TextUntil("</parameter>", "\n", "\n")
+    each = _each_argument(function, lambda key, value: [f"<parameter={key}>\n", *value], end)
+    head = ["<tool_call>", f"\n<function={function['name']}>\n"]
+    return [*head, *_with_optional(function, each), "</function>\n", "</tool_call>"]
+
+
+def _spell_glm(function: dict[str, Any]) -> list[Any]:
+    def spell(key: str, value: list[Part]) -> list[Part]:
+        return ["<arg_key>", key, "</arg_key>", "\n", "<arg_value>", *value]
+
+    each = _each_argument(function, spell, TextUntil("</arg_value>", after="\n"))
+    return ["<tool_call>", f"{function['name']}\n", *_with_optional(function, each), "</tool_call>"]
+
+
+SPELLINGS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
+    "hermes": lambda function: ["<tool_call>", "\n", _call_schema(function), "\n", "</tool_call>"],
+    "json": lambda function: [_call_schema(function, "parameters")],
+    "qwen3_coder": _spell_qwen3_coder,
+    "glm": _spell_glm,
+    "mistral": lambda function: ["[TOOL_CALLS]", _calls_schema(function)],
+    "mistral_args": lambda function: ["[TOOL_CALLS]", function["name"], "[ARGS]", Json(_parameters(function))],
+    "list": lambda function: ["<TOOLCALL>", _calls_schema(function), "</TOOLCALL>"],
+    "granite": lambda function: ["<|tool_call|>", _calls_schema(function)],
+    "function": lambda function: [f"<function={function['name']}>", Json(_parameters(function)), "</function>"],
+    "deepseek": lambda function: [
+        "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", function["name"], "<｜tool▁sep｜>",
+        Json(_parameters(function)), "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    ],
+    "kimi": lambda function: [
+        "<|tool_calls_section_begin|>", "<|tool_call_begin|>", f"functions.{function['name']}:0",
+        "<|tool_call_argument_begin|>", Json(_parameters(function)), "<|tool_call_end|>", "<|tool_calls_section_end|>",
+    ],
+}  # fmt: skip
+
+
+def _lark(parts: Sequence[Any], call_format: CallFormat, tokenizer: Tokenizer, number: int) -> str:
+    """Return the rule of a call in Lark, and those that it needs."""
+    more: list[str] = []
+
+    def word(part: Any) -> str:
+        if isinstance(part, str):
+            return _word(tokenizer, part) if part in call_format.tags else json.dumps(part)
+        if isinstance(part, Choice):
+            return "(" + " | ".join(json.dumps(str(text)) for text in part.texts) + ")"
+        if isinstance(part, Maybe):
+            return "(" + " ".join(map(word, part.parts)) + ")?"
+        name = f"part{number}_{len(more)}"
+        if isinstance(part, TextUntil):
+            tag = _word(tokenizer, part.tag) if part.tag in call_format.tags else json.dumps(part.tag)
+            if tag.startswith("<"):  # a token of its own, which no text has
+                more.append(f"{name}: /(?s:.*)/ {' '.join([tag, json.dumps(part.after)])}")
+            else:
+                more.append(f"{name}[suffix={json.dumps(part.before + part.tag + part.after)}]: /(?s:.*)/")
+        else:
+            schema = part.schema if isinstance(part.schema, dict) else {}
+            more.append(f"{name}: %json {json.dumps({**schema, 'x-guidance': AS_WRITTEN})}")
+        return name
+
+    rule = " ".join(map(word, parts))
+    return "\n".join([f"call{number}: {rule}", *more])
 
 
 def _word(tokenizer: Tokenizer, tag: str) -> str:
     """A tag in Lark: where it is a special token, as that token."""
     number = tokenizer.encoder.token_to_id(tag)
     is_special = number is not None and _vocabulary(tokenizer).is_special_token(number)
-    return tag if is_special else json.dumps(tag)
+    return f"<[{number}]>" if is_special else json.dumps(tag)
 
 
 def _vocabulary(tokenizer: Tokenizer) -> Any:

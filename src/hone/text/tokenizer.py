@@ -23,9 +23,10 @@ from hone.text.model_text import (
     read_special_tokens,
     resolve_template,
 )
-from hone.text.tool_calls import TAGS, parse_tool_calls
+from hone.text.tool_calls import opens_thought, parse_tool_calls
 
 log = logging.getLogger("hone.text")
+PROMPT_END = 16  # tokens of a prompt in which an opened thought is looked for
 
 
 def leading_tokens(text: str, added: Collection[str]) -> list[str]:
@@ -48,19 +49,25 @@ class Tokenizer:
     """
 
     def __init__(
-        self, directory: Path, chat_template: str | None = None, template_arguments: dict[str, Any] | None = None
+        self,
+        directory: Path,
+        chat_template: str | None = None,
+        template_arguments: dict[str, Any] | None = None,
+        call_format: str = "auto",
     ) -> None:
         config = read_config(directory)
         self.encoder = load_encoder(directory, config)
         specials = read_special_tokens(config)
-        self.directory, self.chat_template, self.template_arguments = directory, chat_template, template_arguments
+        self.directory, self.chat_template = directory, chat_template
+        self.template_arguments, self.call_format = template_arguments, call_format
         templates = {DEFAULT: chat_template} if chat_template else find_templates(directory, config)
-        self.template = ChatTemplate(templates, specials, template_arguments) if templates else None
+        self.template = ChatTemplate(templates, specials, template_arguments, call_format) if templates else None
         self.vocab_size = self.encoder.get_vocab_size(with_added_tokens=True)
         added = self.encoder.get_added_tokens_decoder()
         self.stop_ids = self._stop_ids(specials, {token.content: number for number, token in added.items()})
         special = {number for number, token in added.items() if token.special}
-        tags = {number for number in special if added[number].content in TAGS}
+        kept = self.template.call_format.tags if self.template else ()
+        tags = {number for number in special if added[number].content in kept}
         self._dropped = special - tags if tags else None  # without special tokens; None: as the library does
         self.kept: dict[Any, Any] = {}  # what servers know of its tokens
         self._chat_cache: OrderedDict[str, list[int]] = OrderedDict()
@@ -69,11 +76,11 @@ class Tokenizer:
     def for_model(directory: Path, config: ModelConfig) -> "Tokenizer":
         """Return the tokenizer of a model with the template that its configuration gives. Raises ValueError."""
         template = None if config.chat_template is None else resolve_template(config.chat_template)
-        return Tokenizer(directory, template, config.template_arguments)
+        return Tokenizer(directory, template, config.template_arguments, config.tool_calls)
 
     def reload(self, directory: Path) -> "Tokenizer":
         """Return the tokenizer of another directory, with the template and arguments that this one was given."""
-        return Tokenizer(directory, self.chat_template, self.template_arguments)
+        return Tokenizer(directory, self.chat_template, self.template_arguments, self.call_format)
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to another process, which reads and writes tokens there: no template, nothing kept."""
@@ -163,13 +170,24 @@ class Tokenizer:
             found.append((list(encoding.ids), mask.tolist()))
         return found
 
-    def turn(self, prompt: Prompt, prompt_ids: list[int], completion: Completion, text: str | None = None) -> Turn:
-        """What the model answered, with the tools that it calls where some were given. `text`: if not as decoded."""
+    def turn(
+        self, prompt: Prompt, prompt_ids: list[int], completion: Completion, text: str | None = None,
+        most_calls: int | None = None,
+    ) -> Turn:  # fmt: skip
+        """Return what the model answered, with the tools that it calls where some were given.
+
+        `text` is the answer's, if it is not as decoded; `most_calls` are handed out, and no more than the template can
+        render in one answer.
+        """
         text = self.decode(completion.ids) if text is None else text
         if not prompt.tools:
             return Turn(prompt_ids, completion, text)
-        style, number = self.require_template().call_style, len(prompt.messages)
-        return Turn(prompt_ids, completion, *parse_tool_calls(text, style, number))
+        template = self.require_template()
+        thinks = opens_thought(self.decode(prompt_ids[-PROMPT_END:], skip_special_tokens=False))
+        limits = [limit for limit in (most_calls, template.most_calls) if limit is not None]
+        most, number = min(limits, default=None), len(prompt.messages)
+        calls = parse_tool_calls(text, template.call_format, number, prompt.tools, thinks, most)
+        return Turn(prompt_ids, completion, *calls)
 
     def require_template(self) -> ChatTemplate:
         if self.template is None:

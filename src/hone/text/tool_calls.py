@@ -1,59 +1,278 @@
-"""Tool calls in what a model wrote: the two ways that chat templates teach, read without a model.
+"""Read tool calls in what a model wrote: the formats that chat templates teach, chosen by the template or by a key.
 
-hermes (Qwen, Hermes)   text <tool_call>{"name": …, "arguments": {…}}</tool_call> <tool_call>…
-json   (Llama 3)        {"name": …, "parameters": {…}}, alone or between semicolons
+hermes       text <tool_call>{"name": …, "arguments": {…}}</tool_call> …            Qwen2.5, Qwen3, Hermes
+json         {"name": …, "parameters": {…}}, alone or between semicolons            Llama 3
+qwen3_coder  <tool_call><function=NAME><parameter=KEY>VALUE</parameter>…            Qwen3-Coder, Seed-OSS
+glm          <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…     GLM-4.5 and later
+mistral      [TOOL_CALLS][{"name": …, "arguments": {…}}, …]                         Mistral v3 to v7
+mistral_args [TOOL_CALLS]NAME[ARGS]{…} …                                            Mistral v11 and later
+deepseek     …NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>…                                DeepSeek V3.1
+kimi         …functions.NAME:0<|tool_call_argument_begin|>{…}<|tool_call_end|>…     Kimi K2
+list         <TOOLCALL>[{"name": …, "arguments": {…}}, …]</TOOLCALL>                Nemotron
+granite      <|tool_call|>[{"name": …, "arguments": {…}}, …]                        Granite 3, Phi-4-mini
+function     <function=NAME>{…}</function>                                          Functionary 3.1
 """
 
 import json
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-TAGS = ("<tool_call>", "</tool_call>", "<|python_tag|>")
-HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+from hone.records import Tool
+
+Call = tuple[str, dict[str, Any]]  # name and arguments
+Read = Callable[[str, Sequence[Tool]], tuple[str, list[Call]] | None]
+THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 
 
-def style_of(template: str) -> str:
-    """Which of them a chat template teaches."""
-    return (
-        "json"
-        if "<tool_call>" not in template and ("python_tag" in template or '"parameters"' in template)
-        else "hermes"
-    )
+@dataclass(frozen=True)
+class CallFormat:
+    """How a model writes tool calls.
 
-
-def parse_tool_calls(text: str, style: str, turn: int = 0) -> tuple[str, list[dict[str, Any]]]:
-    """The text without its calls, and the calls as OpenAI has them. What cannot be read as a call stays text.
-
-    `turn` makes the ids of calls differ from those of other turns of the conversation.
+    `taught_by`: strings of a template that teaches it, all of them; `openings`: what a call begins with, which a stream
+    does not show before the call is whole; `tags`: what stays in the text where it is a special token; `read`: returns
+    the text without its calls, and the calls; None where what looks like a call cannot be read.
     """
-    found = _hermes(text) if style == "hermes" else _json(text)
-    if found is None:
+
+    name: str
+    taught_by: tuple[str, ...]
+    openings: tuple[str, ...]
+    tags: tuple[str, ...]
+    read: Read
+
+
+def parse_tool_calls(
+    text: str,
+    call_format: CallFormat,
+    turn: int = 0,
+    tools: Sequence[Tool] = (),
+    thinks: bool = False,
+    most: int | None = None,
+) -> tuple[str, list[dict[str, Any]]]:
+    """Return the text without its calls, and the calls as OpenAI has them. What cannot be read as a call stays text.
+
+    Args:
+        text: what the model wrote. Calls in its thoughts are none.
+        call_format: how it was taught to write calls.
+        turn: makes the ids of calls differ from those of other turns of the conversation.
+        tools: those it was told of, whose types arguments get that are written as plain text.
+        thinks: the prompt has opened a thought.
+        most: calls that are returned; further ones are left out.
+    """
+    start = thought_end(text, thinks)
+    found = call_format.read(text[start:], tools)
+    if found is None or not found[1]:
         return text, []
     rest, calls = found
-    return rest, [
+    return (text[:start] + rest).strip(), [
         {"id": f"call_{turn}_{i}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
-        for i, (name, arguments) in enumerate(calls)
+        for i, (name, arguments) in enumerate(calls[:most])
     ]
 
 
-def _hermes(text: str) -> tuple[str, list[tuple[str, Any]]] | None:
-    calls = [_call(written) for written in HERMES.findall(text)]
-    good = [call for call in calls if call is not None]
-    return (HERMES.sub("", text).strip(), good) if good and len(good) == len(calls) else None
+def thought_end(text: str, thinks: bool = False) -> int:
+    """Return where the last thought of a text ends: 0 without one, all of it where one is left open."""
+    end = max((at + len(close) for _, close in THINKING if (at := text.rfind(close)) >= 0), default=0)
+    reopened = any(text.find(opening, end) >= 0 for opening, _ in THINKING)
+    return len(text) if reopened or (thinks and end == 0) else end
 
 
-def _json(text: str) -> tuple[str, list[tuple[str, Any]]] | None:
-    calls = [_call(part) for part in text.strip().removeprefix("<|python_tag|>").split(";\n")]
-    good = [call for call in calls if call is not None]
-    return ("", good) if good and len(good) == len(calls) else None
+def opens_thought(prompt: str) -> bool:
+    """Return True for a prompt that ends within a thought."""
+    return any(prompt.rstrip().endswith(opening) for opening, _ in THINKING)
 
 
-def _call(written: str) -> tuple[str, Any] | None:
+# ------------------------------------------------------------------------------------------------------ readers
+
+
+def _tagged(pattern: str, read_one: Callable[[Any, Sequence[Tool]], Call | None], around: str = "") -> Read:
+    """Return a reader of calls that each match a pattern, between tags that enclose them all (`around`)."""
+    calls, enclosing = re.compile(pattern, re.DOTALL), re.compile(around) if around else None
+
+    def read(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | None:
+        found = [read_one(match, tools) for match in calls.finditer(text)]
+        good = [call for call in found if call is not None]
+        if not good or len(good) < len(found):
+            return None
+        rest = calls.sub("", text)
+        return enclosing.sub("", rest) if enclosing else rest, good
+
+    return read
+
+
+def _object(written: str) -> Call | None:
+    """Read {"name": …, "arguments" | "parameters": {…}}."""
     try:
-        value = json.loads(written)
+        return _call(json.loads(written))
     except ValueError:
         return None
+
+
+def _call(value: Any) -> Call | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     return (value["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def _named(name: str, written: str) -> Call | None:
+    """Read a name and its arguments as JSON."""
+    try:
+        arguments = json.loads(written)
+    except ValueError:
+        return None
+    return (name.strip(), arguments) if isinstance(arguments, dict) and name.strip() else None
+
+
+def _read_json(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | None:
+    calls = [_object(part) for part in text.strip().removeprefix("<|python_tag|>").split(";\n")]
+    good = [call for call in calls if call is not None]
+    return ("", good) if good and len(good) == len(calls) else None
+
+
+def _list(opening: str, closing: str) -> Read:
+    """Return a reader of a JSON list of calls after an opening tag, up to a closing one or the end."""
+
+    def read(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | None:
+        before, found, written = text.partition(opening)
+        if not found:
+            return None
+        try:
+            values, end = json.JSONDecoder().raw_decode(written.lstrip())
+        except ValueError:
+            return None
+        calls = [_call(value) for value in values] if isinstance(values, list) else [_call(values)]
+        good = [call for call in calls if call is not None]
+        if not good or len(good) < len(calls):
+            return None
+        after = written.lstrip()[end:].lstrip()
+        return before + (after.removeprefix(closing) if closing else after), good
+
+    return read
+
+
+def _read_parameters(match: "re.Match[str]", tools: Sequence[Tool]) -> Call:
+    name, types = match["name"].strip(), argument_types(match["name"].strip(), tools)
+    pairs = re.findall(r"<parameter=([^>\n]+)>(.*?)</parameter>", match["body"], re.DOTALL)
+    return name, {key.strip(): _typed(_one_line_less(value), types.get(key.strip())) for key, value in pairs}
+
+
+def _read_arguments(match: "re.Match[str]", tools: Sequence[Tool]) -> Call:
+    name, types = match["name"].strip(), argument_types(match["name"].strip(), tools)
+    pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", match["body"], re.DOTALL)
+    return name, {key.strip(): _typed(value, types.get(key.strip())) for key, value in pairs}
+
+
+def _one_line_less(value: str) -> str:
+    """Return a value without the line breaks after its opening and before its closing tag."""
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+def argument_types(name: str, tools: Sequence[Tool]) -> dict[str, Any]:
+    """Return the JSON-schema type of each argument of a tool, as far as it says so."""
+    for tool in tools:
+        function = tool.get("function") or {}
+        if function.get("name") == name:
+            properties = (function.get("parameters") or {}).get("properties") or {}
+            return {key: one.get("type") if isinstance(one, dict) else None for key, one in properties.items()}
+    return {}
+
+
+def _typed(value: str, kind: Any) -> Any:
+    """Return what plain text means for an argument of that type: text for a string, else JSON where it is JSON."""
+    if kind == "string" or (isinstance(kind, list) and set(kind) <= {"string"}):
+        return value
+    text = value.strip()
+    constants: dict[str, Any] = {"True": True, "False": False, "None": None}
+    if text in constants:
+        return constants[text]
+    try:
+        return json.loads(text)
+    except ValueError:
+        return value
+
+
+PARAMETERS = r"<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>"
+FORMATS = {
+    one.name: one
+    for one in (
+        CallFormat(
+            "qwen3_coder",
+            ("<function=", "<parameter="),
+            ("<tool_call>", "<seed:tool_call>", "<function="),
+            ("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
+            _tagged(PARAMETERS, _read_parameters, r"</?(?:seed:)?tool_call>"),
+        ),
+        CallFormat(
+            "glm",
+            ("<arg_key>", "<arg_value>"),
+            ("<tool_call>",),
+            ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+            _tagged(r"<tool_call>\s*(?P<name>[^<\n]+)(?P<body>.*?)</tool_call>", _read_arguments),
+        ),
+        CallFormat(
+            "kimi",
+            ("<|tool_call_argument_begin|>",),
+            ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+            (
+                "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+                "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+            ),
+            _tagged(
+                r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^<:]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>"
+                r"(?P<body>.*?)<\|tool_call_end\|>",
+                lambda match, _: _named(match["name"], match["body"]),
+                r"<\|tool_calls_section_(?:begin|end)\|>",
+            ),
+        ),
+        CallFormat(
+            "deepseek",
+            ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+            ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+            (
+                "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
+                "<｜tool▁call▁end｜>",
+            ),
+            _tagged(
+                r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^<\n]+?)(?:<｜tool▁sep｜>|\s*```json\n)"
+                r"(?P<body>.*?)(?:\n```)?<｜tool▁call▁end｜>",
+                lambda match, _: _named(match["name"], match["body"]),
+                r"<｜tool▁calls▁(?:begin|end)｜>",
+            ),
+        ),
+        CallFormat(
+            "mistral_args",
+            ("[TOOL_CALLS]", "[ARGS]"),
+            ("[TOOL_CALLS]",),
+            ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+            _tagged(
+                r"\[TOOL_CALLS\](?P<name>[^\[]+?)(?:\[CALL_ID\][^\[]*)?\[ARGS\](?P<body>.*?)(?=\[TOOL_CALLS\]|$)",
+                lambda match, _: _named(match["name"], match["body"]),
+            ),
+        ),
+        CallFormat("mistral", ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), _list("[TOOL_CALLS]", "")),
+        CallFormat(
+            "list", ("<TOOLCALL>",), ("<TOOLCALL>",), ("<TOOLCALL>", "</TOOLCALL>"), _list("<TOOLCALL>", "</TOOLCALL>")
+        ),
+        CallFormat(
+            "granite", ("<|tool_call|>",), ("<|tool_call|>",), ("<|tool_call|>", "<|/tool_call|>"),
+            _list("<|tool_call|>", "<|/tool_call|>"),
+        ),
+        CallFormat(
+            "hermes", ("<tool_call>",), ("<tool_call>",), ("<tool_call>", "</tool_call>"),
+            _tagged(r"<tool_call>\s*(.*?)\s*</tool_call>", lambda match, _: _object(match[1])),
+        ),
+        CallFormat(
+            "function", ("<function=",), ("<function=",), (),
+            _tagged(r"<function=([^>\n]+)>(.*?)</function>", lambda match, _: _named(match[1], match[2])),
+        ),
+        CallFormat("json", ('"parameters"',), ("{", "<|python_tag|>"), ("<|python_tag|>",), _read_json),
+    )
+}  # fmt: skip
+
+
+def format_of(template: str) -> CallFormat:
+    """Return the format that a chat template teaches; hermes where it teaches none."""
+    taught = (one for one in FORMATS.values() if all(mark in template for mark in one.taught_by))
+    return next(taught, FORMATS["json" if "python_tag" in template else "hermes"])
