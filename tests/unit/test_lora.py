@@ -3,14 +3,21 @@
 import copy
 import json
 import math
+import random
+import shutil
+from collections import Counter
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from hone.engine.engine import Engine
-from hone.models.adapters import read_adapter
-from hone.models.hf import hf_names, split_rows
+from hone.inference.embedded import EmbeddedSampler
+from hone.inference.service import EngineService
+from hone.models.adapters import Adapters, read_adapter
+from hone.models.attention import PackedAttention
+from hone.models.hf import hf_names, load_model, split_rows
+from hone.models.proof import likeliest
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import GenerateRequest, Sampling
@@ -142,3 +149,86 @@ def test_an_adapter_of_another_model_is_refused(model, tmp_path):
     (tmp_path / "a" / "adapter_config.json").write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):
         read_adapter(tmp_path / "a")
+
+
+def test_logprobs_of_a_prompt_are_those_of_its_adapter(model, tmp_path):
+    engine = Engine(model)
+    engine.load_adapter("a", write_adapter(tmp_path / "a", model, 4, ALL, 1))
+    service = EngineService(engine)
+    sampler, ids = EmbeddedSampler(service), [5, 6, 7, 8, 9]
+    found = []
+
+    async def look():
+        for adapter in (None, "a"):
+            found.append(await sampler.likeliest(ids, 3, adapter))
+        with pytest.raises(ValueError, match="no adapter 'b' is loaded"):
+            await sampler.likeliest(ids, 3, "b")
+
+    service.run_beside(look())
+    for (own, others), expected in zip(found, (model, merged(model, tmp_path / "a")), strict=True):
+        exact, tops = likeliest(expected, ids, 3)
+        assert own == pytest.approx(exact, abs=1e-5)
+        assert [[i for i, _ in one] for one in others] == [[i for i, _ in one] for one in tops]
+
+
+def draw_adapter(rng, base):
+    """A model of peft's with an adapter of any kind, whose product is not 0."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = rng.sample(ALL, rng.randint(1, 7))
+    options = {
+        "use_rslora": rng.random() < 0.3,
+        "init_lora_weights": rng.choice([True, True, "gaussian", "orthogonal", "pissa", "olora", "pissa_niter_4"]),
+        "use_dora": rng.random() < 0.15,
+        "bias": rng.choice(["none"] * 5 + ["lora_only"]),
+        "layers_to_transform": rng.choice([None, None, [0], [1]]),
+        "rank_pattern": rng.choice([{}] * 5 + [{"q_proj": 2, "up_proj": 2}]),
+        "alpha_pattern": rng.choice([{}] * 5 + [{"v_proj": 32, "down_proj": 1}]),
+        "modules_to_save": rng.choice([None] * 5 + [["embed_tokens"]]),
+    }
+    config = LoraConfig(r=rng.choice([2, 4, 8]), lora_alpha=rng.choice([1, 4, 32]), target_modules=targets, **options)
+    tuned = get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(rng.randrange(1000))
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            with torch.no_grad():
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return tuned
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_gives_what_peft_gives_or_is_refused_by_its_key(tmp_path):
+    from peft import PeftModel
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=50, num_hidden_layers=2, max_position_embeddings=64, **size)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    ids = torch.arange(3, 20)
+    counts = Counter()
+    for seed in range(60):
+        rng = random.Random(seed)
+        fresh = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+        draw_adapter(rng, fresh).save_pretrained(tmp_path / "a")
+        base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+        with torch.no_grad():
+            expected = PeftModel.from_pretrained(base, tmp_path / "a")(ids[None]).logits[0]
+        ours = load_model(tmp_path / "base")
+        adapters = Adapters(ours)
+        try:
+            adapters.load("a", read_adapter(tmp_path / "a"))
+        except ValueError as error:
+            counts[next(key for key in REFUSED if key in str(error))] += 1
+            shutil.rmtree(tmp_path / "a")
+            continue
+        packed = PackedAttention([len(ids)], "cpu")
+        with torch.no_grad(), adapters.used_by_all("a", len(ids)):
+            found = ours.logits(ours(ids, packed.positions(), packed))
+        assert torch.allclose(found, expected, atol=2e-5), (seed, (found - expected).abs().max())
+        counts["equal"] += 1
+        shutil.rmtree(tmp_path / "a")
+    assert counts["equal"] > 10 and set(counts) == {"equal", *REFUSED}, counts
+
+
+REFUSED = ("init_lora_weights", "use_dora", "bias", "rank_pattern", "alpha_pattern", "modules_to_save")

@@ -231,8 +231,10 @@ class ApartSampler(Sampler):
     async def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
         return await self._call("score", sequences, temperature)
 
-    async def likeliest(self, ids: list[int], number: int) -> tuple[list[float], list[Alternatives]]:
-        return await self._call("likeliest", ids, number)
+    async def likeliest(
+        self, ids: list[int], number: int, adapter: str | None = None
+    ) -> tuple[list[float], list[Alternatives]]:
+        return await self._call("likeliest", ids, number, adapter)
 
     async def update(self, place: Path, version: int, message: Message) -> dict[str, Any]:
         return await self._call("update", place, version, message)

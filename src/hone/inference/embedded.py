@@ -56,9 +56,17 @@ class EmbeddedSampler(Sampler):
             return [await self.service.run(lambda: self.proof.score(sequences[0]))]
         return await self.service.run(lambda: scores(self.engine.model, sequences, temperature))
 
-    async def likeliest(self, ids: list[int], number: int) -> tuple[list[float], list[Alternatives]]:
+    async def likeliest(
+        self, ids: list[int], number: int, adapter: str | None = None
+    ) -> tuple[list[float], list[Alternatives]]:
         self._check([ids])
-        return await self.service.run(lambda: likeliest(self.engine.model, ids, number))
+
+        def compute() -> tuple[list[float], list[Alternatives]]:
+            engine = self.engine
+            with engine.adapters.used_by_all(adapter, len(ids) - 1):
+                return likeliest(engine.model, ids, number)
+
+        return await self.service.run(compute)
 
     def _check(self, sequences: list[list[int]]) -> None:
         spec = self.engine.model.spec

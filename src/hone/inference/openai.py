@@ -162,7 +162,8 @@ def add_openai(app: FastAPI, served: Served) -> None:
                 return await streamed(connection, sampler, TextAnswer(body, prompts, tokenizer), requests)
             echoed = None
             if body.echo and body.logprobs is not None:
-                (echoed,) = await unless_gone(connection, _echoed(body, prompts, sampler))
+                adapter = None if body.model == served.name else body.model
+                (echoed,) = await unless_gone(connection, _echoed(body, prompts, sampler, adapter))
             if body.max_tokens == 0:
                 done = [Completion([], [], [], "length", []) for _ in requests]
             else:
@@ -311,11 +312,13 @@ def joined(before: protocol.Written, rest: Completion) -> Completion:
     )  # fmt: skip
 
 
-async def _echoed(body: CompletionRequest, prompts: list[list[int]], sampler: Sampler) -> list[Completion]:
-    """The prompts as completions: of their first tokens there is no logprob."""
+async def _echoed(
+    body: CompletionRequest, prompts: list[list[int]], sampler: Sampler, adapter: str | None
+) -> list[Completion]:
+    """Return the prompts as completions: of their first tokens there is no logprob."""
 
     async def look(ids: list[int]) -> Completion:
-        own, others = await sampler.likeliest(ids, body.logprobs or 0) if len(ids) > 1 else ([], [])
+        own, others = await sampler.likeliest(ids, body.logprobs or 0, adapter) if len(ids) > 1 else ([], [])
         nothing: Any = None  # as OpenAI tells that there is none
         return Completion(ids, [nothing, *own], [0] * len(ids), "", [[], *others])
 

@@ -19,7 +19,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # what the engine cannot do, with the v
             "guided_decoding_backend", "suffix", "prompt_logprobs", "functions", "function_call", "audio", "prediction",
             "use_beam_search", "truncate_prompt_tokens", "allowed_token_ids", "bad_words", "logits_processors",
             "documents", "continue_final_message", "add_special_tokens", "chat_template", "mm_processor_kwargs",
-            "web_search_options", "prompt_embeds",
+            "web_search_options", "prompt_embeds", "structural_tag", "guided_whitespace_pattern", "verbosity",
+            "thinking_token_budget", "chat_template_file",
         ),
         NOTHING,
     ),
@@ -109,6 +110,19 @@ class StructuredOutputs(BaseModel):
     json_object: bool | None = None
 
 
+def refuse_ignored(extra: dict[str, Any] | None) -> None:
+    """Raise ValueError for a key that would change the answer and that this route does nothing for.
+
+    Those are the keys that the server does not support, and those that another of its routes has.
+    """
+    elsewhere = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+    for key, value in (extra or {}).items():
+        if value not in NEUTRAL.get(key, (value,)):
+            raise ValueError(f"{key} = {value!r} is not supported by this server; leave it out")
+        if key in elsewhere and key not in NEUTRAL and value not in NOTHING:
+            raise ValueError(f"{key} = {value!r} is not supported by this route; leave it out")
+
+
 class StreamOptions(BaseModel):
     include_usage: bool | None = None  # a last piece that has it
     continuous_usage_stats: bool | None = None  # every piece has it
@@ -158,9 +172,7 @@ class Request(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_what_would_be_ignored(self) -> "Request":
-        for key, value in (self.model_extra or {}).items():
-            if value not in NEUTRAL.get(key, (value,)):
-                raise ValueError(f"{key} = {value!r} is not supported by this server; leave it out")
+        refuse_ignored(self.model_extra)
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream = true")
         return self
@@ -319,6 +331,7 @@ class CompletionRequest(Request):
 class TokenizeRequest(BaseModel):
     """Of a text (`prompt`), as it stands, or of a conversation (`messages`) as the chat template writes it."""
 
+    model_config = ConfigDict(extra="allow")
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1)
@@ -330,6 +343,7 @@ class TokenizeRequest(BaseModel):
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> "TokenizeRequest":
+        refuse_ignored(self.model_extra)
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self

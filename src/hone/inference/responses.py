@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from hone.inference.answers import ChatAnswer
-from hone.inference.protocol import ChatRequest
+from hone.inference.protocol import ChatRequest, refuse_ignored
 from hone.records import Completion
 
 ABSENT: tuple[Any, ...] = (None, False, [], {}, "", "disabled")
@@ -39,6 +39,7 @@ class ResponsesRequest(BaseModel):
             value = (self.model_extra or {}).get(key)
             if value not in ABSENT:
                 raise ValueError(f"{key} = {value!r} is not supported by /v1/responses; /v1/chat/completions has more")
+        refuse_ignored({key: value for key, value in (self.model_extra or {}).items() if key not in REFUSED})
         return self
 
     def as_chat(self) -> ChatRequest:

@@ -88,8 +88,13 @@ class Sampler(ABC):
         """Logprobs of every token after the first. Raises ValueError for what the model cannot read."""
 
     @abstractmethod
-    async def likeliest(self, ids: list[int], number: int) -> tuple[list[float], list[Alternatives]]:
-        """The same of one sequence at temperature 1, and at each place the likeliest tokens with theirs."""
+    async def likeliest(
+        self, ids: list[int], number: int, adapter: str | None = None
+    ) -> tuple[list[float], list[Alternatives]]:
+        """Return the logprobs of one sequence at temperature 1, and at each place the likeliest tokens with theirs.
+
+        `adapter`: the name of a LoRA adapter that is loaded. Raises ValueError like `score`.
+        """
 
     # ------------------------------------------------------------------------------------------ weights
 

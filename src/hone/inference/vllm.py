@@ -237,7 +237,11 @@ class VllmSampler(Sampler):
         found = await asyncio.gather(*(self.likeliest(ids, 0) for ids in sequences))
         return [logprobs for logprobs, _ in found]
 
-    async def likeliest(self, ids: list[int], number: int) -> tuple[list[float], list[Alternatives]]:
+    async def likeliest(
+        self, ids: list[int], number: int, adapter: str | None = None
+    ) -> tuple[list[float], list[Alternatives]]:
+        if adapter is not None:
+            self.require("adapters")
         if len(ids) > self._positions or max(ids) >= self._vocabulary:
             raise ValueError(f"ids: at most {self._positions}, each below {self._vocabulary}")
         if len(ids) >= self._context:  # vLLM reads no prompt that leaves no room for a token

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,20 @@ from torch import Tensor
 from hone.models.hf import hf_names, split_rows
 from hone.models.transformer import Linear, Transformer
 
-ACCEPTED = {"bias": ("none",), "use_dora": (False,), "modules_to_save": (None, []), "alpha_pattern": ({}, None)}
-ACCEPTED |= {"rank_pattern": ({}, None), "lora_bias": (False,), "fan_in_fan_out": (False,)}
+# Keys of an adapter_config.json that change what an adapter computes, with the values that leave it at B A x. Of other
+# keys only those that say how it was trained or where it came from may have a value.
+ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    # The others (pissa, olora, corda, loftq, lora_ga, …) change the model's own weights when peft loads the adapter.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+IMMATERIAL = {
+    "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
+    "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version",
+    "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+    "ensure_weight_tying",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,9 +52,9 @@ def read_adapter(directory: Path) -> Adapter:
     """An adapter in peft's format. Raises ValueError for what is missing or what has no counterpart here."""
     config, tensors = read_files(directory)
     path, file = directory / "adapter_config.json", directory / "adapter_model.safetensors"
-    for key, accepted in ACCEPTED.items():
-        if key in config and config[key] not in accepted:
-            raise ValueError(f"{path}: {key} = {config[key]!r} is not supported")
+    for key, value in config.items():
+        if key not in IMMATERIAL and value not in ACCEPTED.get(key, ()) and value not in (None, False, {}, []):
+            raise ValueError(f"{path}: {key} = {value!r} is not supported: it changes what the adapter computes")
     rank, scale = config["r"], scale_of(config)
     parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -154,6 +166,12 @@ class Adapters:
             yield
         finally:
             self.which = {}
+
+    def used_by_all(self, name: str | None, count: int) -> AbstractContextManager[None]:
+        """Inside, forwards are of `count` tokens that all have this adapter. Raises ValueError for one not loaded."""
+        number = self.number(name)
+        device = self.model.embed.weight.device
+        return self.used_by(torch.full((count,), number, device=device) if number else None)
 
     def _sources(self) -> dict[str, tuple[int, int]]:
         """HF linears, and their outputs and inputs."""
