@@ -15,7 +15,7 @@ from typing import Any
 
 AGAIN = 85  # exit code of a run that has left
 LAST_SECONDS = 10.0  # in which a process whose parent is gone may end what it has started
-_asked = False
+_asked, _interrupts = False, 0
 
 
 class Left(Exception):
@@ -42,6 +42,11 @@ def held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+
+
+def was_interrupted() -> bool:
+    """Return True once somebody has pressed Ctrl-C."""
+    return _interrupts > 0
 
 
 def is_asked() -> bool:

@@ -13,6 +13,7 @@ from pydantic import ValidationError, create_model
 
 from hone.config.base import Config, explain
 from hone.config.commands import import_object
+from hone.users_code import ExitInUserCode, contained
 
 
 def load(path: str, key: str) -> Callable[..., Any]:
@@ -23,10 +24,11 @@ def load(path: str, key: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:  # a console script has its own directory there instead
         sys.path.append(os.getcwd())
     try:
-        function: Callable[..., Any] = import_object(path)
+        with contained():
+            function: Callable[..., Any] = import_object(path)
     except SyntaxError as error:
         raise ValueError(f"{key} {path}: {error.filename}, line {error.lineno}: {error.msg}") from None
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, ExitInUserCode) as error:
         raise ValueError(f"{key} {path}: cannot be imported: {error}") from None
     return function
 
@@ -52,9 +54,10 @@ def with_keys(function: Callable[..., Any], given: dict[str, Any], key: str) -> 
     @functools.wraps(function)
     def called(*args: Any) -> Any:
         try:
-            return function(*args, **keywords)
+            with contained():
+                return function(*args, **keywords)
         except Exception as error:  # a user's function may raise anything
-            at = traceback.extract_tb(error.__traceback__)[-1]
+            at = traceback.extract_tb((error.__cause__ or error).__traceback__)[-1]
             what = f"{type(error).__name__}: {error}"
             raise ValueError(f"{function.__qualname__} raised {what} ({at.filename}:{at.lineno})") from error
 

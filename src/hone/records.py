@@ -33,11 +33,14 @@ class ContextFull(ValueError):
 
 @dataclass(frozen=True)
 class Example:
-    """One task of an environment. `id` is stable: the same data and arguments give the same ids."""
+    """One task of an environment. `id` is stable: the same data and arguments give the same ids.
+
+    `answer` is as the data has it: text, a number, a list, an object; empty where there is none.
+    """
 
     id: int
     prompt: list[Message]
-    answer: str = ""
+    answer: Any = ""
     info: dict[str, Any] = field(default_factory=dict)
     task: str = ""  # the name of its environment among those of a group
 

@@ -5,6 +5,7 @@ a reward that is no finite number.
 """
 
 import asyncio
+import copy
 import math
 from collections import Counter
 
@@ -12,6 +13,7 @@ from hone.environments.conversation import Conversation, TokenClient
 from hone.environments.environment import Environment, checked
 from hone.environments.rubric import RewardError
 from hone.records import Example, Refused, Rollout, Sampling
+from hone.users_code import ExitInUserCode, contained
 
 
 async def attempt(
@@ -31,7 +33,9 @@ async def attempt(
         deadline, talk = asyncio.timeout(timeout), Conversation(client, environment.template_arguments)
         try:
             async with deadline:
-                rollout = checked(await environment.rollout(talk, example, sampling))
+                with contained():
+                    rollout = checked(await environment.rollout(talk, copy.deepcopy(example), sampling))
+                rollout.example = example  # as it was: the environment may have changed its own copy
         except asyncio.CancelledError:
             me = asyncio.current_task()
             if me is None or me.cancelling():
@@ -39,6 +43,8 @@ async def attempt(
             cause, error = "raised", "the environment cancelled its own work"
         except Exception as failure:  # environments are users' code: theirs may raise anything
             cause, error = "raised", f"{type(failure).__name__}: {failure}"
+            if isinstance(failure, ExitInUserCode):
+                error = f"the environment's code wanted to end the process: {failure}"
             if isinstance(failure, RewardError):
                 cause, error = "reward", str(failure)
             if isinstance(failure, Refused):
@@ -63,7 +69,8 @@ async def compare(environment: Environment, rollouts: list[Rollout], timeout: fl
         return
     try:
         async with asyncio.timeout(timeout):
-            await environment.score_group(rollouts)
+            with contained():
+                await environment.score_group(rollouts)
     except Exception as failure:  # environments are users' code: theirs may raise anything
         said = str(failure) if isinstance(failure, RewardError) else f"{type(failure).__name__}: {failure}"
         for rollout in rollouts:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from hone.users_code import contained
+
 
 @lru_cache(maxsize=1024)
 def wanted(function: Callable[..., Any]) -> frozenset[str] | None:
@@ -40,8 +42,18 @@ async def ask(
     timeout: float | None = None,
     positional: tuple[Any, ...] = (),
 ) -> Any:
-    """What a function gives for those of the `available` values that it takes. Raises OutOfTime after `timeout`
-    seconds; a plain function then goes on in its thread, where nobody waits for it."""
+    """Return what a function gives for those of the `available` values that it takes.
+
+    Raises OutOfTime after `timeout` seconds; a plain function then goes on in its thread, where nobody waits for it.
+    Raises ExitInUserCode where the function wants to end the process.
+    """
+    with contained():
+        return await _ask(function, available, timeout, positional)
+
+
+async def _ask(
+    function: Callable[..., Any], available: dict[str, Any], timeout: float | None, positional: tuple[Any, ...]
+) -> Any:
     names = wanted(function)
     arguments = available if names is None else {k: available[k] for k in names if k in available}
     if timeout is None:

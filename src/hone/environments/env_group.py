@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from hone.environments.environment import Environment, ModelClient
+from hone.environments.rubric import Rubric
 from hone.records import Example, Message, Rollout, Sampling, Tool
 
 
@@ -16,6 +17,7 @@ class EnvGroup(Environment):
         names = list(env_names or [f"env_{i}" for i in range(len(envs))])
         if len(names) != len(envs) or len(set(names)) != len(names) or not names:
             raise ValueError(f"EnvGroup has {len(envs)} environments and the names {names}; each needs one of its own")
+        super().__init__(dataset=[])
         self.envs, self.env_names = list(envs), names
         self.of = dict(zip(names, envs, strict=True))
         self._owned: list[list[Example]] = []  # theirs, by the number that each has here: to train on, to evaluate on
@@ -39,6 +41,11 @@ class EnvGroup(Environment):
     def on_reward_error(self, what: str) -> None:
         for env in self.envs:
             env.on_reward_error(what)
+
+    def add_rubric(self, rubric: Rubric) -> None:
+        """Add the rewards and metrics of a rubric to those of each environment."""
+        for env in self.envs:
+            env.add_rubric(rubric)
 
     def check(self) -> None:
         for env in self.envs:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from hone.environments.parsers import Parser
 from hone.environments.rubric import Rubric, RubricGroup
 from hone.records import Example, Message, Rollout, Sampling, Tool, Turn
+from hone.text.messages import drop_nulls, to_plain
 
 Rows = Iterable[dict[str, Any]]
 State = dict[str, Any]  # what is known of a rollout under way, for its environment and its reward functions
@@ -90,7 +91,7 @@ class Environment(ABC):
         From it come data for SFT (`hone env data`) and the check of rewards (`hone env check`). Unless overridden it is
         the example's answer as the parser writes it.
         """
-        return self.parser.write(example.answer) if example.answer else None
+        return None if example.answer == "" else self.parser.write(str(example.answer))
 
     def first_tools(self, example: Example) -> list[Tool] | None:
         """Return the tools that the model is told of with an example's prompt; None where there are none."""
@@ -144,12 +145,16 @@ class Environment(ABC):
 
     def _examples(self, rows: Rows | Callable[[], Rows] | None) -> list[Example] | None:
         rows = rows() if callable(rows) else rows
-        return None if rows is None else [self._example(i, row) for i, row in enumerate(rows)]
+        if rows is None:
+            return None
+        is_arrow = hasattr(rows, "features")  # a datasets.Dataset: its columns add nulls
+        return [self._example(i, _without_nulls(row) if is_arrow else row) for i, row in enumerate(rows)]
 
     def _example(self, index: int, row: dict[str, Any]) -> Example:
         prompt = row.get("prompt")
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
+        prompt = prompt if prompt is None else _checked_prompt(to_plain(prompt), index)
         if prompt is not None and self.system_prompt and not any(one["role"] == "system" for one in prompt):
             prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
         if prompt is None:
@@ -161,7 +166,29 @@ class Environment(ABC):
         answer, info = row.get("answer"), row.get("info")
         info = json.loads(info) if isinstance(info, str) and info else info
         example_id = row.get("example_id", index)
-        return Example(example_id, prompt, "" if answer is None else str(answer), info or {}, row.get("task") or "")
+        return Example(example_id, prompt, _as_json(answer), info or {}, row.get("task") or "")
+
+
+def _checked_prompt(prompt: Any, index: int) -> list[Message]:
+    """Return a prompt without keys of no value. Raises ValueError for what is no list of messages."""
+    if not isinstance(prompt, list) or not all(isinstance(one, dict) and one.get("role") for one in prompt):
+        raise ValueError(f"row {index} of the dataset: its prompt is no list of messages with roles: {prompt!r:.100}")
+    return [{key: value for key, value in one.items() if value is not None} for one in prompt]
+
+
+def _as_json(answer: Any) -> Any:
+    """Return an answer as JSON has it, text of what JSON has no form for, and empty text for None."""
+    answer = "" if answer is None else to_plain(answer)
+    try:
+        json.dumps(answer)
+    except (TypeError, ValueError):
+        return str(answer)
+    return answer
+
+
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of an Arrow table whose prompt has no nulls that the type of its column added."""
+    return {key: drop_nulls(value) if key == "prompt" else value for key, value in row.items()}
 
 
 def _some(examples: list[Example], n: int, seed: int | None) -> list[Example]:

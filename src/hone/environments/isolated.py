@@ -15,6 +15,7 @@ import itertools
 import json
 import logging
 import os
+import random
 import signal
 import sys
 import time
@@ -24,7 +25,8 @@ from typing import Any
 
 from hone import machine
 from hone.environments.environment import Environment, ModelClient
-from hone.records import Completion, ContextFull, Example, Rollout, Sampling, Turn
+from hone.environments.rubric import Rubric
+from hone.records import Completion, ContextFull, Example, Message, Rollout, Sampling, Tool, Turn
 
 ANSWER = 5.0  # seconds that a worker may take to answer while it does not block
 LOOK = 3.0  # seconds between looks at one with work; of one that blocks a thread still answers
@@ -64,21 +66,52 @@ def rollout_of(found: dict[str, Any], example: Example) -> Rollout:
 
 
 class Isolated(Environment):
-    """Has the examples of `environment`; rollouts are made by workers that load it again by its id and arguments."""
+    """Has the examples of `environment`; rollouts are made by workers that load it again by its id and arguments.
+
+    What is asked of it beside rollouts, `environment` answers in this process. Rubrics that are added here score what
+    the workers have made, with of its state what JSON can carry.
+    """
 
     def __init__(
         self, environment: Environment, name: str, arguments: dict[str, Any], workers: int,
         on_reward_error: str | None = None,
     ) -> None:  # fmt: skip
-        self.environment = environment
-        words = [sys.executable, "-m", "hone.environments.worker", name, json.dumps(arguments)]
-        self.workers = [Worker(name, [*words, on_reward_error or "fail"]) for _ in range(workers)]
+        super().__init__(dataset=[])
+        self.environment, self.added = environment, list[Rubric]()
+        self.name, self.parser, self.rubric = environment.name, environment.parser, environment.rubric
+        self.call_timeout, self.system_prompt = environment.call_timeout, environment.system_prompt
+        self._words = [sys.executable, "-m", "hone.environments.worker", name, json.dumps(arguments)]
+        self.workers = [Worker(name, [*self._words, on_reward_error or "fail"]) for _ in range(workers)]
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
         return self.environment.get_dataset(n, seed)
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
         return self.environment.get_eval_dataset(n, seed)
+
+    def first_tools(self, example: Example) -> list[Tool] | None:
+        return self.environment.first_tools(example)
+
+    def demonstrate(self, messages: list[Message], example: Example, rng: random.Random) -> Message | str | None:
+        return self.environment.demonstrate(messages, example, rng)
+
+    def check(self) -> None:
+        self.environment.check()
+        for rubric in self.added:
+            rubric.check()
+
+    def add_rubric(self, rubric: Rubric) -> None:
+        if rubric.has_group_functions:
+            raise ValueError(f"{self.name}: a rubric that compares rollouts cannot be added to one with env.workers")
+        self.added.append(rubric)
+
+    def on_reward_error(self, what: str) -> None:
+        """Set it here and in the workers: those that run are ended when they are idle, and start again with it."""
+        self.environment.on_reward_error(what)
+        for rubric in self.added:
+            rubric.set_on_error(what)
+        for worker in self.workers:
+            worker.change_words([*self._words, what])
 
     @property
     def has_group_rewards(self) -> bool:
@@ -94,7 +127,12 @@ class Isolated(Environment):
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         worker = min(self.workers, key=lambda one: one.load)
-        return await worker.rollout(client, example, sampling)
+        rollout = await worker.rollout(client, example, sampling)
+        for rubric in self.added:
+            reward, metrics = await rubric.score(self.call_timeout, **self._available(rollout))
+            rollout.reward += reward
+            rollout.metrics |= metrics
+        return rollout
 
     async def close(self) -> None:
         for worker in self.workers:
@@ -151,6 +189,12 @@ class Worker:
             raise
         finally:
             self.waiting.pop(number, None)
+
+    def change_words(self, words: list[str]) -> None:
+        """Start processes by these words from now on; one that has no work is ended for it."""
+        is_changed, self.words = words != self.words, words
+        if is_changed and self.process is not None and self.process.returncode is None and not self.waiting:
+            self.process.kill()
 
     async def close(self) -> None:
         process, self.process = self.process, None

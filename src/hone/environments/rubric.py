@@ -14,6 +14,7 @@ from typing import Any
 
 from hone.environments.calls import OutOfTime, ask, required
 from hone.environments.parsers import Parser
+from hone.users_code import ExitInUserCode
 
 log = logging.getLogger("hone.environments")
 
@@ -134,9 +135,10 @@ class Rubric:
         try:
             return read(await ask(func, available, timeout))
         except Exception as error:  # a user's function: whatever it raises must not end the run
-            what = f"raised {type(error).__name__}: {error}" if not isinstance(error, _NoNumber) else str(error)
+            what = str(error) if isinstance(error, _NoNumber) else f"raised {type(error).__name__}: {error}"
+            what = f"wanted to end the process: {error}" if isinstance(error, ExitInUserCode) else what
             what = f"gave no value within {timeout:g} s" if isinstance(error, OutOfTime) else what
-            at = traceback.extract_tb(error.__traceback__)[-1]
+            at = traceback.extract_tb((error.__cause__ or error).__traceback__)[-1]
             place = "" if isinstance(error, _NoNumber) else f" ({at.filename}:{at.lineno})"
             self._tell(func, what + place, at.lineno)
             if self.on_error == "zero":

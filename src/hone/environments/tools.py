@@ -13,6 +13,7 @@ from hone.environments.environment import State
 from hone.environments.rubric import Rubric
 from hone.environments.turns import MultiTurnEnv, stop
 from hone.records import Example, Message, Tool
+from hone.users_code import ExitInUserCode
 
 ToolFunction = Callable[..., Any]
 
@@ -142,7 +143,7 @@ class ToolEnv(MultiTurnEnv):
             arguments = await self.arguments_of(name, arguments, messages, state)
             return await self.call_tool(name, arguments, call["id"])
         except Exception as error:  # the model learns of it
-            if isinstance(error, self.stop_errors):
+            if isinstance(error, (*self.stop_errors, ExitInUserCode)):
                 raise
             return {"role": "tool", "content": self.error_formatter(error), "tool_call_id": call["id"]}
 

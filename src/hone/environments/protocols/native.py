@@ -6,19 +6,21 @@ import traceback
 from typing import Any
 
 from hone.environments.environment import Environment
+from hone.users_code import contained
 
 
 def load(env_id: str, module_name: str, arguments: dict[str, Any]) -> Environment:
     """Raises ValueError, in words, for a module that cannot be imported, arguments that its `load_environment` does not
     take, what it returns where that is no environment, and reward functions that ask for what they will not get."""
     try:
-        module = importlib.import_module(module_name)
+        with contained():
+            module = importlib.import_module(module_name)
     except SyntaxError as error:
         raise ValueError(f"environment {env_id!r}: {error.filename}, line {error.lineno}: {error.msg}") from None
     except ModuleNotFoundError as error:
         raise ValueError(f"environment {env_id!r} needs the module {error.name}, which is not installed") from None
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
+        where = traceback.extract_tb((error.__cause__ or error).__traceback__)[-1]
         raise ValueError(
             f"environment {env_id!r}: importing it raised {type(error).__name__}: {error} ({where.filename}, line "
             f"{where.lineno})"
@@ -32,11 +34,12 @@ def load(env_id: str, module_name: str, arguments: dict[str, Any]) -> Environmen
         accepted = ", ".join(inspect.signature(loader).parameters)
         raise ValueError(f"environment {env_id!r}: {error}; its arguments are: {accepted}") from None
     try:
-        made = loader(**arguments)
+        with contained():
+            made = loader(**arguments)
     except ValueError:
         raise  # in its own words
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
+        where = traceback.extract_tb((error.__cause__ or error).__traceback__)[-1]
         raise ValueError(
             f"environment {env_id!r}: load_environment() raised {type(error).__name__}: {error} "
             f"({where.filename}, line {where.lineno}); its arguments were {arguments}"

@@ -19,6 +19,7 @@ from typing import Any
 
 from hone.environments.environment import Environment, ModelClient
 from hone.environments.isolated import Worker
+from hone.environments.rubric import Rubric
 from hone.records import Example, Message, Rollout, Sampling
 
 RANGE = ">=0.1.9,<0.4"
@@ -74,6 +75,7 @@ class Foreign(Environment):
     """`workers` processes; `env_id` and `arguments` are those of the library's load_environment."""
 
     def __init__(self, env_id: str, arguments: dict[str, Any], python: Path, workers: int = 1) -> None:
+        super().__init__(dataset=[])
         self.name = env_id
         self.words = [str(python), str(SCRIPT), env_id.rpartition("/")[2], json.dumps(arguments)]
         found = self._load()
@@ -109,6 +111,9 @@ class Foreign(Environment):
 
     def check(self) -> None:
         return None
+
+    def add_rubric(self, rubric: Rubric) -> None:
+        raise ValueError(f"{self.name}: rewards of an environment of verifiers are the library's alone")
 
     def on_reward_error(self, what: str) -> None:
         """The library counts 0 for a function that raises; it does not say so, so "fail" is not to be had."""
@@ -168,6 +173,8 @@ def _rows(found: list[dict[str, Any]] | None) -> _Rows | None:
         info = row.get("info") or {}
         info = json.loads(info) if isinstance(info, str) else info
         task = row.get("task") if isinstance(row.get("task"), str) else ""
-        kept.examples.append(Example(number, messages, str(row.get("answer") or ""), info, task or ""))
+        kept.examples.append(
+            Example(number, messages, "" if row.get("answer") is None else row["answer"], info, task or "")
+        )
         kept.rows[number], kept.prompts[number] = row, messages
     return kept

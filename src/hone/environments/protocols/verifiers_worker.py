@@ -107,7 +107,9 @@ class Worker:
     async def one(self, number, work):
         try:
             self.send({"done": number, "result": await work})
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # exit() too: it fails this rollout, not the others of this process
             self.send({"error": number, "words": f"{type(error).__name__}: {error}"})
         finally:
             self.running.pop(number, None)
