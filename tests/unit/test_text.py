@@ -305,12 +305,12 @@ def test_pieces_of_an_answer_make_the_whole_one(save, said, stop, size):
     whole = Completion(ids, [-1.0] * len(ids), [0] * len(ids), "stop")
     answer = ChatAnswer(request, request.prompt(), [1], tokenizer)
     expected = answer.body([whole])["choices"][0]
-    spelling, shown, pieces = answer.spelling(), "", []
+    spelling, shown, pieces = answer.spelling(0), "", []
     for start in range(0, len(ids), size):
         part = slice(start, start + size)
         piece = Completion(ids[part], whole.logprobs[part], whole.versions[part], "")
         pieces.append(piece)
-        shown += answer.piece(0, spelling.more(piece.ids), piece, 0)["delta"]["content"]
+        shown += answer.piece(0, spelling.more(piece.ids), piece)["delta"]["content"]
         assert "\ufffd" not in shown and "<tool_call>" not in shown and "STOP" not in shown
     end = Completion([], [], [], "stop")
     last = answer.last(0, spelling, end, joined_pieces([*pieces, end]))

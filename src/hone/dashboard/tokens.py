@@ -7,6 +7,7 @@ from typing import Any
 
 from hone.dashboard.runs import Run, is_below
 from hone.run_directory import checkpoints_in, steps_in
+from hone.text.detokenizer import TokenTexts, name_of
 from hone.transport.trained import Seen
 
 MARK = re.compile(r"<\|[a-zA-Z_]{2,24}\|>|\[/?INST\]|<(?:start|end)_of_turn>")
@@ -19,11 +20,13 @@ class Tokens:
 
     def __init__(self, file: Path | None) -> None:
         self._tokenizer: Any = None
+        self._texts: TokenTexts | None = None
         if file is not None:
             from tokenizers import Tokenizer
 
             try:
                 self._tokenizer = Tokenizer.from_file(str(file))
+                self._texts = TokenTexts(self._tokenizer)
             except Exception:  # tokenizers raises Exception itself
                 self._tokenizer = None
 
@@ -36,13 +39,9 @@ class Tokens:
         return self._tokenizer is not None
 
     def text(self, token: int) -> str:
-        if self._tokenizer is None:
+        if self._texts is None or self._tokenizer.id_to_token(token) is None:
             return f"{token}"
-        name = self._tokenizer.id_to_token(token)
-        if name is None:
-            return f"{token}"
-        added = self._tokenizer.get_added_tokens_decoder()
-        return str(name if token in added else self._tokenizer.decode([token], skip_special_tokens=False))[:WIDEST]
+        return name_of(self._texts.bytes_of(token))[:WIDEST]
 
     def oddity(self, prompt: list[int]) -> str:
         """What is odd about the tokens of a prompt: chat tokens that the tokenizer has and the prompt has not, or as

@@ -6,6 +6,7 @@
 Whole or in pieces, the same tokens give the same text, logprobs and tool calls.
 """
 
+import codecs
 import itertools
 import json
 import math
@@ -21,8 +22,9 @@ from pydantic_core import PydanticSerializationError, to_json
 from hone.inference.protocol import ChatRequest, CompletionRequest, Request
 from hone.inference.streams import Spelling
 from hone.records import Completion, Prompt
+from hone.text.detokenizer import name_of
 from hone.text.stops import cut
-from hone.text.tokenizer import Tokenizer
+from hone.text.tokenizer import CONTEXT, Tokenizer
 
 Choice = dict[str, Any]
 ODD = ("NaN", "Infinity", "\x85", "\u2028", "\u2029")  # the last three end a line for some who read a stream
@@ -80,12 +82,16 @@ class Answer:
     def choice(self, index: int, completion: Completion) -> Choice:
         raise NotImplementedError
 
-    def text(self, completion: Completion) -> str:
-        """As far as a stop string."""
+    def context(self, index: int) -> list[int]:
+        """Return the tokens that the text of a completion goes on from; none where it stands by itself."""
+        return []
+
+    def text(self, completion: Completion, index: int = 0) -> str:
+        """Return the text of a completion, as far as a stop string."""
         request, ids = self.request, completion.ids
         if ids and self.has_form and ids[-1] in self.tokenizer.stop_ids:  # the form is of what comes before
             ids = ids[:-1]
-        text = self.tokenizer.decode(ids, skip_special_tokens=self.skip)
+        text = self.tokenizer.decode_after(self.context(index), ids, self.skip)
         return cut(text, request.stop, keep=bool(request.include_stop_str_in_output)) if request.stop else text
 
     def extras(self, completion: Completion) -> dict[str, Any]:
@@ -97,14 +103,16 @@ class Answer:
             extras |= {"token_ids": completion.ids, "policy_versions": completion.versions}
         return extras
 
-    def token_name(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self.request.return_tokens_as_token_ids else self.tokenizer.token(token_id)
+    def token_name(self, token_id: int, piece: bytes, prefix: str = "") -> str:
+        """Return the name of a token that contributes these bytes to its text."""
+        return f"token_id:{token_id}" if self.request.return_tokens_as_token_ids else name_of(piece, prefix)
 
     # -------------------------------------------------------------------------------------------- in pieces
 
-    def spelling(self) -> Spelling:
+    def spelling(self, index: int) -> Spelling:
         stops: list[str] = list(self.request.stop or [])
-        return Spelling(self.tokenizer, self.skip, [] if self.request.include_stop_str_in_output else stops, self.hold)
+        shown = [] if self.request.include_stop_str_in_output else stops
+        return Spelling(self.tokenizer, self.skip, shown, self.hold, self.context(index)[-CONTEXT:])
 
     @property
     def hold(self) -> list[str]:
@@ -120,8 +128,8 @@ class Answer:
         """Of the chunk before the first token."""
         return None
 
-    def piece(self, index: int, said: str, piece: Completion, offset: int) -> Choice:
-        """Of tokens and of what they let be said; `offset`: characters before."""
+    def piece(self, index: int, said: str, piece: Completion) -> Choice:
+        """Return the chunk of tokens and of what they let be said."""
         raise NotImplementedError
 
     def last(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
@@ -135,6 +143,7 @@ class ChatAnswer(Answer):
     def __init__(self, request: ChatRequest, prompt: Prompt, prompt_ids: list[int], tokenizer: Tokenizer) -> None:
         super().__init__(request, [prompt_ids], tokenizer)
         self.chat, self.prompt = request, prompt
+        self._begun: set[int] = set()  # completions of which there were tokens
 
     def around(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompts[0]} if self.request.return_token_ids else {}
@@ -148,7 +157,7 @@ class ChatAnswer(Answer):
 
     def choice(self, index: int, completion: Completion) -> Choice:
         message, reason = self._message(completion)
-        choice = {"message": message, "finish_reason": reason, "logprobs": self._logprobs(completion)}
+        choice = {"message": message, "finish_reason": reason, "logprobs": self._logprobs(index, completion)}
         return choice | ({"routing": completion.routing} if self.chat.return_routing else {})
 
     @property
@@ -161,9 +170,9 @@ class ChatAnswer(Answer):
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         return choice | {"logprobs": None}
 
-    def piece(self, index: int, said: str, piece: Completion, offset: int) -> Choice:
+    def piece(self, index: int, said: str, piece: Completion) -> Choice:
         choice = {"index": index, "delta": {"content": said}, "finish_reason": None}
-        return choice | {"logprobs": self._logprobs(piece), **self.extras(piece)}
+        return choice | {"logprobs": self._logprobs(index, piece), **self.extras(piece)}
 
     def last(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
         message, reason = self._message(whole)
@@ -171,24 +180,27 @@ class ChatAnswer(Answer):
         said = spelling.rest(message["content"])
         delta = {**({"content": said} if said else {}), **({"tool_calls": calls} if calls else {})}
         done = {"index": index, "delta": delta, "finish_reason": reason}
-        return done | {"logprobs": self._logprobs(piece), **self.extras(piece)}
+        return done | {"logprobs": self._logprobs(index, piece), **self.extras(piece)}
 
-    def _logprobs(self, completion: Completion) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, completion: Completion) -> dict[str, Any] | None:
+        """Return the entries of the next tokens of a completion, whose bytes joined are its text."""
         if not self.chat.logprobs:
             return None
-        if completion.alternatives is None:
+        is_first = index not in self._begun and self.tokenizer.token_texts.drops_first_space
+        if completion.ids:
+            self._begun.add(index)
+        if completion.alternatives is None and not is_first:
             return {"content": self.written(self._entries(completion))}
-        return {
-            "content": [
-                {**self._entry(token_id, logprob), "top_logprobs": [self._entry(*other) for other in others]}
-                for token_id, logprob, others in zip(
-                    completion.ids, completion.logprobs, completion.alternatives, strict=True
-                )
-            ]
-        }
+        content = []
+        for i, (token_id, logprob) in enumerate(zip(completion.ids, completion.logprobs, strict=True)):
+            begins = is_first and i == 0
+            others = completion.alternatives[i] if completion.alternatives else []
+            tops = [self._entry(*other, begins) for other in others]
+            content.append({**self._entry(token_id, logprob, begins), "top_logprobs": tops})
+        return {"content": content}
 
     def _entries(self, completion: Completion) -> str:
-        """The list as JSON: of most tokens nothing but the number is new, and thousands a second are written."""
+        """Return the list as JSON: of most tokens only the number is new, and thousands a second are written."""
         by_id = bool(self.request.return_tokens_as_token_ids)
         known: dict[int, tuple[str, str]] = self.tokenizer.kept.setdefault(("entries", by_id), {})
         if not math.isfinite(sum(completion.logprobs)):
@@ -201,9 +213,10 @@ class ChatAnswer(Answer):
         parts = [f"{head}{value!r}{tail}" for (head, tail), value in zip(around, completion.logprobs, strict=True)]
         return f"[{', '.join(parts)}]"
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        token = self.tokenizer.token(token_id)
-        return {"token": self.token_name(token_id), "logprob": logprob, "bytes": list(token.encode())}
+    def _entry(self, token_id: int, logprob: float, begins: bool = False) -> dict[str, Any]:
+        texts = self.tokenizer.token_texts
+        piece = texts.first_bytes_of(token_id) if begins else texts.bytes_of(token_id)
+        return {"token": self.token_name(token_id, piece), "logprob": logprob, "bytes": list(piece)}
 
 
 class TextAnswer(Answer):
@@ -220,18 +233,24 @@ class TextAnswer(Answer):
     ) -> None:
         super().__init__(request, prompts, tokenizer)
         self.ask, self.echoed = request, echoed
+        self._counts: dict[int, Characters] = {}
+
+    def context(self, index: int) -> list[int]:
+        return self.prompt_of(index)
 
     def before(self, index: int) -> str:
-        """The prompt's text, where it is echoed."""
+        """Return the prompt's text, where it is echoed."""
         return self.tokenizer.decode(self.prompt_of(index), skip_special_tokens=self.skip) if self.ask.echo else ""
 
     def choice(self, index: int, completion: Completion) -> Choice:
-        logprobs = self._logprobs(completion, len(self.before(index)))
+        count = Characters(len(self.before(index)))
+        logprobs = self._logprobs(completion, count, follows=True)
         if logprobs is not None and self.echoed is not None:
-            ahead = self._logprobs(self.echoed[index // (self.request.n or 1)], 0)
+            echoed = self.echoed[index // (self.request.n or 1)]
+            ahead = self._logprobs(echoed, Characters(0), follows=False)
             assert ahead is not None
             logprobs = {key: ahead[key] + logprobs[key] for key in logprobs}
-        text = self.before(index) + self.text(completion)
+        text = self.before(index) + self.text(completion, index)
         ids = {"prompt_token_ids": self.prompt_of(index)} if self.request.return_token_ids else {}
         return {"text": text, "finish_reason": completion.finish_reason, "logprobs": logprobs, **ids}
 
@@ -241,29 +260,53 @@ class TextAnswer(Answer):
         ids = {"prompt_token_ids": self.prompt_of(index)} if self.request.return_token_ids else {}
         return {"index": index, "text": self.before(index), "finish_reason": None, "logprobs": None, **ids}
 
-    def piece(self, index: int, said: str, piece: Completion, offset: int) -> Choice:
+    def piece(self, index: int, said: str, piece: Completion) -> Choice:
+        count = self._counts.setdefault(index, Characters(len(self.before(index))))
         choice = {"index": index, "text": said, "finish_reason": None}
-        return choice | {"logprobs": self._logprobs(piece, offset), **self.extras(piece)}
+        return choice | {"logprobs": self._logprobs(piece, count, follows=True), **self.extras(piece)}
 
     def last(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
-        offset = spelling.sent
-        said = self.piece(index, spelling.rest(self.text(whole)), piece, offset)
+        said = self.piece(index, spelling.rest(self.text(whole, index)), piece)
         return said | {"finish_reason": whole.finish_reason}
 
-    def _logprobs(self, completion: Completion, offset: int) -> dict[str, Any] | None:
-        """`offset`: characters before these tokens."""
+    def _logprobs(self, completion: Completion, count: "Characters", follows: bool) -> dict[str, Any] | None:
+        """Return the logprobs of tokens. `count`: the characters before them; `follows`: there are tokens before."""
         if self.ask.logprobs is None:
             return None
-        offsets, names = [], [self.token_name(i) for i in completion.ids]
-        for token_id in completion.ids:
-            offsets.append(offset)
-            offset += len(self.tokenizer.token(token_id))
-        tops: list[dict[str, float] | None] = []
-        for i, logprob in enumerate(completion.logprobs):
+        texts, ids = self.tokenizer.token_texts, completion.ids
+        pieces = texts.pieces(ids, follows)
+        offsets, names, tops = [], [], list[dict[str, float] | None]()
+        for i, (token_id, piece, logprob) in enumerate(zip(ids, pieces, completion.logprobs, strict=True)):
+            offsets.append(count.so_far)
+            count.add(b"" if self.skip and self.tokenizer.is_dropped(token_id) else piece)
+            names.append(self.token_name(token_id, piece, "bytes:"))
             others = completion.alternatives[i] if completion.alternatives else []
-            likeliest = {self.token_name(other): value for other, value in others}
-            tops.append(None if logprob is None else likeliest | {names[i]: logprob})
+            begins = not follows and i == 0
+            tops.append(None if logprob is None else self._tops(token_id, names[-1], logprob, others, begins))
         return {"tokens": names, "token_logprobs": completion.logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+    def _tops(
+        self, token_id: int, name: str, logprob: float, others: Sequence[tuple[int, float]], begins: bool
+    ) -> dict[str, float]:
+        """Return the likeliest tokens at a place and the one that is there; two of one text by their ids."""
+        texts, found = self.tokenizer.token_texts, dict[str, float]()
+        for other, value in others:
+            piece = texts.first_bytes_of(other) if begins else texts.bytes_of(other)
+            other_name = self.token_name(other, piece, "bytes:")
+            taken = other_name in found or (other_name == name and other != token_id)
+            found[f"token_id:{other}" if taken else other_name] = value
+        return found | {name: logprob}
+
+
+class Characters:
+    """How many characters a text has so far, that grows by bytes."""
+
+    def __init__(self, start: int) -> None:
+        self.so_far = start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, piece: bytes) -> None:
+        self.so_far += len(self._decoder.decode(piece))
 
 
 def _json(value: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ async def streamed(
 async def _events(sampler: Sampler, answer: Answer, requests: Sequence[GenerateRequest]) -> AsyncGenerator[str, None]:
     options, count = answer.request.stream_options, len(requests)
     each_usage = options is not None and bool(options.continuous_usage_stats)
-    spellings = [answer.spelling() for _ in requests]
+    spellings = [answer.spelling(i) for i in range(len(requests))]
     pieces: list[list[Completion]] = [[] for _ in requests]
     written, left = 0, len(requests)
 
@@ -55,7 +55,7 @@ async def _events(sampler: Sampler, answer: Answer, requests: Sequence[GenerateR
             async for i, piece in found:
                 said = "" if begun else opening()
                 begun = True
-                spelling, offset = spellings[i], spellings[i].sent
+                spelling = spellings[i]
                 pieces[i].append(piece)
                 written += len(piece.ids)
                 if piece.finish_reason:
@@ -63,7 +63,7 @@ async def _events(sampler: Sampler, answer: Answer, requests: Sequence[GenerateR
                     said += chunk([answer.last(i, spelling, piece, whole)])
                     left -= 1
                 else:
-                    said += chunk([answer.piece(i, spelling.more(piece.ids), piece, offset)])
+                    said += chunk([answer.piece(i, spelling.more(piece.ids), piece)])
                 if not left:
                     check_forms(requests)
                     said += closing()

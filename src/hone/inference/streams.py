@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hone.records import Completion, GenerateRequest
-from hone.text.stops import cut, held_back
+from hone.text.stops import held_back
 from hone.text.tokenizer import Tokenizer
 
 LOOK, LOOK_EACH = 0.01, 0.0008  # seconds between two looks, at least: for one stream, and for each …
@@ -99,15 +99,19 @@ class Streams:
 class Spelling:
     """The text of a completion bit by bit: nothing is handed on that a later token could still change.
 
-    `hold` are strings that a client must not see the beginning of: stop strings, and what a tool call begins with.
+    `hold` are strings that a client must not see the beginning of: stop strings, and what a tool call begins with;
+    `before`: tokens that the text goes on from, where it does.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, stops: Sequence[str], hold: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special: bool, stops: Sequence[str], hold: Sequence[str],
+        before: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self.tokenizer, self.skip = tokenizer, skip_special
         self.stops, self.hold = stops, [*stops, *hold]
-        self.ids: list[int] = []
+        self.ids: list[int] = [*before]
         self.text, self.sent = "", 0  # so far, and how many of its characters were handed on
-        self._start = self._read = 0  # tokens before `_read` are in the text; decoding begins at `_start`
+        self._start, self._read = 0, len(before)  # tokens before `_read` are in the text; decoding begins at `_start`
 
     def more(self, ids: list[int]) -> str:
         """What can be said now."""
@@ -122,11 +126,6 @@ class Spelling:
     def rest(self, whole: str) -> str:
         """What of the whole text, as an answer in one piece would have it, has not been said."""
         return self._say(whole, len(whole)) if whole.startswith(self.text[: self.sent]) else ""
-
-    def whole(self, keep_stop: bool) -> str:
-        """The text of all tokens, up to a stop string."""
-        text = self._decode(0, len(self.ids))
-        return cut(text, self.stops, keep=keep_stop) if self.stops else text
 
     def _decode(self, start: int, end: int) -> str:
         return self.tokenizer.decode(self.ids[start:end], skip_special_tokens=self.skip)

@@ -15,6 +15,7 @@ import numpy as np
 from hone.config.sections import ModelConfig
 from hone.records import Completion, Message, Prompt, Turn
 from hone.text.chat import DEFAULT, ChatTemplate
+from hone.text.detokenizer import TokenTexts, name_of
 from hone.text.model_text import (
     find_templates,
     load_encoder,
@@ -26,6 +27,8 @@ from hone.text.model_text import (
 from hone.text.tool_calls import opens_thought, parse_tool_calls
 
 log = logging.getLogger("hone.text")
+BEFORE = "\x01"  # stands before a text that goes on from tokens; it is a token of its own
+CONTEXT = 8  # tokens before others that can change what these are as text
 PROMPT_END = 16  # tokens of a prompt in which an opened thought is looked for
 
 
@@ -64,8 +67,9 @@ class Tokenizer:
         self.template = ChatTemplate(templates, specials, template_arguments, call_format) if templates else None
         self.vocab_size = self.encoder.get_vocab_size(with_added_tokens=True)
         added = self.encoder.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self.stop_ids = self._stop_ids(specials, {token.content: number for number, token in added.items()})
-        special = {number for number, token in added.items() if token.special}
+        self._special = special = {number for number, token in added.items() if token.special}
         kept = self.template.call_format.tags if self.template else ()
         tags = {number for number in special if added[number].content in kept}
         self._dropped = special - tags if tags else None  # without special tokens; None: as the library does
@@ -121,9 +125,27 @@ class Tokenizer:
             ids, skip_special_tokens = [i for i in ids if i not in self._dropped], False
         return str(self.encoder.decode(ids, skip_special_tokens=skip_special_tokens))
 
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """What each token contributes to a text."""
+        return TokenTexts(self.encoder)
+
     def token(self, token_id: int) -> str:
-        """The text of one token, special or not."""
-        return self.decode([token_id], skip_special_tokens=False)
+        """Return the text of one token, special or not, within a text."""
+        return name_of(self.token_texts.bytes_of(token_id))
+
+    def is_dropped(self, token_id: int) -> bool:
+        """Return True for a special token that `decode` leaves out of the text."""
+        if self._dropped is not None:
+            return token_id in self._dropped
+        return token_id in self._special
+
+    def decode_after(self, before: list[int], ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Return the text that tokens add to that of the tokens before them."""
+        context = before[-CONTEXT:]
+        start = self.decode(context, skip_special_tokens)
+        whole = self.decode(context + ids, skip_special_tokens)
+        return whole[len(start) :] if whole.startswith(start) else self.decode(ids, skip_special_tokens)
 
     def prompt_ids(self, prompt: Prompt, **template_args: Any) -> list[int]:
         """The ids of a conversation up to where the assistant is to speak; recent ones are kept, a group asks often.
@@ -137,8 +159,7 @@ class Tokenizer:
         if before and 0 < covered <= len(messages) and all(0 <= i < self.vocab_size for i in before):
             text = template.continuation(messages, covered, **args)
             if text is not None:
-                rest = self.encode(text)
-                return before + rest[rest[:1] == before[-1:] :]  # without the end of the turn, if it was sampled
+                return before + self._encode_after(before, text)
         key = repr((messages, args))  # a tenth of the time that JSON takes
         ids = self._chat_cache.get(key)
         if ids is None:
@@ -147,6 +168,18 @@ class Tokenizer:
             if len(self._chat_cache) > 1024:
                 self._chat_cache.popitem(last=False)
         return ids
+
+    def _encode_after(self, before: list[int], text: str) -> list[int]:
+        """Return the ids of a text that goes on from tokens, without the end of their turn where that was sampled."""
+        last = self.token_texts.bytes_of(before[-1]).decode(errors="replace")
+        is_ended = before[-1] in self._added and text.lstrip().startswith(last)
+        if is_ended:  # encoded with it: tokenizers look at what stands before a text
+            return self.encode(text.lstrip())[1:]
+        if self.token_texts.has_spaces:  # which would put a space before a text that stands alone
+            start, whole = self.encode(BEFORE), self.encode(BEFORE + text)
+            if whole[: len(start)] == start:
+                return whole[len(start) :]
+        return self.encode(text)
 
     def conversation_ids(
         self,

@@ -1,0 +1,79 @@
+"""What each token of a sequence contributes to its text, which is not what decoding it alone gives.
+
+A tokenizer of the SentencePiece kind writes a space before most words and leaves out the first of a text; many
+tokenizers have tokens that are parts of a character. `TokenTexts` knows the bytes of every token, so that the bytes of
+the tokens of a text, joined, are the text.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer as Encoder
+
+SPACE = "\u2581"  # what SentencePiece writes for a space
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenTexts:
+    """The bytes of the tokens of a tokenizer."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
+        state = json.loads(encoder.decoder.__getstate__()) if encoder.decoder is not None else {}
+        parts = state.get("decoders", [state])
+        kinds = {part.get("type") for part in parts}
+        self._is_byte_level, self._has_bytes = "ByteLevel" in kinds, "ByteFallback" in kinds
+        replaced = [part for part in parts if part.get("type") == "Replace" and SPACE in str(part.get("pattern"))]
+        metaspace = [part for part in parts if part.get("type") == "Metaspace"]
+        self.has_spaces = bool(replaced or metaspace)
+        strips = [part for part in parts if part.get("type") == "Strip" and part.get("content") == " "]
+        prepends = [part for part in metaspace if part.get("prepend_scheme") != "never"]
+        self.drops_first_space = bool(prepends or any(part.get("start") for part in strips))
+        self._added = {number: token.content for number, token in encoder.get_added_tokens_decoder().items()}
+
+    @functools.lru_cache(maxsize=200_000)  # noqa: B019  (it lives as long as its tokenizer)
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return what the token adds to a text that something stands before. Ids without a token have no bytes."""
+        token = self.encoder.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        if self._is_byte_level:
+            return b"".join(_BYTES.get(character) or character.encode() for character in token)
+        if self._has_bytes and (found := BYTE.fullmatch(token)):
+            return bytes([int(found[1], 16)])
+        if self.has_spaces:
+            return token.replace(SPACE, " ").encode()
+        return self.encoder.decode([token_id], skip_special_tokens=False).encode()
+
+    def first_bytes_of(self, token_id: int) -> bytes:
+        """Return what the token adds to a text that it begins."""
+        found = self.bytes_of(token_id)
+        return found.removeprefix(b" ") if self.drops_first_space and token_id not in self._added else found
+
+    def pieces(self, ids: Sequence[int], follows: bool) -> list[bytes]:
+        """Return the bytes of each token of a text; `follows`: something stands before it."""
+        if follows or not ids:
+            return [self.bytes_of(token) for token in ids]
+        return [self.first_bytes_of(ids[0]), *map(self.bytes_of, ids[1:])]
+
+
+def name_of(piece: bytes, prefix: str = "") -> str:
+    """Return bytes as text; those that are no whole characters as OpenAI writes them, after a prefix (`\\xe2\\x80`)."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _byte_level() -> dict[str, bytes]:
+    """Return the bytes that the characters of byte-level tokens stand for, as in GPT-2: printable ones as they are."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): bytes([byte]) for byte in printable} | {chr(256 + i): bytes([b]) for i, b in enumerate(others)}
+
+
+_BYTES = _byte_level()
