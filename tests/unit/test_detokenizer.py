@@ -13,8 +13,8 @@ from hone.records import Completion, Prompt
 from hone.text.tokenizer import Tokenizer
 
 WORDS = ["the", "answer", "is", "true", "istrue", "false", "é", "日本", "🙂", "a\nb", "x=1;", "no", "  two", "\ttab"]
-LLAMA_2 = """{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}
-{%- else %}{{ '[INST] ' + m.content.strip() + ' [/INST]' }}{% endif %}{% endfor %}"""
+LLAMA_2 = """{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}
+{{- ' ' + m.content.strip() + ' ' + eos_token }}{%- else %}{{ '[INST] ' + m.content.strip() + ' [/INST]' }}{% endif %}{% endfor %}"""
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 KINDS = ("byte level", "llama 2", "metaspace")
@@ -81,7 +81,7 @@ def draw_text(rng, most=6):
 
 
 def completion_of(rng, tokenizer, ids):
-    alternatives = [[(rng.randrange(tokenizer.vocab_size), -1.0) for _ in range(3)] for _ in ids]
+    alternatives = [[(i, -1.0) for i in rng.sample(range(tokenizer.vocab_size), 3)] for _ in ids]
     return Completion(ids, [-0.5] * len(ids), [0] * len(ids), "stop", alternatives)
 
 
@@ -177,10 +177,6 @@ def test_the_next_turn_s_prompt_is_that_of_the_whole_conversation(both):
             sampled = sampled[: sampled.index(theirs.convert_tokens_to_ids(end)) + 1]
             before = asked + sampled
             messages = [*answered, {"role": "user", "content": draw_text(rng).strip()}]
-        assert (
-            before.count(theirs.convert_tokens_to_ids(end)) == len(messages) // 2 * (2 if end == "<|im_end|>" else 1)
-            or 1
-        )
 
 
 def test_the_end_of_a_turn_is_there_once_whatever_was_sampled_before_it(directories):
