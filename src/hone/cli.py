@@ -7,10 +7,12 @@ hone                   the same as subcommands
 
 import errno
 import os
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from hone import STARTED, leaving, machine
 from hone.config.commands import COMMANDS, import_object
@@ -23,6 +25,7 @@ OTHERS = {  # subcommands with arguments of their own kind
     "lab": "hone.launch.lab:main",
     "slurm": "hone.launch.slurm:main",
 }
+STEPPING = ("rl", "vf-rl", "sft", "trainer")  # their first Ctrl-C writes a checkpoint
 LOOKERS = ("dashboard", "doctor", "plot")  # without arguments they say what is missing, or need none
 
 
@@ -95,6 +98,8 @@ def _run(command: str, argv: list[str]) -> int:
 
     machine.prepare()
     leaving.listen()
+    if command in STEPPING:
+        leaving.listen_to_ctrl_c()
     leaving.end_with_parent()
 
     def work() -> None:
@@ -115,6 +120,12 @@ def _run(command: str, argv: list[str]) -> int:
             machine.Neighbours.watch()
             try:
                 main(config)
+            except SystemExit as error:
+                if error.code:  # ours, of a signal
+                    raise
+                raise ValueError(
+                    "something that the run called ended the process (exit()), perhaps a task of an environment"
+                ) from error
             except Exception as error:
                 if type(error).__name__ != "OutOfMemoryError":  # torch's
                     raise
@@ -163,10 +174,14 @@ def _guard(command: str, work: Callable[[], int | None]) -> int:
         return work() or 0
     except leaving.Left as left:
         print(f"{command}: {left}", flush=True)
-        return leaving.AGAIN
+        if not leaving.was_interrupted():
+            return leaving.AGAIN
+        if left.can_resume:
+            print(f"continue with: {resume_command(sys.argv)}", flush=True)
+        return leaving.INTERRUPTED
     except KeyboardInterrupt:
         print(f"{command}: interrupted", file=sys.stderr)
-        return 130
+        return leaving.INTERRUPTED
     except BrokenPipeError:  # `… | head`: nobody reads any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -180,6 +195,23 @@ def _guard(command: str, work: Callable[[], int | None]) -> int:
             f"{command}: error: the disk is full; make room, then --resume auto goes on where it was", file=sys.stderr
         )
         return 1
+
+
+def resume_command(argv: list[str]) -> str:
+    """Return the command line that resumes what this one was, as it was typed."""
+    program, words = Path(argv[0]), argv[1:]
+    start = ["python", "-m", "hone"] if program.name == "__main__.py" else [program.name]
+    if "UV_RUN_RECURSION_DEPTH" in os.environ:
+        start = ["uv", "run", *start]
+    kept, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        name = word.partition("=")[0]
+        if name not in ("--clean", "--resume", "--no-clean"):
+            kept.append(word)
+        elif "=" not in word and rest and not rest[0].startswith(("-", "@")):
+            rest.pop(0)
+    return shlex.join([*start, *kept, "--resume", "auto"])
 
 
 def is_disk_full(error: BaseException | None) -> bool:

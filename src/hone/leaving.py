@@ -1,31 +1,50 @@
-"""Leaving early: SIGUSR1 asks a run to end at its next step, with a checkpoint that `--resume` goes on from.
+"""End early: SIGUSR1 or Ctrl-C asks a run to end at its next step, with a checkpoint that `--resume` goes on from.
 
-A scheduler sends it before it takes the machine away. The exit code says that the run is to be gone on with.
+A scheduler sends SIGUSR1 before it takes the machine away; the exit code says that the run can be resumed. Ctrl-C does
+the same once steps are taken, a second one ends the run at once.
 
-Leaving with a parent: what a command has started ends when the command has.
+End with a parent: what a command has started ends when the command has.
 """
 
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 AGAIN = 85  # exit code of a run that has left
+INTERRUPTED = 130  # … because of Ctrl-C
 LAST_SECONDS = 10.0  # in which a process whose parent is gone may end what it has started
-_asked, _interrupts = False, 0
+_asked, _interrupts, _takes_steps = False, 0, False
 
 
 class Left(Exception):
-    """The run has ended since it was asked to, in words."""
+    """The run has ended since it was asked to, in words; `can_resume`: with a checkpoint."""
+
+    def __init__(self, message: str, can_resume: bool = True) -> None:
+        super().__init__(message)
+        self.can_resume = can_resume
 
 
 def listen() -> None:
     """From now on the signal is taken note of, which would otherwise end the process. Call on the main thread."""
     signal.signal(signal.SIGUSR1, _ask)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+
+
+def listen_to_ctrl_c() -> None:
+    """From now on the first Ctrl-C asks a run that takes steps to end. Call on the main thread."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in a job that ignores it
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def steps_begin() -> None:
+    """Note that there is something to save from now on; before, Ctrl-C ends a command at once."""
+    global _takes_steps
+    _takes_steps = True
 
 
 def ignore_from_now_on() -> None:
@@ -56,6 +75,17 @@ def is_asked() -> bool:
 def _ask(*_: Any) -> None:
     global _asked
     _asked = True
+
+
+def _interrupt(*_: Any) -> None:
+    global _asked, _interrupts
+    _interrupts += 1
+    if _interrupts > 1 or not _takes_steps:
+        raise KeyboardInterrupt
+    _asked = True
+    with contextlib.suppress(OSError, RuntimeError):
+        sys.stderr.write("\nending after this step, with a checkpoint (Ctrl-C again ends at once)\n")
+        sys.stderr.flush()
 
 
 def end_with_parent() -> None:

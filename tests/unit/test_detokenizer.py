@@ -14,7 +14,8 @@ from hone.text.tokenizer import Tokenizer
 
 WORDS = ["the", "answer", "is", "true", "istrue", "false", "é", "日本", "🙂", "a\nb", "x=1;", "no", "  two", "\ttab"]
 LLAMA_2 = """{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}
-{{- ' ' + m.content.strip() + ' ' + eos_token }}{%- else %}{{ '[INST] ' + m.content.strip() + ' [/INST]' }}{% endif %}{% endfor %}"""
+{{- ' ' + m.content.strip() + ' ' + eos_token }}{%- else %}{{ '[INST] ' + m.content.strip() + ' [/INST]' }}{% endif %}
+{%- endfor %}"""
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 KINDS = ("byte level", "llama 2", "metaspace")

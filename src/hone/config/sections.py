@@ -391,9 +391,12 @@ class ClientConfig(Config):
 
 
 class CkptConfig(Config):
-    interval: Positive = 50
-    """Write a checkpoint, from which --resume goes on, every this many steps and after the last."""
-    keep: Positive = 1
+    interval: Positive | None = None
+    """Write a checkpoint, from which --resume goes on, every this many steps and after the last. Unless given, one is
+    written every `minutes`."""
+    minutes: Annotated[float, Field(gt=0)] = 10.0
+    """Without interval: minutes from one checkpoint to the next, at least."""
+    keep: Positive = 2
     """Newest checkpoints to keep; older ones are deleted."""
     keep_every: Positive | None = None
     """Also keep, for good, the checkpoints of every this many steps."""
@@ -435,8 +438,8 @@ class ResumableConfig(RunConfig):
     resume: Free[Annotated[bool | str, BeforeValidator(true_or_false)]] = False
     """Continue an earlier run. true: from the newest intact checkpoint in output_dir; auto: the same, or from the
     start if there is none; false or never: do not; a path: from that checkpoint (checkpoints/step_N)."""
-    ckpt: Free[CkptConfig | None] = None
-    """Checkpoints to resume from; none are written unless a key of this section is given."""
+    ckpt: Free[CkptConfig | None] = CkptConfig()
+    """Checkpoints to resume from. Ctrl-C writes one too; `--ckpt None` writes none."""
 
     @property
     def may_start_anew(self) -> bool:

@@ -69,6 +69,7 @@ WORDS = {  # of messages of `rl`: its keys, and those of a file for vf-rl
     "trainer.activation_checkpointing": "trainer.args.gradient_checkpointing",
     "trainer.lora differs": "use_lora, or another key of the adapter, differs",
     "--ckpt.interval N writes them": "trainer.args.save_steps says how often they are written",
+    "with other keys it is a new run: --fork": "with other keys it is a new run (rl --fork):",
     "--wandb.offline": "--trainer.args.wandb.offline true",
     "(--output-dir DIR; vf-rl: --trainer.args.run-name NAME)": "(--trainer.args.run-name NAME)",
     "(--output-dir DIR)": "(--trainer.args.run-name NAME)",

@@ -171,6 +171,7 @@ async def train(
         return config.orchestrator.rollout_timeout >= LONG and not (is_evaluated or is_saved)
 
     values: dict[str, float] = {}
+    leaving.steps_begin()
     before = await evaluated(0) if first == 1 else {}
     if before:
         of_rollouts.row(0, before)

@@ -72,6 +72,7 @@ def launch(config: RLConfig, watcher: Watcher | None = None) -> None:
     try:
         for part in parts:
             children.append(Child(part, run.write_config(to_toml(part.config), part.name), run.logs))
+        leaving.steps_begin()
         log.info("Started %s; logs in %s", ", ".join(f"{c.name} ({c.process.pid})" for c in children), run.logs)
         if watcher is not None and config.inference is not None:
             watcher.serving([part.address for part in parts if part.address])
@@ -179,7 +180,8 @@ def watch(children: list[Child], follower: Follower) -> None:
         codes = [child.code() for child in trainers]
         if leaving.AGAIN in codes and None not in codes:
             trainers[0].reader.join(2.0)
-            raise leaving.Left(trainers[0].said[-1].removeprefix("trainer: "))
+            can_resume = any(follower.run.checkpoints.glob("step_*"))
+            raise leaving.Left(trainers[0].said[-1].removeprefix("trainer: "), can_resume)
         for child in children:
             code = child.code()
             if child in trainers and code == leaving.AGAIN:

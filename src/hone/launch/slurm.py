@@ -226,7 +226,7 @@ def resolved(args: argparse.Namespace, overrides: list[str], directory: Path) ->
     if config.clean:
         raise ConfigError(f"clean: a job that is started again would lose its run; remove it from {args.config}")
     changes: dict[str, Any] = {"resume": "auto"}
-    if config.ckpt is None:
+    if config.ckpt is None or config.ckpt.interval is None:
         # No more seldom than weights: a run that has written those and has no checkpoint is not begun again unasked.
         changes["ckpt"] = {"interval": min(CHECKPOINTS, config.weights.interval or CHECKPOINTS)}
     return type(config).model_validate(config.model_dump() | changes)

@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 import warnings
 import zlib
 from pathlib import Path
@@ -47,33 +48,50 @@ class Checkpoints:
         self._group: Any = None  # of messages between the ranks' writers, beside those of training
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._last = time.monotonic()  # when the last one was begun, or the run
+        self._due: tuple[int, bool] = 0, False  # whether one is due by time after that step
 
     def leave(
         self, step: int, config: dict[str, Any], metrics: dict[str, float], progress: dict[str, Any] | None = None
     ) -> None:
-        """Writes the checkpoint of the step that a run ends with early, unless it is there. Raises Left. Collective."""
+        """Write the checkpoint of the step that a run ends with early, unless it is there. Raises Left. Collective."""
         self.wait()
-        if step and not (self.run.checkpoints / f"step_{step}").exists():
-            self.save(step, True, config, metrics, progress)
         if self.policy is None:
-            raise Left(f"ended after step {step}, as asked; it cannot be gone on with: no ckpt key was given")
+            raise Left(f"ended after step {step}, as asked; it cannot be resumed: ckpt is None", can_resume=False)
+        if step and not (self.run.checkpoints / f"step_{step}").exists():
+            self._save(step, True, config, metrics, progress)
         kept = f"its checkpoint is in {self.run.checkpoints}" if step else "nothing was to be kept"
         raise Left(f"ended after step {step}, as asked; {kept}; --resume auto goes on")
 
     def is_due(self, step: int, is_last: bool) -> bool:
-        return self.policy is not None and (is_last or step % self.policy.interval == 0)
+        """Return True if a checkpoint is to be written after this step; the same on all ranks."""
+        if self.policy is None:
+            return False
+        if self.policy.interval is not None:
+            return is_last or step % self.policy.interval == 0
+        if self._due[0] != step:
+            is_late = time.monotonic() - self._last >= 60 * self.policy.minutes
+            device = self.optimizer.parameters[0].device
+            self._due = step, self.ranks.agree(is_late and self.ranks.is_first, device)
+        return self._due[1]
 
     def save(
         self, step: int, is_last: bool, config: dict[str, Any], metrics: dict[str, float],
         progress: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """Begins to write the checkpoint of a step, if it is due. Waits for the one before, at last for this one."""
-        if not self.is_due(step, is_last):
-            return
+        """Begin to write the checkpoint of a step, if it is due. Waits for the one before, at last for this one."""
+        if self.is_due(step, is_last):
+            self._save(step, is_last, config, metrics, progress)
+
+    def _save(
+        self, step: int, is_last: bool, config: dict[str, Any], metrics: dict[str, float],
+        progress: dict[str, Any] | None,
+    ) -> None:  # fmt: skip
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
         self.wait()
+        self._last = time.monotonic()
         directory = self.run.checkpoints / f"step_{step}"
         partial = directory.with_name(directory.name + ".partial")
         if self.ranks.is_first:

@@ -91,6 +91,7 @@ def main(config: TrainerRunConfig) -> None:
     report = StepReport(log, config.max_steps, config.log_interval)
     with Pulse(run.pulse(names[ranks.rank])), watch, publish:
         values = metrics_of(sources, first - 1)
+        leaving.steps_begin()
         publish(first - 1, values)
         for step in range(first, config.max_steps + 1):
             start = time.perf_counter()

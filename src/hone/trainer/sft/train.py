@@ -166,6 +166,7 @@ class Trainer:
             done + 1, max_steps,
         )  # fmt: skip
         start = time.perf_counter()
+        leaving.steps_begin()
         with Live("sft", self.ranks.is_first) as live:
             live.begin(max_steps, done)
             if done == 0 and config.eval and config.eval.is_due(0, max_steps):
