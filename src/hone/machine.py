@@ -6,9 +6,11 @@
 import contextlib
 import functools
 import gc
+import getpass
 import os
 import platform
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -39,6 +41,7 @@ _TASKS = Path("/proc/self/task")
 def prepare() -> None:
     """Sets what torch and numba read from the environment when they are imported, where the user has not; and has
     Python look for cycles among new objects less often, which costs a busy server 4 % of its time."""
+    ensure_home()
     young, *older = gc.get_threshold()
     if 0 < young < YOUNG:
         gc.set_threshold(YOUNG, *older)
@@ -52,6 +55,27 @@ def prepare() -> None:
         there = gpus()
         own = [there[int(i) % len(there)] for i in wanted.split(",")] if there else []
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+
+
+def ensure_home() -> None:
+    """Give a user without a home directory one below the directory for temporary files.
+
+    In a container a user id may have no entry in passwd and no HOME. Many libraries ask for both.
+    """
+    if "HOME" not in os.environ:
+        try:
+            Path.home()
+        except RuntimeError:
+            place = Path(tempfile.gettempdir()) / f"hone-home-{os.getuid()}"
+            with contextlib.suppress(OSError):
+                place.mkdir(mode=0o700)
+            is_ours = place.is_dir() and not place.is_symlink() and place.stat().st_uid == os.getuid()
+            os.environ["HOME"] = str(place) if is_ours else tempfile.mkdtemp(prefix="hone-home-")
+    if not {"LOGNAME", "USER", "LNAME", "USERNAME"} & set(os.environ):
+        try:
+            getpass.getuser()
+        except (KeyError, OSError, ImportError):
+            os.environ["USER"] = f"uid{os.getuid()}"
 
 
 def keep_to_isa() -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 C = TypeVar("C", bound="Config")
 T = TypeVar("T")
@@ -32,6 +32,20 @@ class ConfigError(ValueError):
     """A mistake in the configuration, in words for the person who typed it."""
 
 
+def expand_home(value: Any) -> Any:
+    """Return a path, a text that begins with `~/`, or a list of them, with the home directory in place of `~`."""
+    if isinstance(value, list):
+        return [expand_home(one) for one in value]
+    is_text = isinstance(value, str) and (value == "~" or value.startswith("~/"))
+    if not is_text and not (isinstance(value, Path) and value.parts[:1] and value.parts[0].startswith("~")):
+        return value
+    try:
+        expanded = Path(value).expanduser()
+    except RuntimeError as error:  # ~somebody, whom the machine does not know
+        raise ValueError(f"{value}: {error}") from None
+    return str(expanded) if is_text else expanded
+
+
 class Config(BaseModel):
     """Base of every configuration section: unknown keys are errors, the docstring under a key documents it."""
 
@@ -41,6 +55,12 @@ class Config(BaseModel):
     )  # that help where memory is short
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+    @field_validator("*", mode="after", check_fields=False)
+    @classmethod
+    def _expand_home(cls, value: Any) -> Any:
+        """Replace the `~` that a path begins with, which no shell has done for a value of a file."""
+        return expand_home(value)
 
     def public(self) -> dict[str, Any]:
         """The values as plain data, without secrets: what may be written down."""

@@ -69,6 +69,7 @@ def _numba() -> tuple[Any, bool]:
     here = Path(__file__).parent
     beside = [here.parent / name for name in ("row_state.py", "stretches.py")]  # whose numbers are compiled in
     sources = b"".join(path.read_bytes() for path in [*sorted(here.glob("*.py")), *beside])
+    machine.ensure_home()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hone" / "kernels"
     machine.keep_to_isa()  # also where a program imports this and has prepared nothing
     os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp workqueue tbb")
