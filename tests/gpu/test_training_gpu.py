@@ -262,7 +262,7 @@ def test_an_optimizer_in_the_machines_memory_moves_weights_as_one_on_the_device(
         for number in range(3):
             step(model, optimizer, number)
         if offload:
-            checkpoints = Checkpoints(run, optimizer, CkptConfig(), Ranks())
+            checkpoints = Checkpoints(run, optimizer, CkptConfig(interval=1), Ranks())
             checkpoints.save(3, True, SFTConfig(model={"name": "m"}, data={"name": "d"}).public(), {})
         step(model, optimizer, 3)
         results.append([t.detach().cpu().clone() for t in (*model.parameters(), *optimizer.state().values())])

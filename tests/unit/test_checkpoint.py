@@ -41,7 +41,7 @@ def run(tmp_path):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(step)
-        save(run, optimizer, step, CkptConfig(keep=3), 1 / step)
+        save(run, optimizer, step, CkptConfig(interval=1, keep=3), 1 / step)
     return run
 
 
@@ -131,14 +131,14 @@ def test_going_back_forgets_what_came_after(run):
 
 def test_which_are_kept(run):
     values = {10: 0.5, 20: 0.1, 30: 0.3, 40: None, 50: 0.4}
-    assert to_keep(values, CkptConfig(keep=2)) == {40, 50}
-    assert to_keep(values, CkptConfig(keep=1, keep_every=20)) == {20, 40, 50}
-    assert to_keep(values, CkptConfig(keep=1, keep_best="val/loss")) == {20, 50}
-    assert to_keep(values, CkptConfig(keep=1, keep_best="reward/mean")) == {10, 50}
+    assert to_keep(values, CkptConfig(interval=1, keep=2)) == {40, 50}
+    assert to_keep(values, CkptConfig(interval=1, keep=1, keep_every=20)) == {20, 40, 50}
+    assert to_keep(values, CkptConfig(interval=1, keep=1, keep_best="val/loss")) == {20, 50}
+    assert to_keep(values, CkptConfig(interval=1, keep=1, keep_best="reward/mean")) == {10, 50}
     later = {10: 0.2, 20: 0.1, 30: None, 40: None, 50: None, 60: None}  # evaluated beside training
-    assert to_keep(later, CkptConfig(keep=1, keep_best="eval/x/reward")) == {10, 40, 50, 60}
+    assert to_keep(later, CkptConfig(interval=1, keep=1, keep_best="eval/x/reward")) == {10, 40, 50, 60}
     model = made()
-    policy = CkptConfig(keep=1, keep_best="val/loss")
+    policy = CkptConfig(interval=1, keep=1, keep_best="val/loss")
     save(run, Optimizer(model, OptimConfig()), 4, policy, 0.9)
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step_3", "step_4"]
 

@@ -89,16 +89,21 @@ def test_qwen3_4b_on_one_card():
     assert several.peak - estimate_rl(spec, TrainerConfig(), 8704, 2, 8704).peak == 4 * spec.parameters()
 
 
-def test_a_dry_run_says_what_a_step_takes(tmp_path, capsys):
+def test_a_dry_run_says_what_a_step_takes(tmp_path, capsys, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
     words = ["--dry-run", "--model.name", str(tmp_path), "--output-dir", str(tmp_path / "run")]
+    monkeypatch.setattr("hone.machine.gpus", list)
     assert cli._run("trainer", words) == 0
+    assert "# memory, about: training in float32, up to 16,384 tokens" in capsys.readouterr().out
+    monkeypatch.setattr("hone.machine.gpus", lambda: ["0"])
+    assert cli._run("trainer", [*words, "--clean"]) == 0
     said = capsys.readouterr().out
     assert "# memory, about: training in bfloat16, up to 16,384 tokens in a micro-batch: weights 7.49, masters" in said
     assert cli._run("inference", ["--dry-run", "--model.name", str(tmp_path), "--max-model-len", "1000"]) == 0
     said = capsys.readouterr().out
     assert "keys and values in bfloat16: 144.0 KiB a token, 0.14 GiB for the longest sequence, 1,000 tokens" in said
-    assert memory_lines(TrainerRunConfig(model={"name": "nobody/nothing"})) == []
+    unknown = memory_lines(TrainerRunConfig(model={"name": "nobody/nothing"}))
+    assert unknown == ["not known: the config.json of nobody/nothing is not on this machine"]
 
 
 def test_out_of_memory_is_one_message(tmp_path, monkeypatch, capsys):

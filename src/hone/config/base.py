@@ -11,6 +11,7 @@ the file of a bad key and the nearest good one, and a `--help` made from the typ
 import difflib
 import itertools
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -198,8 +199,9 @@ def _merge_file(
     except FileNotFoundError:
         folder = Path(name).parent
         nearby = sorted(str(p) for p in folder.glob("*.toml")) if folder.is_dir() else []
-        near = difflib.get_close_matches(name, nearby, n=1, cutoff=0.0)
-        raise ConfigError(f"{name}: no such file" + (f"; did you mean {near[0]}?" if near else "")) from None
+        near = difflib.get_close_matches(name, nearby, n=1, cutoff=0.7)
+        there = f"; there are {', '.join(nearby[:5])}{', …' if len(nearby) > 5 else ''}" if nearby else ""
+        raise ConfigError(f"{name}: no such file" + (f"; did you mean {near[0]}?" if near else there)) from None
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -324,7 +326,7 @@ def explain(error: ValidationError, cls: type[Config], origins: dict[str, str]) 
     for item in error.errors(include_url=False):
         names = _without_tags(cls, [str(part) for part in item["loc"] if not _is_tag(part)])
         key = ".".join(names)
-        place = _origin(names, origins)
+        place = _origin(names, origins, str((item.get("ctx") or {}).get("error", "")))
         if item["type"] == "extra_forbidden":
             parents = _sections(cls, names[:-1])
             known = sorted({key for one in parents for key in one.model_fields})
@@ -392,12 +394,21 @@ def _kebab(key: str) -> str:
     return key.replace("_", "-")
 
 
-def _origin(names: list[str], origins: dict[str, str]) -> str:
-    while names:
-        if ".".join(names) in origins:
-            return f" (in {origins['.'.join(names)]})"
-        names = names[:-1]
-    return ""
+def _origin(names: list[str], origins: dict[str, str], message: str = "") -> str:
+    """Return where a key was given, as ` (in FILE)`.
+
+    For a section it is where those of its keys were given that the message names, or all of them.
+    """
+    prefix = ".".join(names) + "." if names else ""
+    below = {key[len(prefix) :]: place for key, place in origins.items() if key.startswith(prefix)}
+    named = [place for key, place in below.items() if re.search(rf"\b{re.escape(key).replace('_', '[_-]')}\b", message)]
+    leaves = [place for key, place in below.items() if not any(other.startswith(f"{key}.") for other in below)]
+    places = list(dict.fromkeys(named or (leaves if message else [])))
+    if ".".join(names) in origins and not named:
+        places = [origins[".".join(names)]]
+    if places:
+        return f" (in {' and '.join(places)})"
+    return _origin(names[:-1], origins) if len(names) > 1 else ""
 
 
 def _sections(cls: type[Config], names: list[str]) -> list[type[Config]]:

@@ -399,7 +399,7 @@ class CkptConfig(Config):
     keep: Positive = 2
     """Newest checkpoints to keep; older ones are deleted."""
     keep_every: Positive | None = None
-    """Also keep, for good, the checkpoints of every this many steps."""
+    """Also keep, for good, the checkpoints of every this many steps; without interval it is the interval too."""
     keep_best: str | None = None
     """Also keep the checkpoint with the best value of this metric of metrics.jsonl: the highest, or the lowest where
     the name contains loss."""

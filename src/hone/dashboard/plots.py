@@ -16,11 +16,9 @@ FORMATS = ("png", "svg", "pdf")
 
 
 def draw(indexes: list[Index], form: str) -> bytes:
-    """One line a run in each panel. Raises ValueError where there is nothing to draw, or matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("plots need matplotlib; install the extra: pip install 'hone-rl[plot]'") from None
+    """Draw one line a run in each panel. Raises ValueError where there is nothing to draw."""
+    from matplotlib.figure import Figure  # seconds, which only pictures need
+
     for index in indexes:
         index.update_metrics()
     kinds = {index.run.kind for index in indexes}

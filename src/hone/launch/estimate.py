@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from hone import machine
 from hone.config.base import Config
 from hone.config.inference import InferenceConfig
 from hone.config.rl import RLConfig, TrainerRunConfig
@@ -13,22 +14,30 @@ from hone.trainer.memory import FEW_TOKENS, Estimate, estimate, estimate_rl
 
 
 def memory_lines(config: Config) -> list[str]:
-    """A line for what is trained and one for what samples, as far as the command has either; none where the model's
-    config.json is not on this machine. Raises ValueError for one that cannot be read."""
+    """Return a line for what is trained and one for what samples, as far as the command has either.
+
+    Without the model's config.json on this machine the line says that nothing is known. Raises ValueError for one that
+    cannot be read.
+    """
     model = getattr(config, "model", None)
-    if not isinstance(model, ModelConfig) or (directory := _directory(model.name)) is None:
+    if not isinstance(model, ModelConfig):
         return []
+    if (directory := _directory(model.name)) is None:
+        return [f"not known: the config.json of {model.name} is not on this machine"]
     shape = read_model_config(directory)
     if isinstance(config, InferenceConfig) and config.backend != "hone" and not is_known(shape):
-        return []  # vLLM's affair
+        return ["not known: vLLM computes a model of this kind"]
     spec = parse_model_config(shape, str(directory / "config.json"))
-    is_single = model.dtype == "float32" or (model.dtype == "auto" and model.device == "cpu")
+    on_cpu = model.device == "cpu" or (model.device == "auto" and not machine.gpus())
+    is_single = model.dtype == "float32" or (model.dtype == "auto" and on_cpu)
     itemsize, kind = (4, "float32") if is_single else (2, "bfloat16")
     found = []
     training = _training(config, spec, itemsize)
     if training is not None:
         tokens, expected = training
-        found.append(f"training in {kind}, up to {tokens:,} tokens in a micro-batch: {expected.words()}")
+        is_guessed = isinstance(config, SFTConfig) and config.data.seq_len is None
+        guess = f" (rows of {UNKNOWN_ROW_TOKENS:,} tokens, data.seq-len is not given)" if is_guessed else ""
+        found.append(f"training in {kind}, up to {tokens:,} tokens in a micro-batch{guess}: {expected.words()}")
     limit, sequences = spec.max_position_embeddings, 0
     if isinstance(config, RLConfig):
         limit, sequences = min(limit, config.seq_len), config.orchestrator.batch_size

@@ -67,8 +67,9 @@ class Checkpoints:
         """Return True if a checkpoint is to be written after this step; the same on all ranks."""
         if self.policy is None:
             return False
-        if self.policy.interval is not None:
-            return is_last or step % self.policy.interval == 0
+        interval = self.policy.interval or self.policy.keep_every
+        if interval is not None:
+            return is_last or step % interval == 0
         if self._due[0] != step:
             is_late = time.monotonic() - self._last >= 60 * self.policy.minutes
             device = self.optimizer.parameters[0].device
