@@ -1,13 +1,14 @@
-"""SIGUSR1: a run ends at its next step with a checkpoint and code 85, and goes on as if it had never ended."""
+"""SIGUSR1 and Ctrl-C: a run ends at its next step with a checkpoint, and is resumed as if it had never ended."""
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 
 import pytest
 
-from hone.leaving import AGAIN
+from hone.leaving import AGAIN, INTERRUPTED
 from tests.hangs import HANG_SECONDS
 
 from .conftest import BIN, RL_ENV, command, start, until
@@ -31,14 +32,14 @@ def words_of(kind, trained, out, tmp_path):
     ]  # fmt: skip
 
 
-def leave(words, out, tmp_path, metrics):
-    """Starts a run, asks it to leave after some steps, and gives what it said."""
+def leave(words, out, tmp_path, metrics, number=signal.SIGUSR1, code=AGAIN):
+    """Start a run, ask it to leave after some steps by a signal, and return what it said."""
     with (tmp_path / "log").open("w+") as log:
         process = start(BIN / words[0], *words[1:], log=log)
         until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 5, process)
-        os.kill(process.pid, signal.SIGUSR1)
+        os.kill(process.pid, number)
         try:
-            assert process.wait(HANG_SECONDS) == AGAIN
+            assert process.wait(HANG_SECONDS) == code
         except subprocess.TimeoutExpired:
             process.kill()
             raise
@@ -66,8 +67,24 @@ def test_a_run_that_was_asked_to_leave_ends_as_one_that_was_not(kind, trained, t
 def test_without_checkpoints_it_says_what_is_lost(trained, tmp_path):
     words = [str(word) for word in words_of("sft", trained, tmp_path / "run", tmp_path)]
     at = words.index("--ckpt.interval")
-    said = leave([*words[:at], *words[at + 2 :]], tmp_path / "run", tmp_path, tmp_path / "run" / "metrics_sft.jsonl")
-    assert "it cannot be gone on with: no ckpt key was given" in said
+    words = [*words[:at], "--ckpt", "None", *words[at + 2 :]]
+    said = leave(words, tmp_path / "run", tmp_path, tmp_path / "run" / "metrics_sft.jsonl")
+    assert "it cannot be resumed: ckpt is None" in said
+
+
+@pytest.mark.parametrize("kind", ["colocated", "processes", "sft"])
+def test_ctrl_c_writes_a_checkpoint_and_says_the_command_that_continues(kind, trained, tmp_path):
+    out = tmp_path / "left"
+    name, last = ("metrics_sft.jsonl", 4 * STEPS) if kind == "sft" else ("metrics.jsonl", STEPS)
+    words = [*map(str, words_of(kind, trained, out, tmp_path)), "--clean"]
+    at = words.index("--ckpt.interval")
+    words = words[:at] + words[at + 2 :]  # checkpoints by default
+    said = leave(words, out, tmp_path, out / name, signal.SIGINT, INTERRUPTED)
+    typed = next(line for line in said.splitlines() if line.startswith("continue with: "))
+    again = shlex.split(typed.removeprefix("continue with: "))
+    assert again[-len(words) - 1 :] == [*words[:-1], "--resume", "auto"]
+    assert "Going on from" in command(*again[-len(words) - 1 :]).stdout
+    assert [json.loads(line)["step"] for line in (out / name).open()] == list(range(1, last + 1))
 
 
 @pytest.mark.main_path

@@ -1,6 +1,7 @@
 """Mistakes of a person at the keyboard: one clear message, an exit code that is not 0, earlier outputs untouched."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -120,3 +121,34 @@ def test_unknown_command_and_bad_json():
 def test_a_component_without_a_model_says_which_it_takes():
     done = command("inference", "--port", 0, ok=False)
     assert "No model is named: it is Qwen/Qwen3-0.6B" in done.stdout and "model.name" in done.stderr
+
+
+EXITS = """
+from hone.environments import Rubric, SingleTurnEnv
+
+def exits(completion):
+    exit()
+
+def load_environment(place="reward"):
+    if place == "load":
+        exit()
+    return SingleTurnEnv(dataset=[{"question": "?", "answer": "a"}] * 8, rubric=Rubric([exits]))
+"""
+
+
+@pytest.mark.parametrize("deployment", ["colocated", "processes"])
+@pytest.mark.main_path
+def test_code_of_an_environment_that_exits_is_named_and_no_run_ends_well(tmp_path, trained, deployment):
+    (tmp_path / "exits_env.py").write_text(EXITS)
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    words = [
+        "rl", "--model.name", trained, "--orchestrator.env.id", "exits_env", "--max-steps", 2, "--seq-len", 64,
+        "--orchestrator.batch-size", 16, "--orchestrator.rollouts-per-example", 8, "--deployment", deployment,
+        "--orchestrator.sampling.max-tokens", 4, "--inference.server.port", 0, "--output-dir", tmp_path / "out",
+    ]  # fmt: skip
+    done = command(*words, ok=False, env=env)
+    assert "reward function exits wanted to end the process: it called exit()" in done.stdout + done.stderr
+    assert not (tmp_path / "out" / "weights" / "step_2").exists()
+    if deployment == "colocated":
+        done = command(*words, "--orchestrator.env.args.place", "load", ok=False, env=env)
+        assert "load_environment() raised ExitInUserCode: it called exit() (SystemExit: None)" in done.stderr
