@@ -150,5 +150,5 @@ def test_code_of_an_environment_that_exits_is_named_and_no_run_ends_well(tmp_pat
     assert "reward function exits wanted to end the process: it called exit()" in done.stdout + done.stderr
     assert not (tmp_path / "out" / "weights" / "step_2").exists()
     if deployment == "colocated":
-        done = command(*words, "--orchestrator.env.args.place", "load", ok=False, env=env)
+        done = command(*words, "--clean", "--orchestrator.env.args.place", "load", ok=False, env=env)
         assert "load_environment() raised ExitInUserCode: it called exit() (SystemExit: None)" in done.stderr

@@ -38,7 +38,7 @@ def shown(step: int, groups: list[Group]) -> list[dict[str, Any]]:
     return [
         {
             "step": step, "env": group.task.env, "prompt": said(rollout.example.prompt[-1:]),
-            "completion": said(rollout.messages), "answer": rollout.example.answer, "reward": float(rollout.reward),
+            "completion": said(rollout.messages), "answer": str(rollout.example.answer), "reward": float(rollout.reward),
             "advantage": group.advantages[i], "tokens": tokens_of(rollout), "stop": rollout.stop,
             "error": rollout.error or "",
         }
