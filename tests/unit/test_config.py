@@ -1,12 +1,14 @@
 """Configuration: files, overrides, precedence, and the words for mistakes."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hone import machine
 from hone.config.base import ConfigError, Typed, differences, load_config, merge
 from hone.config.commands import COMMANDS, import_object
 from hone.config.help import help_text, reference_table, to_toml
@@ -355,3 +357,55 @@ def test_the_address_of_a_server_may_stand_beside_its_section():
     assert same.server.port == 8001
     with pytest.raises(ValueError, match=r"port and server\.port are both given, and differ"):
         InferenceConfig.model_validate({"model": {"name": "m"}, "port": 8001, "server": {"port": 8002}})
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (["--trainer.args.batch-size", "100"], r"\(in the command line and .*a.toml\)"),
+        (["--trainer.args.batch-size", "100", "--trainer.args.rollouts-per-example", "8"], r"\(in the command line\)"),
+        (["--log-level", "debug"], r"\(in .*a.toml\)"),
+    ],
+)
+def test_a_mistake_that_several_keys_make_is_said_to_be_where_they_were_given(tmp_path, words, place):
+    from hone.config.vf_rl import VfRLConfig
+
+    text = 'model = "m"\n[env]\nid = "e"\n[trainer.args]\nbatch_size = 50\nrollouts_per_example = 16\n'
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(ConfigError, match=rf"is not a multiple of rollouts_per_example .*{place}$"):
+        load_config(VfRLConfig, ["@", str(tmp_path / "a.toml"), *words])
+
+
+def test_a_file_that_is_not_there_is_compared_with_those_that_are(tmp_path):
+    for name in ("wordle.toml", "rl.toml"):
+        (tmp_path / name).write_text("")
+    for name, hint in (("worlde.toml", "did you mean .*wordle.toml"), ("nope.toml", "there are .*rl.toml, .*wordle")):
+        with pytest.raises(ConfigError, match=f"{name}: no such file; {hint}"):
+            load_config(RLConfig, ["@", str(tmp_path / name)])
+
+
+def test_a_home_directory_in_a_file_is_the_user_s(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.toml").write_text(
+        'output_dir = "~/runs"\n[model]\nname = "~/m"\n[data]\nname = ["~/a.jsonl", "b"]\n'
+    )
+    config = load_config(SFTConfig, ["@", str(tmp_path / "a.toml"), "--resume", "~/runs/checkpoints/step_1"])
+    assert config.output_dir == tmp_path / "runs" and config.model.name == f"{tmp_path}/m"
+    assert config.data.name == [f"{tmp_path}/a.jsonl", "b"] and config.resume == f"{tmp_path}/runs/checkpoints/step_1"
+
+
+def test_a_user_without_a_home_directory_is_given_one(tmp_path, monkeypatch):
+    import pwd
+    import tempfile
+
+    def unknown(*_):
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    machine.ensure_home()
+    home = Path(os.environ["HOME"])
+    assert home.parent == tmp_path and home.stat().st_mode & 0o777 == 0o700
+    assert Path.home() == home and os.environ["USER"] == f"uid{os.getuid()}"

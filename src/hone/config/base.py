@@ -353,7 +353,7 @@ def explain(error: ValidationError, cls: type[Config], origins: dict[str, str]) 
             lines.append(f"{_kebab(key)}.type: {found}{place}")
         elif item["type"] in ("value_error", "assertion_error"):
             message = str(item["ctx"]["error"]) if "ctx" in item else item["msg"]
-            lines.append(f"{_kebab(key)}: {message}{place}" if key else message)
+            lines.append(f"{_kebab(key)}: {message}{place}" if key else f"{message}{place}")
         else:
             message = item["msg"][0].lower() + item["msg"][1:]
             lines.append(f"{_kebab(key)}: {message}, found {item['input']!r}{place}")
@@ -403,7 +403,7 @@ def _origin(names: list[str], origins: dict[str, str], message: str = "") -> str
     below = {key[len(prefix) :]: place for key, place in origins.items() if key.startswith(prefix)}
     named = [place for key, place in below.items() if re.search(rf"\b{re.escape(key).replace('_', '[_-]')}\b", message)]
     leaves = [place for key, place in below.items() if not any(other.startswith(f"{key}.") for other in below)]
-    places = list(dict.fromkeys(named or (leaves if message else [])))
+    places = sorted(set(named or (leaves if message and names else [])), key=lambda place: place != COMMAND_LINE)
     if ".".join(names) in origins and not named:
         places = [origins[".".join(names)]]
     if places:

@@ -38,9 +38,9 @@ def shown(step: int, groups: list[Group]) -> list[dict[str, Any]]:
     return [
         {
             "step": step, "env": group.task.env, "prompt": said(rollout.example.prompt[-1:]),
-            "completion": said(rollout.messages), "answer": str(rollout.example.answer), "reward": float(rollout.reward),
-            "advantage": group.advantages[i], "tokens": tokens_of(rollout), "stop": rollout.stop,
-            "error": rollout.error or "",
+            "completion": said(rollout.messages), "answer": str(rollout.example.answer),
+            "reward": float(rollout.reward), "advantage": group.advantages[i], "tokens": tokens_of(rollout),
+            "stop": rollout.stop, "error": rollout.error or "",
         }
         for group in groups for i, rollout in enumerate(group.rollouts)
     ]  # fmt: skip

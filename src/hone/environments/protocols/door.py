@@ -24,6 +24,12 @@ from starlette.routing import Route
 from hone.environments.environment import ModelClient
 from hone.records import ContextFull, Sampling, Turn
 
+# Keys that would change what is sampled, with the values that ask for nothing; how to draw is the run's affair.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "stop": ([], ""), "logit_bias": ({},), "response_format": ({"type": "text"},), "functions": ([],),
+    "tool_choice": ("auto", "none"), "chat_template_kwargs": ({},), "prediction": (), "audio": (),
+}  # fmt: skip
+
 
 @dataclass
 class Visit:
@@ -101,13 +107,17 @@ class Door:
         if visit is None:
             return _refusal(404, "there is no such rollout any more")
         body = json.loads(await request.body())
+        for key, neutral in NEUTRAL.items():
+            if body.get(key) not in (None, *neutral):
+                return _refusal(400, f"{key} = {body[key]!r} is not supported where a policy is trained; leave it out")
         wanted = body.get("max_completion_tokens") or body.get("max_tokens")
         sampling = visit.sampling
         if wanted is not None:
             sampling = replace(sampling, max_tokens=min(int(wanted), sampling.max_tokens))
         start = time.perf_counter()
         try:
-            turn = await visit.client.chat(body["messages"], sampling, body.get("tools") or None)
+            tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
+            turn = await visit.client.chat(body["messages"], sampling, tools)
         except ContextFull as error:
             visit.full = True
             return _refusal(400, str(error))
