@@ -198,10 +198,11 @@ def _merge_file(
             content = tomllib.load(file)
     except FileNotFoundError:
         folder = Path(name).parent
-        nearby = sorted(str(p) for p in folder.glob("*.toml")) if folder.is_dir() else []
-        near = difflib.get_close_matches(name, nearby, n=1, cutoff=0.7)
+        nearby = sorted(p.name for p in folder.glob("*.toml")) if folder.is_dir() else []
+        near = difflib.get_close_matches(Path(name).name, nearby, n=1, cutoff=0.7)
         there = f"; there are {', '.join(nearby[:5])}{', …' if len(nearby) > 5 else ''}" if nearby else ""
-        raise ConfigError(f"{name}: no such file" + (f"; did you mean {near[0]}?" if near else there)) from None
+        hint = f"; did you mean {folder / near[0]}?" if near else there
+        raise ConfigError(f"{name}: no such file{hint}") from None
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
