@@ -199,7 +199,8 @@ def _merge_file(
     except FileNotFoundError:
         folder = Path(name).parent
         nearby = sorted(p.name for p in folder.glob("*.toml")) if folder.is_dir() else []
-        near = difflib.get_close_matches(Path(name).name, nearby, n=1, cutoff=0.7)
+        stems = {Path(one).stem: one for one in nearby}  # endings are alike anyway
+        near = [stems[one] for one in difflib.get_close_matches(Path(name).stem, stems, n=1, cutoff=0.6)]
         there = f"; there are {', '.join(nearby[:5])}{', …' if len(nearby) > 5 else ''}" if nearby else ""
         hint = f"; did you mean {folder / near[0]}?" if near else there
         raise ConfigError(f"{name}: no such file{hint}") from None
