@@ -356,7 +356,8 @@ def test_a_terminal_shows_how_far_a_run_is_below_its_lines(deployment, trained, 
     assert process.wait(HANG_SECONDS) == 0
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode(errors="replace")).replace("\r", "\n")
     seen = re.findall(r"^rl .* (\d)/3 +((?:reward \d\.\d{4} )?\w+)", lines, re.MULTILINE)
-    assert [step for step, _ in seen] == sorted(step for step, _ in seen)  # drawn ten times a second
+    first_seen = list(dict.fromkeys(step for step, _ in seen))  # a frame may be drawn just after the next one
+    assert first_seen == sorted(first_seen)
     assert seen[0][0] == "0" and seen[-1][0] == "3" and seen[-1][1].startswith("reward ")
     assert {"generating", "training"} & {said.split()[-1] for _, said in seen}
     assert lines.count("SUCCESS Step 2 |") == 2

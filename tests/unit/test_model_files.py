@@ -250,3 +250,22 @@ def test_directories_whose_weights_cannot_be_told_are_refused_by_name(tmp_path):
     )
     with pytest.raises(ValueError, match=r"tensor c is not in adapter_model.safetensors"):
         find_weights(None, tmp_path)
+
+
+def test_tokens_that_the_model_has_no_embedding_for_are_refused_where_they_are_used(tmp_path, caplog):
+    directory = write_tokenizer(tmp_path / "t", random.Random(6), CHATML)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config["pad_token"] = "[PAD]"  # as many fine-tuned models have it
+    config.pop("added_tokens_decoder", None)
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "special_tokens_map.json").unlink(missing_ok=True)
+    tokenizer = Tokenizer(directory)
+    size = tokenizer.encoder.token_to_id("[PAD]")
+    tokenizer.fit(size)
+    assert "the model has no embedding for tokens of its tokenizer: [PAD]" in caplog.text
+    assert tokenizer.prompt_ids(Prompt(ASKED)) and tokenizer.reload(directory).encode("PAD")
+    for given in (tokenizer, tokenizer.reload(directory)):
+        with pytest.raises(ValueError, match=r"the text has the token \[PAD\], for which the model has no embedding"):
+            given.prompt_ids(Prompt([{"role": "user", "content": "a [PAD] b"}]))
+    with pytest.raises(ValueError, match="the tokenizer has 256 tokens, the model's vocab_size is 100"):
+        tokenizer.fit(100)

@@ -194,8 +194,7 @@ def _merge_file(
     files: dict[str, Any], path: list[str], name: str, origins: dict[str, str], free: dict[str, bool]
 ) -> None:
     try:
-        with open(name, "rb") as file:
-            content = tomllib.load(file)
+        content = tomllib.loads(Path(name).read_text(encoding="utf-8-sig"))  # editors on Windows begin with a mark
     except FileNotFoundError:
         folder = Path(name).parent
         nearby = sorted(p.name for p in folder.glob("*.toml")) if folder.is_dir() else []

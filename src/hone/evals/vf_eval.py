@@ -90,8 +90,15 @@ def _one(args: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
     folder, known = where(args, settings)
     progress = Progress(args.env, len(examples) * args.rollouts_per_example, folder)
     start = time.perf_counter()
-    with progress:
-        rollouts, used = asyncio.run(evaluate(environment, examples, endpoint, args, known, progress))
+    try:
+        with progress:
+            rollouts, used = asyncio.run(evaluate(environment, examples, endpoint, args, known, progress))
+    except KeyboardInterrupt:
+        if folder is None:
+            print("nothing of it is kept: -s saves rollouts as they come, and --resume continues", file=sys.stderr)
+        else:
+            print(f"what is done is in {folder.path}; to continue: --resume {folder.path}", file=sys.stderr)
+        raise
     settings["seconds"] = round(time.perf_counter() - start, 2)
     settings |= summarise(rollouts, args.rollouts_per_example, args.pass_at) | used
     if args.price and used["prompt_tokens"]:

@@ -288,7 +288,7 @@ class ChatRequest(Request):
 
     def prompt(self) -> Prompt:
         messages = [message.model_dump() for message in self.messages]
-        tools = None if self.tool_choice == "none" else self.tools
+        tools = None if self.tool_choice == "none" else self.tools or None
         covered = self.conversation_messages or 0
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return Prompt(messages, tools, self.conversation_ids, covered, {**effort, **(self.chat_template_kwargs or {})})

@@ -34,11 +34,7 @@ def load(config: ModelConfig, seed: int = 0) -> Loaded:
     model = load_model(
         directory, random_init=config.random_init, seed=seed, dtype=dtype, device="cuda" if on_gpu else "cpu"
     )
-    if tokenizer.vocab_size > model.spec.vocab_size:
-        raise ValueError(
-            f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, "
-            f"the model's vocab_size is {model.spec.vocab_size}"
-        )
+    tokenizer.fit(model.spec.vocab_size)
     numerics.use(config.numerics)
     if config.numerics == "exact":
         require_order(model)

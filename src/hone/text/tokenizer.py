@@ -75,6 +75,29 @@ class Tokenizer:
         self._dropped = special - tags if tags else None  # without special tokens; None: as the library does
         self.kept: dict[Any, Any] = {}  # what servers know of its tokens
         self._chat_cache: OrderedDict[str, list[int]] = OrderedDict()
+        self._beyond: dict[int, str] = {}  # tokens that the model has no embedding for
+
+    def fit(self, vocab_size: int) -> None:
+        """Note how many tokens the model has; text with others is refused from now on.
+
+        A tokenizer often has a few more, as a padding token that was added later. Raises ValueError where those are
+        no added ones.
+        """
+        own = self.encoder.get_vocab_size(with_added_tokens=False)
+        if own > vocab_size:
+            raise ValueError(
+                f"{self.directory}: the tokenizer has {own} tokens, the model's vocab_size is {vocab_size}"
+            )
+        added = self.encoder.get_added_tokens_decoder()
+        self._beyond = {number: token.content for number, token in added.items() if number >= vocab_size}
+        if self._beyond:
+            names = ", ".join(list(self._beyond.values())[:5])
+            log.warning("%s: the model has no embedding for tokens of its tokenizer: %s", self.directory, names)
+
+    def _require_known(self, ids: list[int]) -> list[int]:
+        if self._beyond and (unknown := next((self._beyond[i] for i in ids if i in self._beyond), None)) is not None:
+            raise ValueError(f"the text has the token {unknown}, for which the model has no embedding")
+        return ids
 
     @staticmethod
     def for_model(directory: Path, config: ModelConfig) -> "Tokenizer":
@@ -84,7 +107,9 @@ class Tokenizer:
 
     def reload(self, directory: Path) -> "Tokenizer":
         """Return the tokenizer of another directory, with the template and arguments that this one was given."""
-        return Tokenizer(directory, self.chat_template, self.template_arguments, self.call_format)
+        other = Tokenizer(directory, self.chat_template, self.template_arguments, self.call_format)
+        other._beyond = self._beyond
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to another process, which reads and writes tokens there: no template, nothing kept."""
@@ -117,7 +142,7 @@ class Tokenizer:
 
         Raises ValueError for what is not valid Unicode."""
         text.encode()  # lone surrogates, as JSON can carry them, end here
-        return list(self.encoder.encode(text, add_special_tokens=add_special_tokens).ids)
+        return self._require_known(list(self.encoder.encode(text, add_special_tokens=add_special_tokens).ids))
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens. Tags of tool calls are a part of it also where the tokenizer counts them as special."""
@@ -200,7 +225,7 @@ class Tokenizer:
             mask = np.zeros(len(first), dtype=bool)
             for start, end in marked.spans:
                 mask |= (start <= first) & (first < end)
-            found.append((list(encoding.ids), mask.tolist()))
+            found.append((self._require_known(list(encoding.ids)), mask.tolist()))
         return found
 
     def turn(
