@@ -332,8 +332,8 @@ def test_a_call_of_a_tool_can_be_required(client, trained, choice):
     ],
 )
 def test_a_form_that_cannot_be_followed_is_refused(server, trained, fields, words):
-    body = {"model": str(trained), "messages": MESSAGES, **fields}
     route = "completions" if "prompt" in fields else "chat/completions"
+    body = {"model": str(trained), **({} if "prompt" in fields else {"messages": MESSAGES}), **fields}
     answer = http.post(f"{server.url}/{route}", json=body)
     assert answer.status_code == 400 and words in answer.text, answer.text
 

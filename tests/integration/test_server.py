@@ -245,7 +245,7 @@ def test_curl(server, trained):
         ({"stop": [1]}, 400, "stop"),
         ({"stop": "", "top_k": -1, "top_p": 1, "logit_bias": {}, "timeout": 60.0}, 200, ""),
         ({"n": 0}, 400, "n:"),
-        ({"messages": [{"role": "user", "content": None}]}, 400, "the chat template refuses"),
+        ({"messages": [{"role": "user", "content": None}]}, 400, "message 0 (user) has no content"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, ""),
         ({"chat_template_kwargs": {"messages": []}}, 400, "messages cannot be set here"),
         ({"chat_template_kwargs": {"enable_thinking": False}, "tools": [{"type": "function"}]}, 200, ""),

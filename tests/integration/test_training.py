@@ -219,7 +219,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(rl, trained, tmp_path, 
     assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4, 5, 6]
     assert rewards(out) == rewards(tmp_path / "whole")
     assert_same_weights(weights(out, 6), weights(tmp_path / "whole", 6))
-    assert [p.name for p in (out / "checkpoints").iterdir()] == ["step_6"]
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step_4", "step_6"]
 
 
 def lines_in(path):
@@ -308,7 +308,7 @@ def test_two_ranks_have_the_losses_of_one(tmp_path):
     command("python", "-m", "reverse_text", "--out", data, "-n", 200)
     words = [
         "@", f"{TINY}/sft.toml", "--data.name", data, "--val.name", data, "--max-steps", 4, "--data.batch-size", 16,
-        "--data.seq-len", 64, "--ckpt.interval", 2, "--output-dir",
+        "--data.seq-len", 64, "--data.max-left-out", 0.5, "--ckpt.interval", 2, "--output-dir",
     ]  # fmt: skip
     command("sft", *words, tmp_path / "one")
     torchrun("--local-ranks-filter", 0, "src/hone/trainer/sft/train.py", *words, tmp_path / "two")
@@ -424,15 +424,3 @@ def test_wandb_logs_offline_and_is_refused_without_the_extra(rl, tmp_path):
     )
     refused = rl("--wandb.project", "p", out=tmp_path / "other", ok=False, env={"PYTHONPATH": str(blocker.parent)})
     assert "hone-rl[wandb]" in refused.stderr and not (tmp_path / "other").exists()
-
-
-@pytest.mark.main_path
-def test_ctrl_c_ends_a_run_at_once_and_says_so(trained, tmp_path, started):
-    words = [BIN / "rl", "--model.name", trained, "--orchestrator.env", RL_ENV, "--max-steps", "5000"]
-    words += ["--seq-len", "64", "--orchestrator.sampling.max-tokens", "16", "--output-dir", tmp_path / "run"]
-    log = tmp_path / "log"
-    process = started(*words, log=log.open("w"))
-    until((tmp_path / "run" / "rollouts" / "step_2").exists, process, words=log.read_text)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(HANG_SECONDS) == 130
-    assert log.read_text().splitlines()[-1] == "rl: interrupted" and "Traceback" not in log.read_text()

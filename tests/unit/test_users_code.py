@@ -3,12 +3,14 @@
 import asyncio
 import json
 import random
+import signal
 import sys
 from collections import Counter
 
 import pytest
 
 import hone
+from hone import leaving
 from hone.environments import load_environment
 from hone.environments.attempt import attempt
 from hone.environments.env_group import EnvGroup
@@ -118,6 +120,42 @@ def test_a_real_ctrl_c_still_ends_it(monkeypatch):
     monkeypatch.setattr("hone.leaving._interrupts", 1)
     with pytest.raises(KeyboardInterrupt), contained():
         raise KeyboardInterrupt
+
+
+def test_the_first_ctrl_c_asks_a_run_that_takes_steps_and_the_next_ends_it(monkeypatch, capsys):
+    for name, value in (("_asked", False), ("_interrupts", 0), ("_takes_steps", False)):
+        monkeypatch.setattr(f"hone.leaving.{name}", value)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: handlers.append(handler))
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.default_int_handler)
+    handlers = []
+    leaving.listen_to_ctrl_c()
+    with pytest.raises(KeyboardInterrupt):  # nothing to save yet
+        handlers[0]()
+    assert not leaving.is_asked()
+    monkeypatch.setattr("hone.leaving._interrupts", 0)
+    leaving.steps_begin()
+    handlers[0]()
+    assert leaving.is_asked() and "Ctrl-C again ends at once" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        handlers[0]()
+
+
+@pytest.mark.parametrize(
+    ("typed", "command"),
+    [
+        (["/x/bin/rl", "@", "a b.toml", "--clean"], "rl @ 'a b.toml' --resume auto"),
+        (["/x/sft", "--resume", "--max-steps", "3"], "sft --max-steps 3 --resume auto"),
+        (["/x/rl", "@", "r.toml", "--resume=out/checkpoints/step_1", "--clean", "false"], "rl @ r.toml --resume auto"),
+        (["/x/hone/__main__.py", "vf-rl", "@", "f", "--clean", "@", "g"], "python -m hone vf-rl @ f @ g --resume auto"),
+    ],
+)
+def test_the_command_that_continues_is_the_one_that_was_typed(monkeypatch, typed, command):
+    from hone.cli import resume_command
+
+    monkeypatch.delenv("UV_RUN_RECURSION_DEPTH", raising=False)
+    assert resume_command(typed) == command
+    monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")
+    assert resume_command(typed) == f"uv run {command}"
 
 
 @pytest.mark.parametrize("place", ["import", "load"])
