@@ -13,7 +13,7 @@ from pydantic import ValidationError, create_model
 
 from hone.config.base import Config, explain
 from hone.config.commands import import_object
-from hone.users_code import ExitInUserCode, contained
+from hone.users_code import CONTAINED, ExitInUserCode
 
 
 def load(path: str, key: str) -> Callable[..., Any]:
@@ -24,7 +24,7 @@ def load(path: str, key: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:  # a console script has its own directory there instead
         sys.path.append(os.getcwd())
     try:
-        with contained():
+        with CONTAINED:
             function: Callable[..., Any] = import_object(path)
     except SyntaxError as error:
         raise ValueError(f"{key} {path}: {error.filename}, line {error.lineno}: {error.msg}") from None
@@ -54,7 +54,7 @@ def with_keys(function: Callable[..., Any], given: dict[str, Any], key: str) -> 
     @functools.wraps(function)
     def called(*args: Any) -> Any:
         try:
-            with contained():
+            with CONTAINED:
                 return function(*args, **keywords)
         except Exception as error:  # a user's function may raise anything
             at = traceback.extract_tb((error.__cause__ or error).__traceback__)[-1]

@@ -19,7 +19,7 @@ from hone.environments.rubric import Rubric
 from hone.environments.tools import ToolEnv
 from hone.environments.turns import MultiTurnEnv, SingleTurnEnv, cleanup, stop
 from hone.records import Completion, Example, Sampling, Turn
-from hone.users_code import ExitInUserCode, contained
+from hone.users_code import CONTAINED, ExitInUserCode
 
 ROW = {"question": "Go.", "answer": "a", "info": {"moves": [], "at": {"x": 1}}}
 PLACES = ("reward", "stop", "setup_state", "env_response", "cleanup", "tool", "rollout", "group reward", "parser")
@@ -115,10 +115,10 @@ def test_no_code_of_an_environment_ends_the_process():
 
 
 def test_a_real_ctrl_c_still_ends_it(monkeypatch):
-    with pytest.raises(ExitInUserCode, match="it raised KeyboardInterrupt"), contained():
+    with pytest.raises(ExitInUserCode, match="it raised KeyboardInterrupt"), CONTAINED:
         raise KeyboardInterrupt
     monkeypatch.setattr("hone.leaving._interrupts", 1)
-    with pytest.raises(KeyboardInterrupt), contained():
+    with pytest.raises(KeyboardInterrupt), CONTAINED:
         raise KeyboardInterrupt
 
 

@@ -14,7 +14,7 @@ from hone.environments.attempt import attempt
 from hone.evals.held_out import attempts
 from hone.records import Completion, Example, Prompt, Rollout, Sampling, Turn
 from hone.text.tokenizer import Tokenizer
-from hone.users_code import contained
+from hone.users_code import CONTAINED
 
 KNOWN = 0.8  # a mean reward from which on a task is known rather than out of reach
 SLOW = 0.05  # seconds of scoring, during which everything else waits
@@ -94,7 +94,7 @@ async def own_answers(environment: Environment, chosen: list[Example], seed: int
     start = time.perf_counter()
     for example in chosen:
         try:
-            with contained():
+            with CONTAINED:
                 found.append((await demonstrated(environment, example, seed))[0])
         except NotKnown as error:
             report.warn(f"its rewards were not tried on right answers: {error}")

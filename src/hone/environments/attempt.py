@@ -5,7 +5,6 @@ a reward that is no finite number.
 """
 
 import asyncio
-import copy
 import math
 from collections import Counter
 
@@ -13,7 +12,7 @@ from hone.environments.conversation import Conversation, TokenClient
 from hone.environments.environment import Environment, checked
 from hone.environments.rubric import RewardError
 from hone.records import Example, Refused, Rollout, Sampling
-from hone.users_code import ExitInUserCode, contained
+from hone.users_code import CONTAINED, ExitInUserCode
 
 
 async def attempt(
@@ -33,8 +32,8 @@ async def attempt(
         deadline, talk = asyncio.timeout(timeout), Conversation(client, environment.template_arguments)
         try:
             async with deadline:
-                with contained():
-                    rollout = checked(await environment.rollout(talk, copy.deepcopy(example), sampling))
+                with CONTAINED:
+                    rollout = checked(await environment.rollout(talk, example.copy(), sampling))
                 rollout.example = example  # as it was: the environment may have changed its own copy
         except asyncio.CancelledError:
             me = asyncio.current_task()
@@ -69,7 +68,7 @@ async def compare(environment: Environment, rollouts: list[Rollout], timeout: fl
         return
     try:
         async with asyncio.timeout(timeout):
-            with contained():
+            with CONTAINED:
                 await environment.score_group(rollouts)
     except Exception as failure:  # environments are users' code: theirs may raise anything
         said = str(failure) if isinstance(failure, RewardError) else f"{type(failure).__name__}: {failure}"

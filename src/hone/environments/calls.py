@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from hone.users_code import contained
+from hone.users_code import CONTAINED
 
 
 @lru_cache(maxsize=1024)
@@ -47,18 +47,19 @@ async def ask(
     Raises OutOfTime after `timeout` seconds; a plain function then goes on in its thread, where nobody waits for it.
     Raises ExitInUserCode where the function wants to end the process.
     """
-    with contained():
-        return await _ask(function, available, timeout, positional)
-
-
-async def _ask(
-    function: Callable[..., Any], available: dict[str, Any], timeout: float | None, positional: tuple[Any, ...]
-) -> Any:
     names = wanted(function)
     arguments = available if names is None else {k: available[k] for k in names if k in available}
     if timeout is None:
-        value = function(*positional, **arguments)
-        return value if isinstance(value, float) or not inspect.isawaitable(value) else await value
+        with CONTAINED:
+            value = function(*positional, **arguments)
+            return value if isinstance(value, float) or not inspect.isawaitable(value) else await value
+    with CONTAINED:
+        return await _ask_within(timeout, function, positional, arguments)
+
+
+async def _ask_within(
+    timeout: float, function: Callable[..., Any], positional: tuple[Any, ...], arguments: dict[str, Any]
+) -> Any:
     deadline = asyncio.timeout(timeout)
     try:
         async with deadline:

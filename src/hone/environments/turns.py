@@ -4,7 +4,6 @@ setup_state ─► [ is_completed? ─► env_response ─► client.chat ] … 
                       └ max_turns_reached, prompt_too_long, has_final_env_response, what `@stop` marks
 """
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -86,7 +85,7 @@ class MultiTurnEnv(Environment):
     # ------------------------------------------------------------------------------------------ the loop
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
-        start, own = time.perf_counter(), copy.deepcopy(example)  # the rollouts of a group share the example
+        start, own = time.perf_counter(), example.copy()  # the rollouts of a group share the example
         state: State = {
             "prompt": own.prompt, "completion": [], "answer": own.answer, "info": own.info,
             "task": example.task, "example_id": example.id, "turn": 0, "trajectory": [], "metrics": {},

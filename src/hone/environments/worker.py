@@ -13,7 +13,7 @@ from hone.environments.environment import Environment, checked
 from hone.environments.isolated import rollout_of, sampling_of, turn_of, written
 from hone.environments.registry import load_environment
 from hone.records import ContextFull, Example, Message, Sampling, Tool, Turn
-from hone.users_code import contained
+from hone.users_code import CONTAINED
 
 
 class Client:
@@ -67,7 +67,7 @@ class Worker:
 
     async def _one(self, number: int, work: Coroutine[Any, Any, dict[str, Any]]) -> None:
         try:
-            with contained():
+            with CONTAINED:
                 self.send({"done": number, "result": await work})
         except (Exception, asyncio.CancelledError) as error:  # environments are users' code: theirs may raise anything
             self.send({"error": number, "words": f"{type(error).__name__}: {error}"})

@@ -25,7 +25,7 @@ from hone.monitors.metrics import read_rows
 from hone.monitors.trainer_lines import loss_line, sample_block, step_line
 from hone.orchestrator.rollouts_file import FILE
 from hone.run_directory import RunDirectory, UserError, checkpoints_in
-from hone.users_code import contained
+from hone.users_code import CONTAINED
 
 Callback = Callable[[int, dict[str, Any]], object]
 FLAT_AFTER, FLAT = 20, 0.02  # steps after which a reward that has not risen by so much is remarked on
@@ -178,7 +178,7 @@ class Console(Watcher):
         if args.sample_steps and step % args.sample_steps == 0:
             self._sample(step)
         self._remark(row)
-        with contained():
+        with CONTAINED:
             return all([callback(step, row) is not False for callback in self.callbacks])
 
     def saved(self, directory: Path) -> None:

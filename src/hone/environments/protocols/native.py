@@ -6,14 +6,14 @@ import traceback
 from typing import Any
 
 from hone.environments.environment import Environment
-from hone.users_code import contained
+from hone.users_code import CONTAINED
 
 
 def load(env_id: str, module_name: str, arguments: dict[str, Any]) -> Environment:
     """Raises ValueError, in words, for a module that cannot be imported, arguments that its `load_environment` does not
     take, what it returns where that is no environment, and reward functions that ask for what they will not get."""
     try:
-        with contained():
+        with CONTAINED:
             module = importlib.import_module(module_name)
     except SyntaxError as error:
         raise ValueError(f"environment {env_id!r}: {error.filename}, line {error.lineno}: {error.msg}") from None
@@ -34,7 +34,7 @@ def load(env_id: str, module_name: str, arguments: dict[str, Any]) -> Environmen
         accepted = ", ".join(inspect.signature(loader).parameters)
         raise ValueError(f"environment {env_id!r}: {error}; its arguments are: {accepted}") from None
     try:
-        with contained():
+        with CONTAINED:
             made = loader(**arguments)
     except ValueError:
         raise  # in its own words
