@@ -6,13 +6,13 @@ Names are made of shipped first and last names (default), of two letters, or com
 """
 
 import random
-import re
 from difflib import SequenceMatcher
 from itertools import pairwise
 from string import ascii_uppercase
 from typing import Any
 
 import hone.environments as vf
+from hone.environments.parsers import cut_blocks
 
 HUB_DATASET = "kalomaze/alphabetic-arxiv-authors-it1"
 FIRST = (
@@ -134,7 +134,7 @@ def parts(name: str) -> tuple[str, str]:
 def turn_score(text: str, truth: list[str], turn: int) -> float:
     """Similarity of a list to the right one. Of several each must be better than the one before; the last counts."""
     tag = "combined_alphabetical_sorted" if turn else "alphabetical_sorted"
-    lists = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    lists = cut_blocks(text, f"<{tag}>", f"</{tag}>")[1]
     scores = []
     for written in lists:
         lines = "\n".join(line.strip().lower() for line in written.splitlines() if line.strip())

@@ -1,12 +1,11 @@
 """Parsers: from what the model wrote to the part that counts as its answer."""
 
-import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
 from hone.records import Message
+from hone.text.tool_calls import cut_blocks
 
 Completion = list[Message] | str
 
@@ -104,12 +103,6 @@ def extract_boxed_answer(text: str, strict: bool = False) -> str:
     return "" if strict else text
 
 
-@lru_cache(maxsize=256)
-def _between_tags(name: str, strip: bool) -> re.Pattern[str]:
-    space = r"\s*" if strip else ""
-    return re.compile(rf"<{name}>{space}(.*?){space}</{name}>", re.DOTALL)
-
-
 class XMLParser(Parser):
     """Fields written as `<field>…</field>`; a field may be a tuple of names of which any one will do.
 
@@ -135,8 +128,9 @@ class XMLParser(Parser):
     def parse(self, text: str, strip: bool = True, last: bool = False) -> SimpleNamespace:
         found: dict[str, str | None] = {}
         for name in (name for alternatives in self.fields for name in alternatives):
-            written = _between_tags(name, strip).findall(text)
-            found[name] = written[-1 if last else 0] if written else None
+            written = cut_blocks(text, f"<{name}>", f"</{name}>")[1]
+            value = written[-1 if last else 0] if written else None
+            found[name] = value.strip() if strip and value is not None else value
         return SimpleNamespace(**found)
 
     def parse_answer(self, completion: Completion) -> str | None:

@@ -121,7 +121,7 @@ class Spelling:
         if not now.endswith("\ufffd"):  # the bytes of a character that is not whole yet
             self.text += now[len(before) :]
             self._start, self._read = self._read, len(self.ids)
-        return self._say(self.text, held_back(self.text, self.hold))
+        return self._say(self.text, self.sent + held_back(self.text[self.sent :], self.hold))
 
     def rest(self, whole: str) -> str:
         """What of the whole text, as an answer in one piece would have it, has not been said."""

@@ -14,7 +14,6 @@ function     <function=NAME>{…}</function>                                    
 """
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,17 +85,33 @@ def opens_thought(prompt: str) -> bool:
 # ------------------------------------------------------------------------------------------------------ readers
 
 
-def _tagged(pattern: str, read_one: Callable[[Any, Sequence[Tool]], Call | None], around: str = "") -> Read:
-    """Return a reader of calls that each match a pattern, between tags that enclose them all (`around`)."""
-    calls, enclosing = re.compile(pattern, re.DOTALL), re.compile(around) if around else None
+def cut_blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
+    """Return a text without what stands between two tags, and that; in one pass, whatever the text is."""
+    rest, inside, at = [], [], 0
+    while (start := text.find(opening, at)) >= 0:
+        end = text.find(closing, start + len(opening))
+        if end < 0:
+            break
+        rest.append(text[at:start])
+        inside.append(text[start + len(opening) : end])
+        at = end + len(closing)
+    return "".join([*rest, text[at:]]), inside
+
+
+def _tagged(
+    opening: str, closing: str, read_one: Callable[[str, Sequence[Tool]], Call | None], around: Sequence[str] = ()
+) -> Read:
+    """Return a reader of calls that each stand between two tags; `around`: tags that enclose them."""
 
     def read(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | None:
-        found = [read_one(match, tools) for match in calls.finditer(text)]
+        rest, inside = cut_blocks(text, opening, closing)
+        found = [read_one(one, tools) for one in inside]
         good = [call for call in found if call is not None]
         if not good or len(good) < len(found):
             return None
-        rest = calls.sub("", text)
-        return enclosing.sub("", rest) if enclosing else rest, good
+        for tag in around:
+            rest = rest.replace(tag, "")
+        return rest, good
 
     return read
 
@@ -105,7 +120,7 @@ def _object(written: str) -> Call | None:
     """Read {"name": …, "arguments" | "parameters": {…}}."""
     try:
         return _call(json.loads(written))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -120,7 +135,7 @@ def _named(name: str, written: str) -> Call | None:
     """Read a name and its arguments as JSON."""
     try:
         arguments = json.loads(written)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return (name.strip(), arguments) if isinstance(arguments, dict) and name.strip() else None
 
@@ -140,7 +155,7 @@ def _list(opening: str, closing: str) -> Read:
             return None
         try:
             values, end = json.JSONDecoder().raw_decode(written.lstrip())
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         calls = [_call(value) for value in values] if isinstance(values, list) else [_call(values)]
         good = [call for call in calls if call is not None]
@@ -152,16 +167,63 @@ def _list(opening: str, closing: str) -> Read:
     return read
 
 
-def _read_parameters(match: "re.Match[str]", tools: Sequence[Tool]) -> Call:
-    name, types = match["name"].strip(), argument_types(match["name"].strip(), tools)
-    pairs = re.findall(r"<parameter=([^>\n]+)>(.*?)</parameter>", match["body"], re.DOTALL)
-    return name, {key.strip(): _typed(_one_line_less(value), types.get(key.strip())) for key, value in pairs}
+def _read_parameters(written: str, tools: Sequence[Tool]) -> Call | None:
+    """Read NAME><parameter=KEY>VALUE</parameter>…, of Qwen3-Coder."""
+    name, found, body = written.partition(">")
+    if not found or "\n" in name or not name.strip():
+        return None
+    types, arguments = argument_types(name.strip(), tools), dict[str, Any]()
+    for one in cut_blocks(body, "<parameter=", "</parameter>")[1]:
+        key, found, value = one.partition(">")
+        if found and "\n" not in key:
+            arguments[key.strip()] = _typed(_one_line_less(value), types.get(key.strip()))
+    return name.strip(), arguments
 
 
-def _read_arguments(match: "re.Match[str]", tools: Sequence[Tool]) -> Call:
-    name, types = match["name"].strip(), argument_types(match["name"].strip(), tools)
-    pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", match["body"], re.DOTALL)
-    return name, {key.strip(): _typed(value, types.get(key.strip())) for key, value in pairs}
+def _read_arguments(written: str, tools: Sequence[Tool]) -> Call | None:
+    """Read NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…, of GLM."""
+    name = written.partition("<arg_key>")[0].strip()
+    if not name or "\n" in name or "<" in name:
+        return None
+    keys = [key.strip() for key in cut_blocks(written, "<arg_key>", "</arg_key>")[1]]
+    values = cut_blocks(written, "<arg_value>", "</arg_value>")[1]
+    if len(keys) != len(values):
+        return None
+    types = argument_types(name, tools)
+    return name, {key: _typed(value, types.get(key)) for key, value in zip(keys, values, strict=True)}
+
+
+def _read_kimi(written: str, tools: Sequence[Tool]) -> Call | None:
+    name, found, arguments = written.partition("<|tool_call_argument_begin|>")
+    name = name.strip().removeprefix("functions.")
+    before, colon, number = name.rpartition(":")
+    return _named(before if colon and number.isdigit() else name, arguments) if found else None
+
+
+def _read_deepseek(written: str, tools: Sequence[Tool]) -> Call | None:
+    """Read NAME<｜tool▁sep｜>{…} of V3.1, or function<｜tool▁sep｜>NAME and a block of JSON of R1 and V3."""
+    name, found, rest = written.partition("<｜tool▁sep｜>")
+    if name.strip() == "function" and "```json\n" in rest:
+        name, _, rest = rest.partition("```json\n")
+        rest = rest.rstrip().removesuffix("```")
+    return _named(name, rest) if found and "\n" not in name.strip() else None
+
+
+def _read_function(written: str, tools: Sequence[Tool]) -> Call | None:
+    name, found, arguments = written.partition(">")
+    return _named(name, arguments) if found and "\n" not in name else None
+
+
+def _read_mistral_args(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | None:
+    rest, *parts = text.split("[TOOL_CALLS]")
+    calls = []
+    for part in parts:
+        name, found, arguments = part.partition("[ARGS]")
+        call = _named(name.partition("[CALL_ID]")[0], arguments) if found else None
+        if call is None:
+            return None
+        calls.append(call)
+    return (rest, calls) if calls else None
 
 
 def _one_line_less(value: str) -> str:
@@ -189,11 +251,10 @@ def _typed(value: str, kind: Any) -> Any:
         return constants[text]
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 
-PARAMETERS = r"<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>"
 FORMATS = {
     one.name: one
     for one in (
@@ -202,14 +263,17 @@ FORMATS = {
             ("<function=", "<parameter="),
             ("<tool_call>", "<seed:tool_call>", "<function="),
             ("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
-            _tagged(PARAMETERS, _read_parameters, r"</?(?:seed:)?tool_call>"),
+            _tagged(
+                "<function=", "</function>", _read_parameters,
+                ("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
+            ),
         ),
         CallFormat(
             "glm",
             ("<arg_key>", "<arg_value>"),
             ("<tool_call>",),
             ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-            _tagged(r"<tool_call>\s*(?P<name>[^<\n]+)(?P<body>.*?)</tool_call>", _read_arguments),
+            _tagged("<tool_call>", "</tool_call>", _read_arguments),
         ),
         CallFormat(
             "kimi",
@@ -220,10 +284,8 @@ FORMATS = {
                 "<|tool_call_argument_begin|>", "<|tool_call_end|>",
             ),
             _tagged(
-                r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^<:]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>"
-                r"(?P<body>.*?)<\|tool_call_end\|>",
-                lambda match, _: _named(match["name"], match["body"]),
-                r"<\|tool_calls_section_(?:begin|end)\|>",
+                "<|tool_call_begin|>", "<|tool_call_end|>", _read_kimi,
+                ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
             ),
         ),
         CallFormat(
@@ -235,10 +297,8 @@ FORMATS = {
                 "<｜tool▁call▁end｜>",
             ),
             _tagged(
-                r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^<\n]+?)(?:<｜tool▁sep｜>|\s*```json\n)"
-                r"(?P<body>.*?)(?:\n```)?<｜tool▁call▁end｜>",
-                lambda match, _: _named(match["name"], match["body"]),
-                r"<｜tool▁calls▁(?:begin|end)｜>",
+                "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _read_deepseek,
+                ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
             ),
         ),
         CallFormat(
@@ -246,10 +306,7 @@ FORMATS = {
             ("[TOOL_CALLS]", "[ARGS]"),
             ("[TOOL_CALLS]",),
             ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-            _tagged(
-                r"\[TOOL_CALLS\](?P<name>[^\[]+?)(?:\[CALL_ID\][^\[]*)?\[ARGS\](?P<body>.*?)(?=\[TOOL_CALLS\]|$)",
-                lambda match, _: _named(match["name"], match["body"]),
-            ),
+            _read_mistral_args,
         ),
         CallFormat("mistral", ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), _list("[TOOL_CALLS]", "")),
         CallFormat(
@@ -261,11 +318,11 @@ FORMATS = {
         ),
         CallFormat(
             "hermes", ("<tool_call>",), ("<tool_call>",), ("<tool_call>", "</tool_call>"),
-            _tagged(r"<tool_call>\s*(.*?)\s*</tool_call>", lambda match, _: _object(match[1])),
+            _tagged("<tool_call>", "</tool_call>", lambda written, _: _object(written)),
         ),
         CallFormat(
             "function", ("<function=",), ("<function=",), (),
-            _tagged(r"<function=([^>\n]+)>(.*?)</function>", lambda match, _: _named(match[1], match[2])),
+            _tagged("<function=", "</function>", _read_function),
         ),
         CallFormat("json", ('"parameters"',), ("{", "<|python_tag|>"), ("<|python_tag|>",), _read_json),
     )
