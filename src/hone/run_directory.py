@@ -122,7 +122,7 @@ class RunDirectory:
     def write_config(self, toml: str, name: str | None = None) -> Path:
         self.configs.mkdir(parents=True, exist_ok=True)
         file = self.configs / f"{name or self.command}.toml"
-        rewrite(file, toml)  # a component that has just been started may be reading it
+        rewrite(file, toml, mode=0o600)  # a component that has just been started may be reading it
         return file
 
     def note(self, **about: Any) -> None:
@@ -182,10 +182,12 @@ def appearing(directory: Path) -> Iterator[Path]:
     partial.rename(directory)
 
 
-def rewrite(file: Path, text: str) -> None:
-    """Replaces a file by one with this text, at once."""
+def rewrite(file: Path, text: str, mode: int = 0o666) -> None:
+    """Replace a file by one with this text, at once. `mode`: who may do what with it, less the umask."""
     partial = file.with_suffix(".partial")
-    partial.write_text(text)
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as opened:
+        opened.write(text)
     partial.replace(file)
 
 

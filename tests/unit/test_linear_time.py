@@ -24,7 +24,8 @@ ODD = {
             "<tool_call>", "</tool_call>", "<tool_call>{}", "<function=", "<function=a>", "<parameter=", "</parameter>",
             "<parameter=a>", "<arg_key>", "<arg_value></arg_key>", "[TOOL_CALLS]", "[TOOL_CALLS]a[ARGS]", "[ARGS]{",
             "<|tool_call_begin|>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<think>", "</think>", "{", "}", "[", '"',
-            "\\", ";\n", "9", " ", "\n", "<answer>", "</answer>", "<answer> ", "\\boxed{", "####", "é", "🙂", "<|im_end|>",
+            "\\", ";\n", "9", " ", "\n", "<answer>", "</answer>", "<answer> ", "\\boxed{",
+            "####", "é", "🙂", "<|im_end|>",
         )
     },
     "a call of many spaces": lambda n: "<tool_call>" + " " * n + "{}" + " " * n + "</tool_call>",

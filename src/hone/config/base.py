@@ -20,6 +20,8 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
+from hone.config.secrets import redact, restore_secrets
+
 C = TypeVar("C", bound="Config")
 T = TypeVar("T")
 FREE = "may be changed when a run goes on"
@@ -65,7 +67,8 @@ class Config(BaseModel):
 
     def public(self) -> dict[str, Any]:
         """The values as plain data, without secrets: what may be written down."""
-        return _without_secrets(self.model_dump(mode="json"))
+        redacted: dict[str, Any] = redact(self.model_dump(mode="json"))
+        return redacted
 
     def resolved(self) -> "Config":
         """The configuration that it stands for; most stand for themselves. Raises ConfigError."""
@@ -102,13 +105,10 @@ def _differences(key: str, before: Any, now: Any, public: Any) -> Iterator[tuple
         yield from _differences(f"{key}.{name}", one, other, plain)
 
 
-def _without_secrets(value: Any) -> Any:
-    return {k: _without_secrets(v) for k, v in value.items() if k != "api_key"} if isinstance(value, dict) else value
-
-
 def load_config(cls: type[C], argv: list[str]) -> C:
     """The configuration of a command from its arguments. Raises ConfigError."""
     values, origins = parse_argv(argv, users_keys(cls))
+    restore_secrets(values)
     files_for = {one[2:] for one, two in itertools.pairwise(argv) if one.startswith("--") and two.startswith("@")}
     return validated(cls, cls.prepare(values, origins, files_for), origins)
 

@@ -61,9 +61,13 @@ def _words(one: Entry) -> str:
     return words or ("Not used unless one of its keys is given." if one.is_section and one.value is None else "")
 
 
-def to_toml(config: Config) -> str:
-    """A configuration as TOML that gives the same one back, secrets left out; None is written as "None"."""
-    return "\n".join(_toml_table(config.public(), "")).strip() + "\n"
+def to_toml(config: Config, with_secrets: bool = False) -> str:
+    """Return a configuration as TOML that gives the same one back; None is written as "None".
+
+    Secrets are left out unless `with_secrets`, for a file that only its owner reads.
+    """
+    values = config.model_dump(mode="json") if with_secrets else config.public()
+    return "\n".join(_toml_table(values, "")).strip() + "\n"
 
 
 def _toml_table(values: dict[str, Any], name: str) -> list[str]:

@@ -32,6 +32,8 @@ ANSWER = 5.0  # seconds that a worker may take to answer while it does not block
 LOOK = 3.0  # seconds between looks at one with work; of one that blocks a thread still answers
 START = 120.0  # seconds that one may take to import its environment and to be heard for the first time
 
+ARGUMENTS_VARIABLE = "HONE_ENV_ARGUMENTS"
+
 log = logging.getLogger("hone.environments")
 LINE = 2**28  # bytes of a message, at most
 
@@ -80,8 +82,8 @@ class Isolated(Environment):
         self.environment, self.added = environment, list[Rubric]()
         self.name, self.parser, self.rubric = environment.name, environment.parser, environment.rubric
         self.call_timeout, self.system_prompt = environment.call_timeout, environment.system_prompt
-        self._words = [sys.executable, "-m", "hone.environments.worker", name, json.dumps(arguments)]
-        self.workers = [Worker(name, [*self._words, on_reward_error or "fail"]) for _ in range(workers)]
+        self._words, given = [sys.executable, "-P", "-m", "hone.environments.worker", name], json.dumps(arguments)
+        self.workers = [Worker(name, [*self._words, on_reward_error or "fail"], given) for _ in range(workers)]
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
         return self.environment.get_dataset(n, seed)
@@ -149,10 +151,11 @@ class _Waiting:
 
 
 class Worker:
-    """A process that `words` start, replaced when it dies."""
+    """A process that `words` start, replaced when it dies. `arguments`: those of its environment, as JSON."""
 
-    def __init__(self, name: str, words: list[str]) -> None:
+    def __init__(self, name: str, words: list[str], arguments: str = "{}") -> None:
         self.name, self.words = name, words
+        self.environment = os.environ | {ARGUMENTS_VARIABLE: arguments}  # other users can read a command line
         self.process: asyncio.subprocess.Process | None = None
         self.waiting: dict[int, _Waiting] = {}
         self.numbers = itertools.count()
@@ -215,7 +218,9 @@ class Worker:
             if self.process is not None and self.process.returncode is None:
                 return self.process
             pipe = asyncio.subprocess.PIPE
-            self.process = await asyncio.create_subprocess_exec(*self.words, stdin=pipe, stdout=pipe, limit=LINE)
+            self.process = await asyncio.create_subprocess_exec(
+                *self.words, stdin=pipe, stdout=pipe, limit=LINE, env=self.environment
+            )
             self._reader = asyncio.create_task(self._read(self.process))
             self._run(self._watch(self.process))
             return self.process

@@ -1,4 +1,4 @@
-"""The worker's side of `isolated.py`: `python -m hone.environments.worker ENV ARGUMENTS`."""
+"""The worker's side of `isolated.py`: `python -m hone.environments.worker ENV ON_REWARD_ERROR`."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hone.environments.environment import Environment, checked
-from hone.environments.isolated import rollout_of, sampling_of, turn_of, written
+from hone.environments.isolated import ARGUMENTS_VARIABLE, rollout_of, sampling_of, turn_of, written
 from hone.environments.registry import load_environment
 from hone.records import ContextFull, Example, Message, Sampling, Tool, Turn
 from hone.users_code import CONTAINED
@@ -76,7 +76,8 @@ class Worker:
 
 
 def main() -> None:
-    name, arguments, on_reward_error = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+    name, on_reward_error = sys.argv[1:3]
+    arguments = json.loads(os.environ.pop(ARGUMENTS_VARIABLE, "{}"))
     out = os.fdopen(os.dup(1), "w")  # what the environment prints goes to stderr, not between the messages
     os.dup2(2, 1)
 

@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hone.clients.http import HttpClient
+from hone.config.secrets import redact
 from hone.environments import Environment
 from hone.environments.registry import add_folder, load_environment
 from hone.environments.rows import row_of
@@ -77,14 +78,14 @@ def _one(args: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
         raise ValueError(f"{args.env} has no examples to evaluate on")
     settings: dict[str, Any] = {
         "env": args.env,
-        "env_args": args.env_args,
+        "env_args": redact(args.env_args),
         "model": endpoint.model,
         "base_url": "own server" if endpoint.is_own else endpoint.base_url,
         "num_examples": len(examples),
         "rollouts_per_example": args.rollouts_per_example,
         "temperature": args.sampling_args.get("temperature", args.temperature),
         "max_tokens": args.sampling_args.get("max_tokens", args.max_tokens),
-        "sampling_args": args.sampling_args,
+        "sampling_args": redact(args.sampling_args),
         "seed": args.seed,
     }
     folder, known = where(args, settings)

@@ -24,6 +24,7 @@ from hone.clients.http import NO_SIGN_SECONDS, connect
 from hone.config.base import ConfigError, load_config
 from hone.config.help import to_toml
 from hone.config.rl import RLConfig
+from hone.config.secrets import secrets_variable
 from hone.config.sections import BACKEND_LOST
 from hone.inference.address import bind
 from hone.launch.plan import Component, plan
@@ -114,7 +115,8 @@ class Child:
         self.is_elsewhere = bool(part.node)
         self.words = [*on_node(part.node), sys.executable, "-m", "hone", part.role, "@", str(config.absolute())]
         own = {"HONE_PARENT_PID": "0" if part.node else str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        self.environment = os.environ | part.environment | own
+        secrets = secrets_variable(part.config.model_dump(mode="json"))
+        self.environment = os.environ | part.environment | own | secrets
         # Trainer and orchestrator keep their own logs and speak on the console; inference is heard from its log alone.
         self.log = (logs / f"{part.name}.log").open("w") if self.is_server else None
         self.start()

@@ -25,6 +25,7 @@ from hone.config.sections import API_KEY_VARIABLE
 from hone.config.sft import SFTConfig
 from hone.launch.plan import placement
 from hone.monitors.metrics import read_rows
+from hone.run_directory import rewrite
 
 TEMPLATE = Path(__file__).parent / "slurm.sh.jinja"
 PLAIN = re.compile(r"[\w./:@%+=,^\[\]-]+", re.ASCII)  # what Slurm takes in a line of the script as it stands
@@ -115,7 +116,7 @@ def submit(args: argparse.Namespace, overrides: list[str]) -> int:
         (directory / "configs").mkdir(parents=True, exist_ok=True)
         (directory / "slurm").mkdir(exist_ok=True)
         file = directory / "configs" / f"{args.command}.toml"
-        file.write_text(to_toml(config))
+        rewrite(file, to_toml(config, with_secrets=True), mode=0o600)  # the job has nothing else
         options = sbatch_options(args, gpus, sum(nodes), directory)
         script = directory / f"{args.command}.sh"
         script.write_text(render(args, gpus, nodes, file, options))

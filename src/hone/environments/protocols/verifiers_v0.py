@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.environments.environment import Environment, ModelClient
-from hone.environments.isolated import Worker
+from hone.environments.isolated import ARGUMENTS_VARIABLE, Worker
 from hone.environments.rubric import Rubric
 from hone.records import Example, Message, Rollout, Sampling
 
@@ -77,7 +77,8 @@ class Foreign(Environment):
     def __init__(self, env_id: str, arguments: dict[str, Any], python: Path, workers: int = 1) -> None:
         super().__init__(dataset=[])
         self.name = env_id
-        self.words = [str(python), str(SCRIPT), env_id.rpartition("/")[2], json.dumps(arguments)]
+        self.words = [str(python), str(SCRIPT), env_id.rpartition("/")[2]]
+        self.arguments = json.dumps(arguments)
         found = self._load()
         self._has_groups = bool(found.get("groups"))
         kept = [_rows(found.get(key)) for key in ("train", "eval")]
@@ -87,12 +88,15 @@ class Foreign(Environment):
             raise ValueError(f"environment {env_id!r} has no examples")
         from hone.environments.protocols.door import Door  # a web server: not needed by Hone's own environments
 
-        self.workers = [Worker(env_id, self.words) for _ in range(max(1, workers))]
+        self.workers = [Worker(env_id, self.words, self.arguments) for _ in range(max(1, workers))]
         self.door = Door()
 
     def _load(self) -> dict[str, Any]:
         try:
-            done = subprocess.run([*self.words, "examples"], capture_output=True, text=True, timeout=START, check=False)
+            done = subprocess.run(
+                [*self.words, "examples"], capture_output=True, text=True, timeout=START, check=False,
+                env=os.environ | {ARGUMENTS_VARIABLE: self.arguments},
+            )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise ValueError(f"environment {self.name!r} was not loaded within {START:.0f} s") from None
         if done.returncode:

@@ -166,7 +166,7 @@ class Worker:
 
 
 def main():
-    name, arguments = sys.argv[1], json.loads(sys.argv[2])
+    name, arguments = sys.argv[1], json.loads(os.environ.pop("HONE_ENV_ARGUMENTS", "{}"))
     out = os.fdopen(os.dup(1), "w")  # what the environment prints goes to stderr, not between the messages
     os.dup2(2, 1)
     lines = queue.SimpleQueue()
@@ -185,7 +185,7 @@ def main():
                 lines.put(line)
         os._exit(0)  # nobody is there any more
 
-    is_asked = sys.argv[3:] != ["examples"]
+    is_asked = sys.argv[2:] != ["examples"]
     if is_asked:
         threading.Thread(target=read, daemon=True).start()
     environment, found = load(name, arguments)

@@ -1,0 +1,72 @@
+"""Keep secrets of a configuration out of what is written down: by the names of keys, and by values that look like keys.
+
+A process that is started with a written configuration gets its secrets in its environment (SECRETS_VARIABLE), which
+only its user can read.
+"""
+
+import json
+import os
+import re
+from typing import Any
+
+SECRETS_VARIABLE = "HONE_SECRETS"
+LEFT_OUT = "(left out: it looks like a secret)"
+SECRET_KEY = re.compile(
+    r"(^|[_.-])(api[_-]?key|apikey|secret|password|passwd|passphrase|private[_-]?key|credentials?|authorization|bearer)"
+    r"($|[_.-])|^token$|[_-](auth|access|hf|github|wandb|bot|refresh)[_-]?token$|^(auth|access|hf|github|wandb)[_-]?token$",
+    re.IGNORECASE,
+)
+NAMES_A_SECRET = re.compile(r"(var|variable|file|path|env|name)$", re.IGNORECASE)  # `api_key_var` names a variable
+SECRET_VALUE = re.compile(
+    r"(^|[^A-Za-z0-9])(sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}"
+    r"|AKIA[0-9A-Z]{16}|AIza[A-Za-z0-9_-]{30,}|Bearer [A-Za-z0-9._~+/-]{12,})"
+)
+Path = tuple[str | int, ...]
+
+
+def is_secret(key: Any, value: Any) -> bool:
+    """Return True for a key that holds a secret, by its name."""
+    name = str(key)
+    return bool(value) and bool(SECRET_KEY.search(name)) and not NAMES_A_SECRET.search(name)
+
+
+def redact(value: Any) -> Any:
+    """Return plain data without its secrets: keys that hold one are left out, other values are replaced."""
+    if isinstance(value, dict):
+        return {key: redact(one) for key, one in value.items() if key != "api_key" and not is_secret(key, one)}
+    if isinstance(value, list | tuple):
+        return [redact(one) for one in value]
+    return LEFT_OUT if isinstance(value, str) and SECRET_VALUE.search(value) else value
+
+
+def collect_secrets(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
+    """Return what `redact` takes out, and where it was."""
+    if isinstance(value, dict):
+        found: list[tuple[Path, Any]] = []
+        for key, one in value.items():
+            if one and (key == "api_key" or is_secret(key, one)):
+                found.append(((*path, key), one))
+            else:
+                found += collect_secrets(one, (*path, key))
+        return found
+    if isinstance(value, list | tuple):
+        return [secret for i, one in enumerate(value) for secret in collect_secrets(one, (*path, i))]
+    return [(path, value)] if isinstance(value, str) and SECRET_VALUE.search(value) else []
+
+
+def secrets_variable(value: Any) -> dict[str, str]:
+    """Return the environment that brings the secrets of plain data to a process; empty where it has none."""
+    found = collect_secrets(value)
+    return {SECRETS_VARIABLE: json.dumps(found)} if found else {}
+
+
+def restore_secrets(values: dict[str, Any]) -> None:
+    """Put the secrets of the environment back into a configuration that was read; they are taken from there once."""
+    for path, secret in json.loads(os.environ.pop(SECRETS_VARIABLE, "[]")):
+        place: Any = values
+        try:
+            for part in path[:-1]:
+                place = place[part]
+            place[path[-1]] = secret
+        except (KeyError, IndexError, TypeError):  # of another component
+            continue
