@@ -34,7 +34,7 @@ from hone.run_directory import steps_in
 from tests.integration.conftest import processes_now
 
 ROOT = Path(__file__).parents[1]
-HONE = [sys.executable, "-m", "hone"]
+HONE = [sys.executable, "-P", "-m", "hone"]
 TINY = "examples/reverse_text_tiny"
 GROUPS, ROLLOUTS = 4, 8
 ENVIRONMENT = {"id": "reverse-text", "args": {"texts": "generated", "min_chars": 4, "max_chars": 10}, "workers": 1}

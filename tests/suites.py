@@ -134,7 +134,7 @@ def find_newest_python() -> str:
 
 
 def list_narrower_isas() -> list[str]:
-    words = [sys.executable, "-m", "hone.machine"]
+    words = [sys.executable, "-P", "-m", "hone.machine"]
     return subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
 
 
@@ -159,7 +159,7 @@ def run_rest(runner: Runner) -> None:
 
 def run_isas(runner: Runner) -> None:
     for isa in list_narrower_isas():
-        runner.run(sys.executable, "-m", "hone.launch.kernels", HONE_CPU_ISA=isa)
+        runner.run(sys.executable, "-P", "-m", "hone.launch.kernels", HONE_CPU_ISA=isa)
         runner.run(*PYTEST, *PARALLEL, *ISA_TESTS, HONE_CPU_ISA=isa)
         words = ("tests/integration/test_services.py", "-k", ISA_INTEGRATION_TESTS)
         runner.run(*PYTEST, *PARALLEL, *words, HONE_CPU_ISA=isa)

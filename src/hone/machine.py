@@ -42,6 +42,7 @@ def prepare() -> None:
     """Sets what torch and numba read from the environment when they are imported, where the user has not; and has
     Python look for cycles among new objects less often, which costs a busy server 4 % of its time."""
     ensure_home()
+    trust_triton_cache()
     young, *older = gc.get_threshold()
     if 0 < young < YOUNG:
         gc.set_threshold(YOUNG, *older)
@@ -76,6 +77,31 @@ def ensure_home() -> None:
             getpass.getuser()
         except (KeyError, OSError, ImportError):
             os.environ["USER"] = f"uid{os.getuid()}"
+
+
+def written_by_others(directory: Path) -> str:
+    """Return who else may put files into a directory that code is loaded from; empty where nobody may."""
+    try:
+        found = directory.stat()
+    except OSError:
+        return ""
+    if found.st_uid not in (os.getuid(), 0):
+        return f"{directory} belongs to another user ({found.st_uid})"
+    if found.st_mode & 0o002:
+        return f"everybody may write to {directory}; chmod 700 it after a look at what is there"
+    if found.st_mode & 0o020 and found.st_uid == os.getuid():
+        with contextlib.suppress(OSError):
+            directory.chmod(found.st_mode & 0o7755)
+    return ""
+
+
+def trust_triton_cache() -> None:
+    """Have Triton keep its compiled kernels where nobody else can put some: it loads what it finds."""
+    place = os.environ.get("TRITON_CACHE_DIR")
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    if problem := written_by_others(Path(place) if place else home / ".triton" / "cache"):
+        os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="hone-triton-")
+        print(f"Triton's kernels are compiled for this run alone: {problem}", file=sys.stderr)
 
 
 def keep_to_isa() -> None:

@@ -156,7 +156,7 @@ class ForkingPopen(subprocess.Popen):
     _forked = None
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more):
-        if not (isinstance(args, (list, tuple)) and list(map(str, args[:3])) == [sys.executable, "-m", "hone"]):
+        if not (isinstance(args, (list, tuple)) and list(map(str, args[:4])) == [sys.executable, "-P", "-m", "hone"]):
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
         pipes = more[3:9]  # the same in Python 3.11 to 3.13; -1 where the stream is inherited
         stdin, _, _, stdout, _, stderr = pipes
@@ -263,6 +263,7 @@ def _keep(words, cwd, environment, requester, connection, files):
 
 
 def _run(words):
+    words = [word for i, word in enumerate(words) if (i, word) != (1, "-P")]  # `hone` keeps to its own path anyway
     if not os.path.basename(words[0]).startswith("python"):
         sys.argv, sys.path[0] = words, os.path.dirname(words[0])
         runpy.run_path(words[0], run_name="__main__")

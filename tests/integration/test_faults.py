@@ -114,7 +114,7 @@ def fill(place, when):
 def test_a_rank_of_the_trainer_that_dies_is_named_and_the_run_goes_on_after_it(trained, tmp_path, started):
     options = ("--max-async-level", 0, "--trainer-gpu-ids", "[0, 1]", "--ckpt.interval", 1)
     run = Started(started, tmp_path / "run", trained, "--max-steps", 5000, *options)
-    ranks = [pid for pid, words in children(run.process.pid).items() if words[1:4] == ["-m", "hone", "trainer"]]
+    ranks = [pid for pid, words in children(run.process.pid).items() if words[1:5] == ["-P", "-m", "hone", "trainer"]]
     os.kill(max(ranks), signal.SIGKILL)
     assert run.process.wait(HANG_SECONDS) == 1 and gone(tmp_path / "run")
     assert run.log.read_text().splitlines()[-1] == "rl: error: trainer rank 1 was killed (SIGKILL)"
@@ -167,7 +167,7 @@ class Still:
         os.kill(self.stopped, signal.SIGSTOP)
 
     def pid_of(self, name):
-        return next(p for p, words in children(self.process.pid).items() if words[1:4] == ["-m", "hone", name])
+        return next(p for p, words in children(self.process.pid).items() if words[1:5] == ["-P", "-m", "hone", name])
 
     def end(self):
         end(self.process)

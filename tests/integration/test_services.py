@@ -83,7 +83,9 @@ class Started:
         until(lambda: any((out / "checkpoints").glob("step_[3-9]")), self.process, self.log.read_text)
 
     def pid_of(self, name):
-        (pid,) = [pid for pid, words in descendants_of_run(self.out).items() if words[1:4] == ["-m", "hone", name]]
+        (pid,) = [
+            pid for pid, words in descendants_of_run(self.out).items() if words[1:5] == ["-P", "-m", "hone", name]
+        ]
         return pid
 
 

@@ -91,3 +91,25 @@ def test_waiting_threads_sleep_while_other_programs_want_the_cores(monkeypatch):
     neighbours.follow(0.01)
     spare.join(HANG_SECONDS)
     assert not spares()
+
+
+@pytest.mark.parametrize(("mode", "words"), [(0o700, ""), (0o755, ""), (0o777, "everybody may write"), (0o775, "")])
+def test_code_is_loaded_only_from_directories_that_others_cannot_write(tmp_path, monkeypatch, mode, words):
+    cache = tmp_path / "triton"
+    cache.mkdir()
+    cache.chmod(mode)
+    assert words in machine.written_by_others(cache) and bool(words) == bool(machine.written_by_others(cache))
+    assert not words or cache.stat().st_mode & 0o777 == mode
+    assert words or cache.stat().st_mode & 0o022 == 0  # the group's right to write is taken away
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    machine.trust_triton_cache()
+    assert (os.environ["TRITON_CACHE_DIR"] == str(cache)) == (not words)
+
+
+def test_a_module_of_the_working_directory_is_not_imported(tmp_path):
+    for name in ("numpy", "torch", "json"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')\nraise SystemExit(3)\n")
+    words = [sys.executable, "-m", "hone", "sft", "--help"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "was_run").exists()

@@ -16,8 +16,9 @@ from hone.run_directory import RunDirectory, rewrite
 
 SECRETS = {
     "api_key": "abc", "judge_api_key": "x1", "openai-api-key": "x2", "password": "x3", "client_secret": "x4",
-    "Authorization": "x5", "token": "x6", "hf_token": "x7", "db": {"passwd": "x8"}, 
-    "list": [{"access_token": "x9"}], "url": "http://h?k=sk-abcdefghijklmnop1234", "note": "hf_abcdefghijklmnopqrstuvwx",
+    "Authorization": "x5", "token": "x6", "hf_token": "x7", "db": {"passwd": "x8"},
+    "list": [{"access_token": "x9"}],
+    "url": "http://h?k=sk-abcdefghijklmnop1234", "note": "hf_abcdefghijklmnopqrstuvwx",
     "head": ["Bearer abcdefghijkl123"],
 }  # fmt: skip
 HARMLESS = {

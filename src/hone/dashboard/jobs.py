@@ -245,11 +245,11 @@ class Jobs:
             asked = json.loads(job.more)
             words = [asked["env"], "-m", self._typed(job), "-n", str(asked["n"]), "-a", json.dumps(asked["args"]), "-s"]
             words += ["--max-tokens", str(asked["max_tokens"])] if asked["max_tokens"] else []
-            return [sys.executable, "-m", "hone", "vf-eval", *words]
+            return [sys.executable, "-P", "-m", "hone", "vf-eval", *words]
         if job.where == "slurm":
             own = ["slurm", job.command, str(file), "--output-dir", str(self.root / job.output_dir)]
-            return [sys.executable, "-m", "hone", *own, *shlex.split(job.more)]
-        words = [sys.executable, "-m", "hone", job.command, "@", str(file)]
+            return [sys.executable, "-P", "-m", "hone", *own, *shlex.split(job.more)]
+        words = [sys.executable, "-P", "-m", "hone", job.command, "@", str(file)]
         if job.command == "vf-rl":  # it keeps what it resumes from, and its directory is a key of its file
             output = ["--trainer.args.output-dir", self._typed(job)]
         else:

@@ -94,7 +94,7 @@ def own_server(model: str, chat_template: str | None = None) -> Iterator[Endpoin
     print(f"no server is given: {model} is loaded here for this evaluation", flush=True)
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
-            [sys.executable, "-m", "hone", "inference", *words, "--port", "0"],
+            [sys.executable, "-P", "-m", "hone", "inference", *words, "--port", "0"],
             stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
             env=os.environ | {"HONE_PARENT_PID": str(os.getpid()), "HONE_API_KEY": ""},
         )  # fmt: skip

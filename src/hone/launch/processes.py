@@ -113,7 +113,7 @@ class Child:
         self.name, self.title, self.is_server = part.name, part.title, part.restarts
         self.is_trainer, self.said = part.role == "trainer", deque[str](maxlen=50)
         self.is_elsewhere = bool(part.node)
-        self.words = [*on_node(part.node), sys.executable, "-m", "hone", part.role, "@", str(config.absolute())]
+        self.words = [*on_node(part.node), sys.executable, "-P", "-m", "hone", part.role, "@", str(config.absolute())]
         own = {"HONE_PARENT_PID": "0" if part.node else str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         secrets = secrets_variable(part.config.model_dump(mode="json"))
         self.environment = os.environ | part.environment | own | secrets

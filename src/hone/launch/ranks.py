@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     if args.nodes > 1 and not args.meet:
         parser.error("--meet HOST:PORT: several nodes need an address of the first")
     own = {"HONE_PARENT_PID": str(os.getpid())}
-    words = [sys.executable, "-m", "hone", *args.words]
+    words = [sys.executable, "-P", "-m", "hone", *args.words]
     ranks: list[subprocess.Popen[bytes]] = []
 
     def hand_on(number: int, _: object) -> None:

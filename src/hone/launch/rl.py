@@ -38,7 +38,7 @@ def dashboard_over(config: RLConfig) -> Iterator[None]:
         yield
         return
     config.output_dir.mkdir(parents=True, exist_ok=True)
-    words = [sys.executable, "-m", "hone", "dashboard", str(config.output_dir)]
+    words = [sys.executable, "-P", "-m", "hone", "dashboard", str(config.output_dir)]
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         yield

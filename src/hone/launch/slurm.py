@@ -262,10 +262,10 @@ def sbatch_options(args: argparse.Namespace, gpus: int, nodes: int, directory: P
 def render(args: argparse.Namespace, gpus: int, nodes: list[int], file: Path, options: list[tuple[str, str]]) -> str:
     from jinja2 import Environment, StrictUndefined
 
-    command = [sys.executable, "-m", "hone", args.command, "@", str(file)]
+    command = [sys.executable, "-P", "-m", "hone", args.command, "@", str(file)]
     several = ["--nodes", str(nodes[0])] if args.command == "sft" and nodes[0] > 1 else []
     if args.command == "sft" and (gpus > 1 or several):
-        command = [sys.executable, "-m", "hone.launch.ranks", "--ranks", str(gpus), *several]
+        command = [sys.executable, "-P", "-m", "hone.launch.ranks", "--ranks", str(gpus), *several]
     rest = [args.command, "@", str(file)] if "hone.launch.ranks" in command else []
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined

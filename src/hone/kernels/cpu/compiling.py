@@ -82,7 +82,10 @@ def _numba() -> tuple[Any, bool]:
     built = f"numba{numba.__version__}-{sys.implementation.cache_tag}"
     Kept.directory = cache / f"{hashlib.sha256(sources).hexdigest()[:12]}-{machine.isa()}-{processor}-{built}"
     try:
-        Kept.directory.mkdir(parents=True, exist_ok=True)
+        Kept.directory.parent.mkdir(parents=True, exist_ok=True)
+        Kept.directory.mkdir(mode=0o700, exist_ok=True)
+        if problem := machine.written_by_others(Kept.directory):
+            raise OSError(problem)
         tempfile.TemporaryFile(dir=Kept.directory).close()  # numba asks for a place to write, also to read
     except OSError as error:
         log.warning("The CPU kernels are compiled for this run alone, which takes minutes: %s", error)
@@ -106,7 +109,7 @@ def _prepare() -> None:
         log.info(words())
         cores = os.environ.get(machine.CORES_VARIABLE) or str(machine.cores())  # the other parts of a run wait for this
         environment = os.environ | {"HONE_PARENT_PID": str(os.getpid()), "OMP_NUM_THREADS": cores}
-        command = [sys.executable, "-m", "hone.launch.kernels"]
+        command = [sys.executable, "-P", "-m", "hone.launch.kernels"]
         done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
             log.warning("Kernels are compiled when they are needed: %s", (done.stdout + done.stderr).strip()[-1000:])

@@ -127,7 +127,7 @@ class Compilers:
         for _ in range(wanted):
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "hone.kernels.gpu.compiling"], stdin=subprocess.PIPE,
+                    [sys.executable, "-P", "-m", "hone.kernels.gpu.compiling"], stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE, env=environment, start_new_session=True,
                 )  # fmt: skip
             except OSError:  # no more processes may be started: it takes longer
