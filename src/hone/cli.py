@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hone import STARTED, leaving, machine
 from hone.config.commands import COMMANDS, import_object
+from hone.text.printable import make_printable
 
 OTHERS = {  # subcommands with arguments of their own kind
     "dashboard": "hone.dashboard.commands:dashboard",
@@ -186,7 +187,7 @@ def _guard(command: str, work: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except UserError as error:
-        print(f"{command}: error: {error}", file=sys.stderr)
+        print(f"{command}: error: {make_printable(str(error))}", file=sys.stderr)
         return 1
     except Exception as error:
         if not is_disk_full(error):

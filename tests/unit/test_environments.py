@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import time
 from collections import Counter
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import hone.environments as vf
 from hone.config.sections import EvalConfig
 from hone.environments.attempt import attempt
+from hone.environments.maths import Comparer
 from hone.evals.held_out import evaluate, means
 from hone.records import Completion, Rollout, Sampling, Turn
 
@@ -201,3 +203,25 @@ def test_an_evaluation_goes_on_without_what_has_no_end_or_gives_nothing(end, err
     assert asyncio.run(evaluate(config, {"odd": env}, Echo("a"), 0)) == {"eval/odd/failed": 1}
     example, sampling = env.get_eval_dataset()[0], Sampling()
     assert asyncio.run(attempt(env, Echo("a"), example, sampling, 0.05)).error.startswith(error)
+
+
+def test_slow_comparisons_hold_up_no_others_and_no_longer_than_they_may(monkeypatch):
+    worker = (
+        "import json, sys, time\ntime.sleep(1.0)\nprint('ready', flush=True)\n"
+        "for line in sys.stdin:\n    gold, given = json.loads(line)\n    time.sleep(float(given))\n"
+        "    print(json.dumps(gold == 'g'), flush=True)\n"
+    )
+    monkeypatch.setattr("hone.environments.maths.WORKER", worker)
+
+    async def compare():
+        comparer = Comparer(0.5, workers=2)
+        assert await comparer.same("g", "0") is True  # starting takes longer than a comparison may
+        start = time.monotonic()
+        slow = asyncio.create_task(comparer.same("g", "30"))
+        await asyncio.sleep(0.05)
+        quick = await asyncio.gather(*(comparer.same("g", "0") for _ in range(5)))
+        assert quick == [True] * 5 and await slow is False
+        assert time.monotonic() - start < 10
+        assert await comparer.same("g", "0") is True and await comparer.same("x", "0") is False
+
+    asyncio.run(compare())

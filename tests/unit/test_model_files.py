@@ -269,3 +269,38 @@ def test_tokens_that_the_model_has_no_embedding_for_are_refused_where_they_are_u
             given.prompt_ids(Prompt([{"role": "user", "content": "a [PAD] b"}]))
     with pytest.raises(ValueError, match="the tokenizer has 256 tokens, the model's vocab_size is 100"):
         tokenizer.fit(100)
+
+
+def test_links_out_of_a_model_s_directory_are_refused_and_never_copied(tmp_path, caplog):
+    import os
+
+    from hone.models.hf import check_links
+
+    (tmp_path / "secret.txt").write_text("private")
+    directory = write_tokenizer(tmp_path / "hub" / "models--a--b" / "snapshots" / "rev", random.Random(1), CHATML)
+    (directory / "config.json").write_text("{}")
+    blobs = tmp_path / "hub" / "models--a--b" / "blobs"
+    blobs.mkdir()
+    os.replace(directory / "tokenizer.json", blobs / "123")
+    (directory / "tokenizer.json").symlink_to("../../blobs/123")  # as the hub's cache has it
+    check_links(directory)
+    (directory / "notes.txt").symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(ValueError, match=r"notes.txt is a link to .*secret.txt, out of the model's directory"):
+        check_links(directory)
+    (directory / "folder.json").mkdir()
+    os.mkfifo(directory / "pipe.json")
+    write_description(directory, tmp_path / "saved", torch.float32, True)
+    assert not (tmp_path / "saved" / "notes.txt").exists() and "notes.txt is not copied" in caplog.text
+    assert not (tmp_path / "saved" / "tokenizer.json").is_symlink()
+    assert {"folder.json", "pipe.json"} & set(os.listdir(tmp_path / "saved")) == set()
+
+
+def test_what_is_no_file_ends_with_a_message(tmp_path):
+    import os
+
+    for name in ("model.safetensors", "tokenizer.json"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=r"has no \*.safetensors weights"):
+        find_weights(None, tmp_path)
+    with pytest.raises(ValueError, match="has no tokenizer.json"):
+        Tokenizer(tmp_path)

@@ -13,6 +13,7 @@ from hone.environments import Environment
 from hone.environments.attempt import attempt
 from hone.evals.held_out import attempts
 from hone.records import Completion, Example, Prompt, Rollout, Sampling, Turn
+from hone.text.printable import make_printable
 from hone.text.tokenizer import Tokenizer
 from hone.users_code import CONTAINED
 
@@ -37,15 +38,15 @@ class Report:
     lines: list[str] = field(default_factory=list)
 
     def good(self, text: str) -> None:
-        print(f"  ok       {text}", flush=True)
+        print(f"  ok       {make_printable(text)}", flush=True)
 
     def warn(self, text: str) -> None:
         self.warnings += 1
-        print(f"  careful  {text}", flush=True)
+        print(f"  careful  {make_printable(text)}", flush=True)
 
     def bad(self, text: str) -> None:
         self.problems += 1
-        print(f"  wrong    {text}", flush=True)
+        print(f"  wrong    {make_printable(text)}", flush=True)
 
 
 def check(environment: Environment, args: argparse.Namespace) -> int:

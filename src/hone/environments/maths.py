@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from hone import machine
 from hone.environments.parsers import Completion, MaybeThinkParser, Parser, extract_boxed_answer
 from hone.environments.rubric import RewardFunction, Rubric
 
@@ -20,6 +21,7 @@ warnings.simplefilter("ignore")
 import logging
 logging.disable()
 from math_verify import parse, verify
+print("ready", flush=True)
 for line in sys.stdin:
     gold, answer = json.loads(line)
     try:
@@ -29,6 +31,7 @@ for line in sys.stdin:
         same = False
     print(json.dumps(same), flush=True)
 """
+MOST_WORKERS = 4
 START = 60.0  # seconds that the process may take to import what it needs
 
 
@@ -36,7 +39,7 @@ class MathRubric(Rubric):
     """Reward 1 for an answer that equals `answer` mathematically, as math-verify sees it.
 
     The answer is what `parser` finds: after any thinking, inside `\\boxed{}`. A comparison that takes longer than
-    `timeout_seconds` counts as different.
+    `timeout_seconds` counts as different. `max_workers` processes compare side by side; up to four, unless given.
     """
 
     def __init__(
@@ -45,13 +48,13 @@ class MathRubric(Rubric):
         weights: Sequence[float] | None = None,
         parser: Parser | None = None,
         timeout_seconds: float = 5.0,
-        max_workers: int = 1,
+        max_workers: int | None = None,
         **others: Any,
     ) -> None:
         super().__init__(funcs, weights, parser or MaybeThinkParser(extract_fn=extract_boxed_answer), **others)
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError('MathRubric needs the module math_verify: install "hone-rl[math]"')
-        self.comparer = Comparer(timeout_seconds)
+        self.comparer = Comparer(timeout_seconds, max_workers or min(MOST_WORKERS, machine.cores()))
         self.add_reward_func(self.correct_answer)
 
     async def correct_answer(self, parser: Parser, completion: Completion, answer: str) -> float:
@@ -60,37 +63,67 @@ class MathRubric(Rubric):
 
 
 class Comparer:
-    """One process, asked one question at a time; it ends with this one."""
+    """Processes that are asked one question at a time; they end with this one.
 
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
-        self.process: asyncio.subprocess.Process | None = None
+    A comparison has `timeout` seconds from when a process begins it; what starting a process takes, and waiting for a
+    free one, do not count. One that takes longer ends its process, and another is started when it is needed.
+    """
+
+    def __init__(self, timeout: float, workers: int = 1) -> None:
+        self.timeout, self.workers = timeout, workers
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._free: asyncio.LifoQueue[asyncio.subprocess.Process | None]
 
     async def same(self, gold: str, given: str) -> bool:
+        """Return True if two expressions are equal mathematically; False for one that takes too long to tell."""
         if not given.strip():
             return False
         if gold.strip() == given.strip():
             return True
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # that of an earlier `asyncio.run`, with its process
-            self._loop, self.process, self._turn = loop, None, asyncio.Lock()
-        async with self._turn:
-            is_new = self.process is None or self.process.returncode is not None
-            if is_new:
-                pipe, words = asyncio.subprocess.PIPE, (sys.executable, "-c", WORKER)
-                silent = asyncio.subprocess.DEVNULL
-                self.process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=silent)
-            assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
-            try:
-                async with asyncio.timeout(self.timeout + START * is_new):
-                    self.process.stdin.write(json.dumps([gold, given]).encode() + b"\n")
-                    line = await self.process.stdout.readline()
-                return bool(json.loads(line or b"false"))
-            except BaseException as error:
-                with contextlib.suppress(ProcessLookupError):
-                    self.process.kill()
-                await self.process.wait()
-                if isinstance(error, TimeoutError | OSError):
-                    return False
-                raise
+        if self._loop is not loop:  # that of an earlier `asyncio.run`, with its processes
+            self._loop, self._free = loop, asyncio.LifoQueue()
+            for _ in range(self.workers):
+                self._free.put_nowait(None)
+        process = await self._free.get()
+        try:
+            if process is None or process.returncode is not None:
+                process = await self._start()
+            assert process.stdin is not None and process.stdout is not None
+            async with asyncio.timeout(self.timeout):
+                process.stdin.write(json.dumps([gold, given]).encode() + b"\n")
+                line = await process.stdout.readline()
+            return bool(json.loads(line or b"false"))
+        except BaseException as error:
+            await self._end(process)
+            process = None
+            if isinstance(error, TimeoutError | OSError | ValueError):
+                return False
+            raise
+        finally:
+            self._free.put_nowait(process)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        """Return a process that has imported what it needs. Raises RuntimeError where it cannot."""
+        pipe, words = asyncio.subprocess.PIPE, (sys.executable, "-P", "-c", WORKER)
+        silent = asyncio.subprocess.DEVNULL
+        process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=silent)
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(START):
+                is_ready = bool(await process.stdout.readline())
+        except TimeoutError:
+            is_ready = False
+        except BaseException:
+            await self._end(process)
+            raise
+        if not is_ready:
+            await self._end(process)
+            raise RuntimeError(f"the process that compares answers by math_verify did not start within {START:.0f} s")
+        return process
+
+    async def _end(self, process: asyncio.subprocess.Process | None) -> None:
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()

@@ -31,6 +31,7 @@ from hone.evals.progress import Progress
 from hone.evals.results import Folder, latest
 from hone.evals.statistics import SIGMAS, clustered_error, pass_at_k
 from hone.records import Example, Rollout, Sampling
+from hone.text.printable import make_line, make_printable
 
 FAILURES = 16  # that come before any rollout that does not fail: then the others are not tried
 
@@ -203,14 +204,17 @@ def print_results(settings: dict[str, Any], rollouts: list[Rollout], verbose: bo
     console = Console(highlight=False)
     console.print("--- Evaluation ---")
     for key in ("env", "model", "base_url", "num_examples", "rollouts_per_example", "temperature", "max_tokens"):
-        console.print(f"{key}: {escape(str(settings[key]))}")
+        console.print(f"{key}: {escape(make_line(str(settings[key])))}")
     shown = rollouts if verbose else rollouts[:1]
     for rollout in shown:
         console.print("--- Example ---")
         for message in [*rollout.example.prompt, *rollout.messages]:
             calls = "".join(f" {call['function']}" for call in message.get("tool_calls") or [])
-            console.print(f"{message['role']}: {escape(str(message.get('content') or '') + calls)}", soft_wrap=True)
-        console.print(f"error: {escape(rollout.error)}" if rollout.error else f"reward: {rollout.reward:.3f}")
+            said = make_printable(f"{message['role']}: {message.get('content') or ''}{calls}")
+            console.print(escape(said), soft_wrap=True)
+        console.print(
+            f"error: {escape(make_printable(rollout.error))}" if rollout.error else f"reward: {rollout.reward:.3f}"
+        )
     console.print("--- All ---")
     if settings["reward"] is not None:
         console.print(f"reward: avg - {settings['reward']:.3f}, std - {settings['reward_std']:.3f}")

@@ -34,20 +34,24 @@ from hone.transport.delivery import Superseded
 T = TypeVar("T")
 
 
+# Of a model, as requests and logs have it: no control characters.
+Name = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]+$")]
+
+
 class Update(BaseModel):
     weight_dir: str
     version: int = Field(ge=0)
-    model_name: str | None = None
+    model_name: Name | None = None
     transport: dict[str, str] = Field(default={"type": "filesystem"})
 
 
 class LoadAdapter(BaseModel):
-    lora_name: str = Field(min_length=1)
+    lora_name: Name
     lora_path: str
 
 
 class UnloadAdapter(BaseModel):
-    lora_name: str
+    lora_name: Name
 
 
 class Known(BaseModel):

@@ -65,6 +65,26 @@ def split_rows(spec: ModelSpec, name: str, weight: Tensor) -> list[Tensor]:
     return list(weight.split(rows)) if rows else [weight]
 
 
+def leads_out(file: Path, directory: Path) -> bool:
+    """Return True for a link in a model's directory to a file elsewhere, which may be anybody's.
+
+    The hub's cache keeps files of a model in `blobs` beside its `snapshots`.
+    """
+    target, inside = file.resolve(), directory.resolve()
+    blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside
+    return not (target.is_relative_to(inside) or target.is_relative_to(blobs))
+
+
+def check_links(directory: Path) -> None:
+    """Raise ValueError for a link in a model's directory whose contents would be saved beside new weights."""
+    for pattern in TEXT_FILES:
+        for file in sorted(directory.glob(pattern)):
+            if leads_out(file, directory):
+                raise ValueError(
+                    f"{file} is a link to {file.resolve()}, out of the model's directory; copy the file there"
+                )
+
+
 def resolve_model(name: str) -> Path:
     """The local directory of a model: a path as it is, a hub id from the cache or downloaded.
 
@@ -177,7 +197,7 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
     other *.safetensors files but those of adapters, optimizers and the original format of the weights.
     Raises ValueError where there are none or the index names files that are missing.
     """
-    every = {file.name: file for file in sorted(directory.glob("*.safetensors"))}
+    every = {file.name: file for file in sorted(directory.glob("*.safetensors")) if file.is_file()}
     if (directory / INDEX).is_file():
         listed = read_json(directory / INDEX).get("weight_map")
         if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
@@ -269,7 +289,9 @@ def write_description(
     directory.mkdir(parents=True, exist_ok=True)
     for pattern in TEXT_FILES if with_text else []:
         for file in source.glob(pattern):
-            if not file.name.endswith(".safetensors.index.json"):
+            if leads_out(file, source):
+                log.warning("%s is not copied: it is a link that leads out of its directory", file)
+            elif file.is_file() and not file.name.endswith(".safetensors.index.json"):
                 target = directory / file.relative_to(source)
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, target)

@@ -8,7 +8,7 @@ import torch
 from hone.config.sections import ModelConfig
 from hone.kernels import numerics
 from hone.kernels.gpu import trains_model
-from hone.models.hf import load_model, resolve_model
+from hone.models.hf import check_links, load_model, resolve_model
 from hone.models.transformer import Transformer
 from hone.text.tokenizer import Tokenizer
 
@@ -24,6 +24,7 @@ class Loaded:
 def load(config: ModelConfig, seed: int = 0) -> Loaded:
     """Resolves, checks the cheap things first, then loads. Raises ValueError with what is wrong."""
     directory = resolve_model(config.name)
+    check_links(directory)
     tokenizer = Tokenizer.for_model(directory, config)
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("model.device: cuda was asked for, but torch sees no GPU here")

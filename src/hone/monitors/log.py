@@ -9,6 +9,8 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from hone.text.printable import indent_lines
+
 SUCCESS = 25
 FORMAT = "%(asctime)s %(levelname)7s %(message)s"
 
@@ -17,7 +19,7 @@ def start_logging(level: str = "info", form: str = "text") -> logging.Logger:
     """Logs of `hone` to stdout, as text or as objects of JSON."""
     logging.addLevelName(SUCCESS, "SUCCESS")
     handler = _Stdout()
-    handler.setFormatter(_Json() if form == "json" else logging.Formatter(FORMAT, "%H:%M:%S"))
+    handler.setFormatter(_Json() if form == "json" else Line(FORMAT, "%H:%M:%S"))
     handler.addFilter(lambda record: getattr(record, "console", True))
     root = logging.getLogger("hone")
     root.handlers = [handler]
@@ -25,6 +27,13 @@ def start_logging(level: str = "info", form: str = "text") -> logging.Logger:
     root.propagate = False
     logging.raiseExceptions = False  # a full disk takes lines of the log, and no more
     return root
+
+
+class Line(logging.Formatter):
+    """A record as one line; what clients and models wrote in it cannot forge another one or act on a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return indent_lines(super().format(record))
 
 
 class _Json(logging.Formatter):
@@ -54,7 +63,7 @@ def component_log(name: str, directory: Path | None = None) -> logging.Logger:
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(directory / f"{name}.log")
-        handler.setFormatter(logging.Formatter(FORMAT, "%Y-%m-%d %H:%M:%S"))
+        handler.setFormatter(Line(FORMAT, "%Y-%m-%d %H:%M:%S"))
         for one in [logger, *([logging.getLogger("hone.environments")] if name == "orchestrator" else [])]:
             for old in one.handlers:
                 old.close()

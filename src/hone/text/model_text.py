@@ -100,7 +100,7 @@ def find_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     found = {}
     if (directory / TEMPLATE_FILE).is_file():
         found[DEFAULT] = (directory / TEMPLATE_FILE).read_text(encoding="utf-8")
-    for file in sorted((directory / TEMPLATE_FOLDER).glob("*.jinja")):
+    for file in filter(Path.is_file, sorted((directory / TEMPLATE_FOLDER).glob("*.jinja"))):
         found[file.name.removesuffix(".jinja")] = file.read_text(encoding="utf-8")
     if found:
         return found

@@ -1,0 +1,26 @@
+"""Show text that a model, a client or an environment wrote, without letting it act on a terminal or a log."""
+
+import re
+
+# Control characters but tab and line break, and those that change the direction or the lines of a text.
+ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]")
+
+
+def make_printable(text: str) -> str:
+    """Return a text whose control characters are written as escapes, as in `\\x1b[2J`."""
+    return ACTING.sub(lambda found: _escape(found[0]), text) if ACTING.search(text) else text
+
+
+def make_line(text: str) -> str:
+    """Return a text as one line: line breaks are escapes too."""
+    return make_printable(text).replace("\n", "\\n")
+
+
+def indent_lines(text: str) -> str:
+    """Return a text whose further lines are indented, so that none of them looks like a line of a log."""
+    return make_printable(text).replace("\n", "\n    ") if "\n" in text else make_printable(text)
+
+
+def _escape(character: str) -> str:
+    number = ord(character)
+    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
