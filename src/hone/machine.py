@@ -171,6 +171,7 @@ class Neighbours(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="neighbours", daemon=True)
+        self.before = (0, 0)
         self.before = self._times()
         self.end_of_spare: threading.Event | None = None
 
@@ -200,7 +201,11 @@ class Neighbours(threading.Thread):
     def _times(self) -> tuple[int, int]:
         """Nanoseconds that threads of this process had a core, and that they wanted one and had none."""
         computed = waited = 0
-        for task in os.listdir(_TASKS):
+        try:
+            tasks = os.listdir(_TASKS)
+        except OSError:  # too many files are open; there will be fewer
+            return self.before
+        for task in tasks:
             with contextlib.suppress(OSError, ValueError):  # it has ended
                 one, other, _ = (_TASKS / task / "schedstat").read_text().split()
                 computed, waited = computed + int(one), waited + int(other)

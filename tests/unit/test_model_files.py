@@ -8,8 +8,8 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
-from tokenizers import decoders, models, pre_tokenizers
 
 from hone.config.sections import ModelConfig
 from hone.models.hf import find_weights, write_description
@@ -30,7 +30,8 @@ def write_tokenizer(directory, rng, template=None):
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     encoder = Encoder(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
     encoder.pre_tokenizer, encoder.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    encoder.add_special_tokens(list(SPECIALS))
+    is_special = {one: rng.random() < 0.8 for one in SPECIALS}
+    encoder.add_tokens([AddedToken(one, special=is_special[one], normalized=False) for one in SPECIALS])
     if rng.random() < 0.4:
         encoder.enable_truncation(rng.randint(4, 40))
     if rng.random() < 0.4:
@@ -46,7 +47,13 @@ def write_tokenizer(directory, rng, template=None):
         (directory / "special_tokens_map.json").write_text(json.dumps(mapped))
     if rng.random() < 0.4:
         decoder = encoder.get_added_tokens_decoder()
-        known = {str(i): {"content": t.content, "special": t.special, "normalized": False} for i, t in decoder.items()}
+        known = {
+            str(i): {
+                "content": t.content, "special": rng.random() < 0.8, "normalized": False,
+                "lstrip": rng.random() < 0.2, "rstrip": rng.random() < 0.2,
+            }
+            for i, t in decoder.items()
+        }  # fmt: skip
         if rng.random() < 0.5:
             known["262"] = {"content": "<new>", "special": rng.random() < 0.5, "normalized": False}
         config["added_tokens_decoder"] = known
@@ -56,6 +63,7 @@ def write_tokenizer(directory, rng, template=None):
         [{}, {"add_bos_token": True}, {"model_max_length": 10}, {"clean_up_tokenization_spaces": True}]
     )
     named = {name: BY_NAME.replace("NAME", name) for name in ("config", "default", "tool_use", "file", "extra")}
+    named = {name: text + "{{ image_token }}" for name, text in named.items()}
     kind = rng.randrange(5) if template is None else -1
     if template is not None:
         config["chat_template"] = template
@@ -81,7 +89,7 @@ def test_tokenizers_are_read_as_transformers_reads_them(tmp_path):
         for tools in (None, TOOL_LIST):
             expected = theirs.apply_chat_template(ASKED, tools=tools, add_generation_prompt=True, return_dict=False)
             assert ours.prompt_ids(Prompt(ASKED, tools)) == expected, (seed, tools)
-        text = "<s>a <|im_end|><new><extra> b , c</s>"
+        text = "<s>a <|im_end|> <new> <extra> b <image> , <added> c </s> <|eot|> d"
         for around in (True, False):
             assert ours.encode(text, around) == theirs(text, add_special_tokens=around)["input_ids"], seed
         ids = ours.encode(text)

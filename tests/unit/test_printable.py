@@ -54,7 +54,8 @@ def test_completions_are_shown_and_do_nothing(capsys):
         rollout.error = attack
         settings = {
             "env": attack, "model": attack, "base_url": "b", "num_examples": 1, "rollouts_per_example": 1,
-            "temperature": 1, "max_tokens": 1, "reward": None, "failed": 1, "prompt_tokens": 0, "completion_tokens": 0, "seconds": 1.0,
+            "temperature": 1, "max_tokens": 1, "reward": None, "failed": 1, "prompt_tokens": 0, "completion_tokens": 0,
+            "seconds": 1.0,
         }  # fmt: skip
         print_results(settings, [rollout], verbose=True)
         assert not CONTROL.search(capsys.readouterr().out)

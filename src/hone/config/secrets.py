@@ -12,7 +12,7 @@ from typing import Any
 SECRETS_VARIABLE = "HONE_SECRETS"
 LEFT_OUT = "(left out: it looks like a secret)"
 SECRET_KEY = re.compile(
-    r"(^|[_.-])(api[_-]?key|apikey|secret|password|passwd|passphrase|private[_-]?key|credentials?|authorization|bearer)"
+    r"(^|[_.-])(api[_-]?key|apikey|client[_-]?key|secret|password|passwd|passphrase|private[_-]?key|credentials?|authorization|bearer)"
     r"($|[_.-])|^token$|[_-](auth|access|hf|github|wandb|bot|refresh)[_-]?token$|^(auth|access|hf|github|wandb)[_-]?token$",
     re.IGNORECASE,
 )

@@ -24,6 +24,7 @@ Layout = Literal["hone", "trainer"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # this machine, as a host
 BACKEND_LOST = 75  # exit code of a server whose vLLM has died under it: start it again
 API_KEY_VARIABLE = "HONE_API_KEY"  # gives a server its key without showing it in the list of processes
+CLIENT_KEY_VARIABLE = "HONE_CLIENT_KEY"  # gives a server a second key, for clients
 API_KEY_FILE_VARIABLE = "HONE_API_KEY_FILE"  # names a file that has it
 
 
@@ -356,6 +357,9 @@ class ServeConfig(BackendConfig, EngineConfig):
     api_key: str | None = None
     """Secret that clients must send as a bearer token; also read from the environment variable HONE_API_KEY, or from
     the file that HONE_API_KEY_FILE names."""
+    client_key: str | None = None
+    """A second key, for clients: it opens the routes that use the model, and none that controls the server. Also read
+    from the environment variable HONE_CLIENT_KEY."""
     engine_apart: bool | None = None
     """Sample in a process of its own, which answering requests takes no time from; by default on a GPU."""
     allowed_dirs: Free[list[Path] | None] = None

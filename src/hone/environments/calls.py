@@ -3,13 +3,30 @@
 import asyncio
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from hone.users_code import CONTAINED
 
+T = TypeVar("T")
 
-@lru_cache(maxsize=1024)
+
+def by_identity(look: Callable[[Callable[..., Any]], T]) -> Callable[[Callable[..., Any]], T]:
+    """Keep what was found of a function, also of one that has no hash."""
+    known: dict[int, tuple[Callable[..., Any], T]] = {}
+
+    def looked(function: Callable[..., Any]) -> T:
+        own = getattr(function, "__func__", function)  # a bound method is a new object every time
+        found = known.get(id(own))
+        if found is None or found[0] is not own:
+            if len(known) > 4096:
+                known.clear()
+            found = known[id(own)] = own, look(function)
+        return found[1]
+
+    return looked
+
+
+@by_identity
 def wanted(function: Callable[..., Any]) -> frozenset[str] | None:
     """Names of the parameters of a function; None where it takes everything."""
     parameters = inspect.signature(function).parameters
@@ -18,7 +35,7 @@ def wanted(function: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(parameters)
 
 
-@lru_cache(maxsize=1024)
+@by_identity
 def required(function: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the parameters that it cannot do without."""
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -26,7 +43,7 @@ def required(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in kinds)
 
 
-@lru_cache(maxsize=1024)
+@by_identity
 def positional_names(function: Callable[..., Any]) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)

@@ -20,7 +20,7 @@ class EnvGroup(Environment):
         super().__init__(dataset=[])
         self.envs, self.env_names = list(envs), names
         self.of = dict(zip(names, envs, strict=True))
-        self._owned: list[list[Example]] = []  # theirs, by the number that each has here: to train on, to evaluate on
+        self._owned: list[tuple[list[Example], list[Example]]] = []  # ours and theirs: to train on, to evaluate on
         self._train = self._numbered([env.get_dataset() for env in envs])
         self._eval = self._numbered([env.get_eval_dataset() for env in envs])
 
@@ -62,16 +62,24 @@ class EnvGroup(Environment):
         return self.of[example.task].demonstrate(messages, self._own_of(example), rng)
 
     def _own_of(self, example: Example) -> Example:
-        """As its environment knows it."""
-        same = (own[example.id] for own in self._owned if example.id < len(own))
-        return next(one for one in same if one.prompt == example.prompt)
+        """Return an example as its environment knows it."""
+        for examples, owned in self._owned:
+            if example.id < len(owned) and _is_same(examples[example.id], example):
+                return owned[example.id]
+        raise ValueError(f"example {example.id} of {example.task} is none of this group's")
 
     def _numbered(self, of_each: list[list[Example]]) -> list[Example]:
         found: list[Example] = []
         for name, examples in zip(self.env_names, of_each, strict=True):
             found += [replace(one, id=len(found) + i, task=name) for i, one in enumerate(examples)]
-        owned = zip(self.env_names, self.envs, of_each, strict=True)
-        self._owned.append(
-            [one if isinstance(env, EnvGroup) else replace(one, task=name) for name, env, ones in owned for one in ones]
-        )
+        each = zip(self.env_names, self.envs, of_each, strict=True)
+        owned = [
+            one if isinstance(env, EnvGroup) else replace(one, task=name) for name, env, ones in each for one in ones
+        ]
+        self._owned.append((found, owned))
         return found
+
+
+def _is_same(one: Example, other: Example) -> bool:
+    """Return True if two examples ask the same and have the same answer and info: ids repeat between data sets."""
+    return (one.task, one.prompt, one.answer, one.info) == (other.task, other.prompt, other.answer, other.info)

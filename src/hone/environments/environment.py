@@ -164,7 +164,10 @@ class Environment(ABC):
             if self.system_prompt:
                 prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
         answer, info = row.get("answer"), row.get("info")
-        info = json.loads(info) if isinstance(info, str) and info else info
+        try:
+            info = json.loads(info) if isinstance(info, str) and info else info
+        except ValueError as error:
+            raise ValueError(f"row {index} of the dataset: info is text that is not JSON: {error}") from None
         example_id = row.get("example_id", index)
         return Example(example_id, prompt, _as_json(answer), info or {}, row.get("task") or "")
 

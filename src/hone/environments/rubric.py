@@ -153,9 +153,9 @@ class Rubric:
             log.warning("reward function %s %s; that %s, here and from now on", name, what, then)
 
     def _sum(self, found: dict[int, float | None]) -> tuple[float, dict[str, float]]:
-        names = self.names()
-        metrics = {names[i]: 0.0 if value is None else value for i, value in found.items()}
-        reward = sum(self.weights[i] * metrics[names[i]] for i in found)
+        names, values = self.names(), {i: 0.0 if value is None else value for i, value in found.items()}
+        metrics = {names[i]: value for i, value in values.items()}
+        reward = sum(self.weights[i] * value for i, value in values.items())
         lost = sum(value is None for value in found.values())
         return reward, metrics | ({RAISED: float(lost)} if lost else {})
 
@@ -222,8 +222,11 @@ def numbered(given: tuple[str, ...]) -> tuple[str, ...]:
     """The names, each once: the second of one is NAME_2."""
     names: list[str] = []
     for name in given:
-        same = sum(one == name or one.startswith(f"{name}_") for one in names)
-        names.append(f"{name}_{same + 1}" if name in names else name)
+        own, number = name, 1
+        while own in names or (number > 1 and own in given):
+            number += 1
+            own = f"{name}_{number}"
+        names.append(own)
     return tuple(names)
 
 
@@ -233,7 +236,6 @@ def name_of(func: RewardFunction) -> str:
     return str(getattr(func, "__name__", type(func).__name__))
 
 
-@functools.lru_cache(maxsize=1024)
 def _is_of_group(func: RewardFunction) -> bool:
     return bool(OF_GROUP.keys() & set(required(func)))
 

@@ -10,7 +10,7 @@ from pydantic import Field, create_model
 
 from hone.environments.calls import OutOfTime, ask
 from hone.environments.environment import State
-from hone.environments.rubric import Rubric
+from hone.environments.rubric import Rubric, name_of
 from hone.environments.turns import MultiTurnEnv, stop
 from hone.records import Example, Message, Tool
 from hone.users_code import ExitInUserCode
@@ -24,21 +24,23 @@ def schema_of(function: ToolFunction, skip: Sequence[str] = ()) -> Tool:
     try:
         types = get_type_hints(function)
     except Exception as error:  # annotations are users' code
-        raise ValueError(f"tool {function.__name__}: its annotations cannot be read: {error}") from None
+        raise ValueError(f"tool {name_of(function)}: its annotations cannot be read: {error}") from None
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        if name in skip or name == "self":
+        if name in skip or name == "self" or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
+        if name.startswith("_") or name == "model_config":
+            raise ValueError(f"tool {name_of(function)}: a parameter cannot be named {name!r}; rename it")
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
         fields[name] = (types.get(name, str), Field(default, description=of_parameters.get(name)))
-    schema = create_model(function.__name__, **fields).model_json_schema()
+    schema = create_model(name_of(function), **fields).model_json_schema()
     for one in schema.get("properties", {}).values():
         one.pop("title", None)
     parameters = {key: value for key, value in schema.items() if key not in ("title", "description")}
     parameters.setdefault("properties", {})
     return {
         "type": "function",
-        "function": {"name": function.__name__, "description": text, "parameters": parameters},
+        "function": {"name": name_of(function), "description": text, "parameters": parameters},
     }
 
 
@@ -66,7 +68,7 @@ class ToolRubric(Rubric):
         super().__init__()
         self.add_metric(self.total_tool_calls)
         for tool in tools:
-            self.add_tool(tool.__name__)
+            self.add_tool(name_of(tool))
 
     def add_tool(self, name: str) -> None:
         def calls(completion: list[Message]) -> float:
@@ -110,13 +112,17 @@ class ToolEnv(MultiTurnEnv):
             self.add_tool(tool)
 
     def add_tool(self, tool: ToolFunction, args_to_skip: Sequence[str] = ()) -> None:
+        name = name_of(tool)
+        if name in self.tool_map:
+            raise ValueError(f"two tools are named {name!r}; the model could not tell them apart")
+        schema = schema_of(tool, args_to_skip)
         self.tools.append(tool)
-        self.tool_map[tool.__name__] = tool
-        self.oai_tools.append(schema_of(tool, args_to_skip))
-        self.tool_rubric.add_tool(tool.__name__)
+        self.tool_map[name] = tool
+        self.oai_tools.append(schema)
+        self.tool_rubric.add_tool(name)
 
     def remove_tool(self, tool: ToolFunction) -> None:
-        name = tool.__name__
+        name = name_of(tool)
         self.tools.remove(tool)
         self.tool_map.pop(name)
         self.oai_tools = [one for one in self.oai_tools if one["function"]["name"] != name]

@@ -38,6 +38,11 @@ T = TypeVar("T")
 Name = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]+$")]
 
 
+CONTROL_PATHS = {  # of routes that a client's key does not open
+    "/pause", "/resume", "/update_weights", "/progress", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+}  # fmt: skip
+
+
 class Update(BaseModel):
     weight_dir: str
     version: int = Field(ge=0)

@@ -186,7 +186,7 @@ def add_openai(app: FastAPI, served: Served) -> None:
             return tokenizer.encode(
                 tokenizer.require_template().render(
                     [message.model_dump() for message in body.messages],
-                    add_generation_prompt=body.add_generation_prompt, tools=body.tools,
+                    add_generation_prompt=body.add_generation_prompt, tools=body.tools or None,
                     **(body.chat_template_kwargs or {}),
                 )
             )  # fmt: skip

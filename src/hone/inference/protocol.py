@@ -103,6 +103,7 @@ FORMS = {"response_format", "structured_outputs", "guided_json", "guided_regex",
 class StructuredOutputs(BaseModel):
     """vLLM's: one of them."""
 
+    model_config = ConfigDict(extra="forbid")
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1)

@@ -20,6 +20,11 @@ class Text(BaseModel):
     model_config = ConfigDict(extra="allow")
     format: dict[str, Any] | None = None
 
+    @model_validator(mode="after")
+    def _refuse_what_would_be_ignored(self) -> "Text":
+        refuse_ignored(self.model_extra)
+        return self
+
 
 class ResponsesRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
@@ -60,6 +65,10 @@ class ResponsesRequest(BaseModel):
 def _message(item: dict[str, Any]) -> dict[str, Any]:
     if item.get("type", "message") != "message" or not isinstance(item.get("role"), str):
         raise ValueError(f"input: {item.get('type', 'an item')!r} is not a message with a role")
+    known = ("type", "role", "content", "id", "status")
+    ignored = [key for key, value in item.items() if key not in known and value not in ABSENT]
+    if ignored:
+        raise ValueError(f"input: {ignored[0]} of a message is not supported by /v1/responses")
     return {"role": item["role"], "content": item.get("content")}
 
 

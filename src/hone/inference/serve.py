@@ -5,12 +5,13 @@ config ─► backend (backends.py, apart.py), which loads the model ─► Serv
 
 import contextlib
 import logging
+import os
 import signal
 import time
 
 from hone import STARTED
 from hone.config.inference import InferenceConfig
-from hone.config.sections import LOOPBACK, own_key
+from hone.config.sections import CLIENT_KEY_VARIABLE, LOOPBACK, own_key
 from hone.inference.address import bind
 from hone.inference.apart import Apart
 from hone.inference.backends import Embedded, Vllm, is_apart, takes_vllm
@@ -35,15 +36,16 @@ def serve(config: InferenceConfig) -> None:
     with starting, backend(config) as opened:
         import uvicorn  # while a process of its own loads the model
 
+        from hone.inference.http_limits import bounded_config
         from hone.inference.server import build_app
 
-        app = build_app(opened.wait(), api_key)
+        app = build_app(opened.wait(), api_key, config.client_key or os.environ.get(CLIENT_KEY_VARIABLE) or None)
         sock.listen(2048)  # from now on who connects is answered, if only when the event loop runs
         starting.close()
         url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
         log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - STARTED)
         # No proxy headers: the connection tells who may control the server. Open requests get some seconds to end.
-        settings = uvicorn.Config(
+        settings = bounded_config(
             app, log_level="warning", access_log=False, proxy_headers=False, lifespan="off", timeout_graceful_shutdown=3
         )
         server = uvicorn.Server(settings)

@@ -16,6 +16,9 @@ Every refusal is a 4xx with a message in the OpenAI error form.
 
 import asyncio
 import hmac
+import ipaddress
+import socket
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -23,7 +26,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hone.inference.control import add_control
+from hone.config.sections import LOOPBACK
+from hone.inference.control import CONTROL_PATHS, add_control
 from hone.inference.description import describe
 from hone.inference.metrics import text
 from hone.inference.openai import add_openai, refuse
@@ -33,12 +37,15 @@ BODY, BODY_A_TOKEN = 2**24, 256  # bytes of a body: at least, and for each token
 STILL, OPEN = 60.0, 8192  # seconds that a client may send or read nothing; requests that may be open together
 
 
-def build_app(served: Served, api_key: str | None = None) -> FastAPI:
+def build_app(served: Served, api_key: str | None = None, client_key: str | None = None) -> FastAPI:
+    """Return the routes. `api_key` opens all of them; `client_key` those that leave the server as it is."""
     app = FastAPI(title="hone inference", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
 
     app.add_middleware(Limit, served=served)
     if api_key is not None:  # asked first, before a body is read
-        app.add_middleware(KeyGuard, api_key=api_key)
+        app.add_middleware(KeyGuard, api_key=api_key, client_key=client_key)
+    else:
+        app.add_middleware(PageGuard)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -72,19 +79,73 @@ def build_app(served: Served, api_key: str | None = None) -> FastAPI:
 
 
 class KeyGuard:
-    """Lets requests through that carry the key as a bearer token, and those to /health."""
+    """Let requests through that carry a key as a bearer token, and those to /health.
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    With the client's key the routes that control the server are refused.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str, client_key: str | None = None) -> None:
         self.app, self.expected = app, f"Bearer {api_key}".encode()
+        self.client = None if client_key is None else f"Bearer {client_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/health":
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self.expected):
+            is_owner = hmac.compare_digest(given, self.expected)
+            if not is_owner and not (self.client is not None and hmac.compare_digest(given, self.client)):
                 message = "wrong or missing API key (header `Authorization: Bearer KEY`)"
                 await refuse(401, message, "authentication_error")(scope, receive, send)
                 return
+            if not is_owner and scope["path"].rstrip("/") in CONTROL_PATHS:
+                message = "this key is for clients: it opens no route that controls the server"
+                await refuse(403, message, "permission_error")(scope, receive, send)
+                return
         await self.app(scope, receive, send)
+
+
+class PageGuard:
+    """Keep web pages from using a server without a key through the browser of somebody on its machine.
+
+    A page may send requests to this machine and, under a name of its own that leads here (DNS rebinding), read
+    answers. So the name in a request must be an address, localhost or the machine's own; what acts must come from no
+    page of elsewhere and have a body of JSON, which a page cannot send without asking first.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self.names = {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = self._problem(scope) if scope["type"] == "http" and scope["path"] != "/health" else ""
+        if problem:
+            await refuse(403, problem, "permission_error")(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> str:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host = urlsplit(f"//{headers.get(b'host', '')}").hostname or ""
+        if host and host not in self.names and not is_address(host):
+            return f"this server has no API key and answers to no name like {host!r}: use its address or localhost"
+        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            return ""
+        origin = headers.get(b"origin")
+        if origin is not None and (urlsplit(origin).hostname or "") not in LOOPBACK:
+            return f"a page of {origin} may not use this server, which has no API key"
+        kind, length = headers.get(b"content-type", ""), headers.get(b"content-length", "0")
+        has_body = length != "0" or b"transfer-encoding" in headers
+        if has_body and "json" not in kind:
+            return "the body is JSON: send the header Content-Type: application/json"
+        return ""
+
+
+def is_address(host: str) -> bool:
+    """Return True for the number of a machine, which no name server can lead elsewhere."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 class Limit:

@@ -32,6 +32,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     # The others (pissa, olora, corda, loftq, lora_ga, …) change the model's own weights when peft loads the adapter.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
+PEFT_ALPHA = 8  # lora_alpha where a configuration has none
 IMMATERIAL = {
     "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
     "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version",
@@ -71,7 +72,7 @@ def read_adapter(directory: Path) -> Adapter:
 def scale_of(config: dict[str, Any]) -> float:
     """What B A is multiplied by, of an adapter_config.json."""
     rank: int = config["r"]
-    alpha: float = config.get("lora_alpha", rank)
+    alpha: float = config.get("lora_alpha", PEFT_ALPHA)
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -86,6 +87,8 @@ def read_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type {config.get('peft_type')!r} is not supported; supported: 'LORA'")
+    if not isinstance(config.get("lora_alpha", PEFT_ALPHA), int | float):
+        raise ValueError(f"{path}: lora_alpha = {config['lora_alpha']!r} is not a number")
     rank = config.get("r")
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"{path}: r = {rank!r} is not a rank")

@@ -25,6 +25,7 @@ from hone.text.model_text import TEMPLATE_FOLDER, read_json, write_template
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 UNRELATED = re.compile(r"adapter_|optimizer|consolidated|original|training_")  # beginnings of files of other things
 log = logging.getLogger("hone.model")
 
@@ -154,11 +155,27 @@ def load_weights(into: Mapping[str, Tensor], directory: Path) -> None:
     """The weights of a directory into tensors by their HF names, wherever they are. Raises ValueError like
     `load_model`, before anything is changed."""
     where = find_weights(into, directory)
+    require_tied_head(into, where, directory)
     for file in sorted(set(where.values())):
         with safe_open(file, framework="pt") as reader:
             for name, tensor in into.items():
                 if where[name] == file:
                     tensor.copy_(reader.get_tensor(name))
+
+
+def require_tied_head(wanted: Mapping[str, Tensor], where: Mapping[str, Path], directory: Path) -> None:
+    """Raise ValueError for a head that is stored beside the embedding that config.json ties it to, and differs."""
+    if HEAD in wanted or HEAD not in where or EMBEDDING not in where:
+        return
+    found = []
+    for name in (HEAD, EMBEDDING):
+        with safe_open(where[name], framework="pt") as reader:
+            found.append(reader.get_tensor(name))
+    if found[0].shape != found[1].shape or not torch.equal(*found):
+        raise ValueError(
+            f"{directory}: {HEAD} differs from {EMBEDDING}, though config.json says that they are one "
+            "(tie_word_embeddings); set it to false to use both"
+        )
 
 
 def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[str, Path]:
@@ -183,7 +200,7 @@ def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[s
         if shape != tuple(tensor.shape):
             raise ValueError(f"{where[name]}: {name} has shape {shape}, config.json says {tuple(tensor.shape)}")
     # A tied checkpoint may store the head once more, older ones the rotary frequencies: both are derived.
-    derived = {n for n in where if n == "lm_head.weight" or n.endswith("rotary_emb.inv_freq")}
+    derived = {n for n in where if n == HEAD or n.endswith("rotary_emb.inv_freq")}
     surplus = where.keys() - (wanted or where).keys() - derived
     if surplus:
         raise ValueError(f"{directory}: tensors that the model does not have: {', '.join(sorted(surplus)[:5])}")

@@ -118,27 +118,28 @@ class ChatTemplate:
             message, role = messages[i], messages[i]["role"]
             before = messages[i - 1]["role"] if i else None
             after = messages[i + 1]["role"] if i + 1 < len(messages) else None
-            has_calls, content = bool(message.get("tool_calls")), message["content"]
-            place = (before, role, after, has_calls, bool(args.get("tools")))
-            if place in self._shown or not (has_calls or (isinstance(content, str) and content.strip())):
+            calls, content = message.get("tool_calls") or [], message["content"]
+            has_content = isinstance(content, str) and bool(content.strip())
+            place = (before, role, after, len(calls), has_content, bool(args.get("tools")))
+            if place in self._shown:
                 continue
-            if not self._shows(messages, i, args):
-                what = "tool calls of its messages" if has_calls else f"role {role!r} there"
+            if has_content and not self._shows(messages, i, {**message, "content": MARK}, args):
+                what = "content beside tool calls" if calls else f"role {role!r} there"
                 raise MessageError(f"the chat template leaves out message {i}: it has no place for {what}")
+            for k in range(len(calls)):
+                marked = [_marked_call(call) if j == k else call for j, call in enumerate(calls)]
+                if not self._shows(messages, i, {**message, "tool_calls": marked}, args):
+                    what = "tool calls of its messages" if len(calls) == 1 else f"{len(calls)} tool calls"
+                    raise MessageError(f"the chat template leaves out message {i}: it has no place for {what}")
             self._shown.add(place)
         return text
 
-    def _shows(self, messages: list[Message], i: int, args: dict[str, Any]) -> bool:
-        """Return False if the content of message i, or its tool calls, do not reach the text, whatever they are."""
-        marked_message = {**messages[i], "content": MARK}
-        if messages[i].get("tool_calls"):
-            calls = [_marked_call(call) for call in messages[i]["tool_calls"]]
-            marked_message = {**messages[i], "tool_calls": calls}
+    def _shows(self, messages: list[Message], i: int, marked: Message, args: dict[str, Any]) -> bool:
+        """Return False if the mark in what stands for message i does not reach the text, whatever it is."""
         try:
-            marked = self._raw([*messages[:i], marked_message, *messages[i + 1 :]], args)
+            return MARK in self._raw([*messages[:i], marked, *messages[i + 1 :]], args)
         except ValueError:  # it reads the content: it is not left out
             return True
-        return MARK in marked
 
     def _raw(self, messages: list[Message], args: dict[str, Any]) -> str:
         """Render normalized messages."""
@@ -173,13 +174,17 @@ class ChatTemplate:
 
     def _takes_calls(self, count: int) -> bool:
         """Return True if the template renders an answer with so many tool calls."""
-        calls = [_marked_call({"id": f"call0000{i}", "type": "function", "function": {}}) for i in range(count)]
-        called = {"role": "assistant", "content": "", "tool_calls": calls}
-        try:
-            text = self._raw([{"role": "user", "content": "?"}, called], {"add_generation_prompt": False})
-        except ValueError:
-            return False
-        return text.count(MARK) >= count
+        for marked in range(count):
+            plain = [{"id": f"call0000{i}", "type": "function", "function": dict(PLAIN_CALL)} for i in range(count)]
+            calls = [_marked_call(call) if i == marked else call for i, call in enumerate(plain)]
+            called = {"role": "assistant", "content": "", "tool_calls": calls}
+            try:
+                text = self._raw([{"role": "user", "content": "?"}, called], {"add_generation_prompt": False})
+            except ValueError:
+                return False
+            if MARK not in text:
+                return False
+        return True
 
     def _needs_json(self) -> bool:
         """Return True for a template that writes arguments of tool calls as they come, and so needs them as JSON."""
@@ -289,6 +294,7 @@ class ChatTemplate:
         return answered, (start, len(answered.rstrip()))  # the line break after a turn is not the model's
 
 
+PLAIN_CALL = {"name": "f", "arguments": {"a": "b"}}
 ASSISTANT_MARK: Message = {"role": "assistant", "content": MARK}
 
 

@@ -39,6 +39,8 @@ def _normalize(message: Any, place: str) -> Message:
     if not isinstance(role, str) or not role:
         raise MessageError(f"{place}: role is {role!r}, not the name of a role")
     result = {key: value for key, value in message.items() if value is not None}
+    if "function_call" in result:
+        raise MessageError(f"{place} ({role}): function_call is OpenAI's older form of tool_calls; write it as those")
     calls = result.pop("tool_calls", None)
     if calls:
         if not isinstance(calls, list):
@@ -101,7 +103,7 @@ def _read_arguments(arguments: Any) -> Any:
         return arguments
     try:
         return json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments  # the template writes it as it is
 
 

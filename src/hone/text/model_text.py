@@ -47,8 +47,9 @@ def read_config(directory: Path) -> dict[str, Any]:
 def read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Return the text of special tokens by the names that templates know them by."""
     found = {key: text_of(value) for key, value in config.items() if key.endswith("_token")}
-    if isinstance(config.get("extra_special_tokens"), dict):
-        found |= {key: text_of(value) for key, value in config["extra_special_tokens"].items()}
+    for name in ("extra_special_tokens", "model_specific_special_tokens"):
+        if isinstance(config.get(name), dict):
+            found |= {key: text_of(value) for key, value in config[name].items()}
     return {key: text for key, text in found.items() if text is not None}
 
 
@@ -77,22 +78,40 @@ def load_encoder(directory: Path, config: dict[str, Any]) -> Encoder:
     encoder.no_truncation()
     encoder.no_padding()
     encoder.encode_special_tokens = bool(config.get("split_special_tokens"))
-    known = {token.content for token in encoder.get_added_tokens_decoder().values()}
-    for token in _tokens_to_add(config):
-        if token.content not in known:
-            known.add(token.content)
-            encoder.add_tokens([token])
+    encoder.add_tokens(_tokens_to_add(encoder, directory, config))
     return encoder
 
 
-def _tokens_to_add(config: dict[str, Any]) -> list[AddedToken]:
-    decoder = config.get("added_tokens_decoder") or {}
-    ordered = sorted(decoder.items(), key=lambda item: int(item[0]))
-    found = [AddedToken(**{k: v for k, v in token.items() if k != "__type"}) for _, token in ordered]
-    specials = read_special_tokens(config)
+def _tokens_to_add(encoder: Encoder, directory: Path, config: dict[str, Any]) -> list[AddedToken]:
+    """Return the added tokens as the configuration has them: it may change those of tokenizer.json, or have more.
+
+    Tokens that it names (eos_token, …) are special, whatever their entry says.
+    """
+    specials, extra = read_special_tokens(config), _extra_tokens(config)
+    named = set(specials.values())
+    if "added_tokens_decoder" in config:
+        listed = config["added_tokens_decoder"].items()
+        found = {int(i): AddedToken(**{k: v for k, v in token.items() if k != "__type"}) for i, token in listed}
+    else:
+        older = {int(number): text for text, number in read_json(directory / "added_tokens.json").items()}
+        is_special = {text: text in named or text in extra for text in older.values()}
+        found = {i: AddedToken(t, normalized=not is_special[t], special=is_special[t]) for i, t in older.items()}
+        found |= encoder.get_added_tokens_decoder()
+    tokens = [found[number] for number in sorted(found)]
+    tokens = [_as_special(token) if token.content in named else token for token in tokens]
+    known = {token.content for token in [*tokens, *encoder.get_added_tokens_decoder().values()]}
+    missing = [text for text in dict.fromkeys([*specials.values(), *extra]) if text not in known]
+    return tokens + [AddedToken(text, special=True) for text in missing]
+
+
+def _as_special(token: AddedToken) -> AddedToken:
+    flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+    return AddedToken(token.content, special=True, **flags)
+
+
+def _extra_tokens(config: dict[str, Any]) -> list[str]:
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    names = [specials[key] for key in specials] + [text_of(token) for token in extra if not isinstance(extra, dict)]
-    return found + [AddedToken(name, special=True) for name in names if name is not None]
+    return [] if isinstance(extra, dict) else [text for token in extra if (text := text_of(token)) is not None]
 
 
 def find_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -109,7 +128,12 @@ def find_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
         return {DEFAULT: given}
     if isinstance(given, dict):
         return {name: text for name, text in given.items() if isinstance(text, str)}
-    return {one["name"]: one["template"] for one in given or []}
+    try:
+        return {one["name"]: one["template"] for one in given or []}
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"{directory / 'tokenizer_config.json'}: each chat template has a name and a template"
+        ) from None
 
 
 def resolve_template(value: str, key: str = "model.chat-template") -> str:

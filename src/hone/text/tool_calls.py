@@ -59,7 +59,7 @@ def parse_tool_calls(
         thinks: the prompt has opened a thought.
         most: calls that are returned; further ones are left out.
     """
-    start = thought_end(text, thinks)
+    start = thought_end(text, thinks, call_format.openings)
     found = call_format.read(text[start:], tools)
     if found is None or not found[1]:
         return text, []
@@ -70,11 +70,47 @@ def parse_tool_calls(
     ]
 
 
-def thought_end(text: str, thinks: bool = False) -> int:
-    """Return where the last thought of a text ends: 0 without one, all of it where one is left open."""
-    end = max((at + len(close) for _, close in THINKING if (at := text.rfind(close)) >= 0), default=0)
-    reopened = any(text.find(opening, end) >= 0 for opening, _ in THINKING)
-    return len(text) if reopened or (thinks and end == 0) else end
+def thought_end(text: str, thinks: bool = False, openings: Sequence[str] = ()) -> int:
+    """Return where the thoughts of a text end: 0 without one, all of it where one is left open.
+
+    A text thinks first. What stands after the beginning of a call (`openings`) outside of a thought is no tag of one.
+    """
+    begins, closes = _Places(text, [one for one, _ in THINKING]), _Places(text, [one for _, one in THINKING])
+    calls = _Places(text, openings)
+    at, is_open = 0, thinks
+    while True:
+        closed, closed_end = closes.next_after(at)
+        if is_open:
+            if closed < 0:
+                return len(text)
+            at, is_open = closed_end, False
+            continue
+        begun, begun_end = begins.next_after(at)
+        first_call = calls.next_after(at)[0]
+        limit = len(text) if first_call < 0 else first_call
+        if 0 <= begun < limit:
+            at, is_open = begun_end, True
+        elif 0 <= closed < limit:  # of a thought that the prompt opened
+            at = closed_end
+        else:
+            return at
+
+
+class _Places:
+    """Where any of some strings come next in a text; asked in order, it goes through the text once."""
+
+    def __init__(self, text: str, strings: Sequence[str]) -> None:
+        self.text, self.found = text, {string: text.find(string) for string in strings}
+
+    def next_after(self, at: int) -> tuple[int, int]:
+        """Return the first place from `at` on, and the one behind the string there; -1 where there is none."""
+        best = -1, -1
+        for string, place in self.found.items():
+            if 0 <= place < at:
+                place = self.found[string] = self.text.find(string, at)
+            if place >= 0 and (best[0] < 0 or place < best[0]):
+                best = place, place + len(string)
+        return best
 
 
 def opens_thought(prompt: str) -> bool:
@@ -116,18 +152,18 @@ def _tagged(
     return read
 
 
-def _object(written: str) -> Call | None:
-    """Read {"name": …, "arguments" | "parameters": {…}}."""
+def _object(written: str, needs_arguments: bool = False) -> Call | None:
+    """Read {"name": …, "arguments" | "parameters": {…}}; without tags around it arguments tell it from other JSON."""
     try:
-        return _call(json.loads(written))
+        return _call(json.loads(written), needs_arguments)
     except (ValueError, RecursionError):
         return None
 
 
-def _call(value: Any) -> Call | None:
+def _call(value: Any, needs_arguments: bool = False) -> Call | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters", None if needs_arguments else {}))
     return (value["name"], arguments) if isinstance(arguments, dict) else None
 
 
@@ -141,7 +177,7 @@ def _named(name: str, written: str) -> Call | None:
 
 
 def _read_json(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | None:
-    calls = [_object(part) for part in text.strip().removeprefix("<|python_tag|>").split(";\n")]
+    calls = [_object(part, needs_arguments=True) for part in text.strip().removeprefix("<|python_tag|>").split(";\n")]
     good = [call for call in calls if call is not None]
     return ("", good) if good and len(good) == len(calls) else None
 
@@ -231,21 +267,40 @@ def _one_line_less(value: str) -> str:
     return value.removeprefix("\n").removesuffix("\n")
 
 
-def argument_types(name: str, tools: Sequence[Tool]) -> dict[str, Any]:
-    """Return the JSON-schema type of each argument of a tool, as far as it says so."""
+def argument_types(name: str, tools: Sequence[Tool]) -> dict[str, set[str]]:
+    """Return the JSON-schema types that each argument of a tool may have, as far as its schema says so."""
     for tool in tools:
         function = tool.get("function") or {}
         if function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties") or {}
-            return {key: one.get("type") if isinstance(one, dict) else None for key, one in properties.items()}
+            parameters = function.get("parameters") or {}
+            return {key: _types_of(one, parameters) for key, one in (parameters.get("properties") or {}).items()}
     return {}
 
 
-def _typed(value: str, kind: Any) -> Any:
-    """Return what plain text means for an argument of that type: text for a string, else JSON where it is JSON."""
-    if kind == "string" or (isinstance(kind, list) and set(kind) <= {"string"}):
-        return value
+def _types_of(schema: Any, root: dict[str, Any], depth: int = 0) -> set[str]:
+    """Return the types that a schema allows; none where it does not say."""
+    if not isinstance(schema, dict) or depth > 8:
+        return set()
+    kind = schema.get("type")
+    found = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
+    values = [*schema.get("enum", []), *([schema["const"]] if "const" in schema else [])]
+    found |= {"string" for value in values if isinstance(value, str)}
+    for one in [*schema.get("anyOf", []), *schema.get("oneOf", []), *schema.get("allOf", [])]:
+        found |= _types_of(one, root, depth + 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        place: Any = root
+        for part in reference[2:].split("/"):
+            place = place.get(part) if isinstance(place, dict) else None
+        found |= _types_of(place, root, depth + 1)
+    return found
+
+
+def _typed(value: str, types: set[str] | None) -> Any:
+    """Return what plain text means for an argument of these types: text where it may be, else JSON if it is."""
     text = value.strip()
+    if types and "string" in types:
+        return None if "null" in types and text in ("null", "None") else value
     constants: dict[str, Any] = {"True": True, "False": False, "None": None}
     if text in constants:
         return constants[text]

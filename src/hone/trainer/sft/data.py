@@ -78,7 +78,7 @@ class Renderer:
     def __call__(self, row: dict[str, Any]) -> Rendered:
         try:
             every = self.tokenizer.conversation_ids(to_messages(row), self.roles, self.last_only, **to_tools(row))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return Rendered([], "cannot be rendered", str(error))
         sizes = [len(ids) for ids, _ in every]
         fitting = [one for one, size in zip(every, sizes, strict=True) if size <= self.seq_len]

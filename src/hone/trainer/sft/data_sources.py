@@ -10,6 +10,7 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,10 @@ def to_messages(row: dict[str, Any]) -> list[Message]:
 def to_tools(row: dict[str, Any]) -> dict[str, Any]:
     """Return the tools of a row's conversation as an argument of the template; nothing where it has none."""
     tools = _from_json(row.get("tools") or None, "tools")
+    if isinstance(tools, list):
+        tools = [_from_json(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise MessageError(f"tools: a list of tools (objects) is needed, found {tools!r:.80}")
     return {"tools": tools} if tools else {}
 
 
@@ -121,7 +126,7 @@ def _from_json(value: Any, column: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MessageError(f"{column} is text that is not JSON: {error}") from None
 
 
@@ -130,17 +135,20 @@ def _read_text(path: Path, kind: str, is_zipped: bool) -> Iterator[dict[str, Any
     try:
         with unpack(path, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
             if kind in (".csv", ".tsv"):
+                csv.field_size_limit(2**31 - 1)  # a thought may be long
                 yield from csv.DictReader(file, delimiter="\t" if kind == ".tsv" else ",")
             elif kind == ".json" and _first_character(file) == "[":
                 yield from _read_list(path, file.read())
             else:
                 yield from _read_lines(path, file)
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
-        raise ValueError(f"{path} is not readable text: {error}") from None
+    except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error, EOFError, OSError, csv.Error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def _first_character(file: io.TextIOWrapper) -> str:
-    found = file.read(64).lstrip()[:1]
+    found = ""
+    while not found and (part := file.read(4096)):
+        found = part.lstrip()[:1]
     file.seek(0)
     return found
 
@@ -148,7 +156,7 @@ def _first_character(file: io.TextIOWrapper) -> str:
 def _read_list(path: Path, text: str) -> Iterator[dict[str, Any]]:
     try:
         rows = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
@@ -161,7 +169,7 @@ def _read_lines(path: Path, file: Iterable[str]) -> Iterator[dict[str, Any]]:
         if line.strip():
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number} is not valid JSON: {error}") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number} is not a JSON object")
