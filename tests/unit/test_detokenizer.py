@@ -1,5 +1,6 @@
 """The text of tokens within a text: echo, names, bytes, offsets, streams, and what the next turn's prompt is."""
 
+import functools
 import json
 import random
 
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer as Encoder
 from hone.inference.answers import ChatAnswer, TextAnswer, joined_pieces
 from hone.inference.protocol import ChatRequest, CompletionRequest
 from hone.records import Completion, Prompt
+from hone.text.stops import StopStrings
 from hone.text.tokenizer import Tokenizer
 
 WORDS = ["the", "answer", "is", "true", "istrue", "false", "é", "日本", "🙂", "a\nb", "x=1;", "no", "  two", "\ttab"]
@@ -136,6 +138,47 @@ def test_echo_is_the_text_of_prompt_and_completion_with_an_offset_for_each_token
         whole_answer = TextAnswer(request, [prompt], ours).choice(0, done)
         assert shown + chunk["text"] == whole_answer["text"], seed
         assert offsets + chunk["logprobs"]["text_offset"] == whole_answer["logprobs"]["text_offset"], seed
+
+
+def test_special_tokens_within_an_answer_take_no_space_from_its_text(both):
+    ours, theirs = both
+    special = ours.encoder.token_to_id("</s>")
+    for seed in range(200):
+        rng = random.Random(seed)
+        ids = ours.encode(draw_text(rng))
+        for _ in range(rng.randint(1, 3)):
+            ids.insert(rng.randrange(len(ids) + 1), special)
+        done = completion_of(rng, ours, ids)
+        body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+        request = ChatRequest.model_validate(body)
+        answer = ChatAnswer(request, request.prompt(), [1], ours)
+        whole = answer.choice(0, done)["message"]["content"]
+        assert whole == theirs.decode(ids, skip_special_tokens=True)
+        spelling, shown, pieces = answer.spelling(0), "", cut_anywhere(rng, done)
+        for piece in pieces[:-1]:
+            shown += spelling.more(piece.ids)
+        assert whole.startswith(shown) and shown + spelling.rest(whole) == whole, (seed, ids)
+
+
+def test_a_stop_string_may_begin_with_the_first_token(both):
+    ours, _ = both
+    for seed in range(200):
+        rng = random.Random(seed)
+        ids = ours.encode("the answer " + draw_text(rng))
+        prompt, rest = ids[:2], ids[2:]
+        text = ours.decode_after(prompt, rest, False)
+        start = rng.randrange(min(4, len(text)))
+        string = text[start : start + rng.randint(1, 4)]
+        if "\ufffd" in string:
+            continue
+        first = functools.partial(ours.decode_after, prompt, skip_special_tokens=False)
+        ends, kept = StopStrings(ours.decode, [string], first), None
+        for count in range(1, len(rest) + 1):
+            kept = ends(rest[:count])
+            if kept is not None:
+                break
+        assert kept is not None and string in ours.decode_after(prompt, rest[:kept], False), (seed, string, text)
+        assert kept == 1 or string not in ours.decode_after(prompt, rest[: kept - 1], False)
 
 
 def test_a_chat_s_entries_are_the_bytes_of_its_text_whole_and_in_pieces(both):

@@ -205,3 +205,46 @@ def test_reasoning_is_known_by_each_of_its_names():
     template = ChatTemplate("{% for m in messages %}{{ m.reasoning_content or '' }}|{{ m.content }}{% endfor %}", {})
     for name in ("reasoning_content", "reasoning", "thinking"):
         assert template.render([{"role": "assistant", "content": "a", name: "because"}]) == "because|a"
+
+
+BESIDE = """{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}
+{%- else %}{{ m.content }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"content": "LOST", "tool_calls": [{"function": {"name": "f"}}]}, "no place for content beside tool calls"),
+        ({"tool_calls": [{"function": {"name": n}} for n in "fg"]}, "no place for 2 tool calls"),
+        ({"content": None, "function_call": {"name": "f", "arguments": "{}"}}, "function_call is OpenAI's older form"),
+    ],
+)
+def test_no_part_of_a_message_is_lost(message, words):
+    template = ChatTemplate(BESIDE, {})
+    user = {"role": "user", "content": "?"}
+    with pytest.raises(MessageError, match=words):
+        template.render([user, {"role": "assistant", **message}])
+    assert template.most_calls == 1
+    assert (
+        template.render([user, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}])
+        == "[user]?[assistant]f"
+    )
+
+
+@pytest.mark.parametrize("depth", [100_000])
+def test_deep_nesting_is_refused_or_stays_text(tmp_path, depth):
+    template = ChatTemplate(PICKY, {})
+    call = {"function": {"name": "f", "arguments": "[" * depth}}
+    text = template.render([{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}])
+    assert "[" * depth in text
+    (tmp_path / "a.jsonl").write_text('{"messages": ' + "[" * depth)
+    with pytest.raises(ValueError, match="a.jsonl, line 1 is not valid JSON"):
+        load_rows(str(tmp_path / "a.jsonl"), "train")
+
+
+def test_tools_may_be_a_list_of_json_texts():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    for given in ([tool], [json.dumps(tool)], json.dumps([tool])):
+        assert to_tools({"tools": given}) == {"tools": [tool]}
+    with pytest.raises(MessageError, match="tools: a list of tools"):
+        to_tools({"tools": [[tool]]})

@@ -312,3 +312,22 @@ def test_what_is_no_file_ends_with_a_message(tmp_path):
         find_weights(None, tmp_path)
     with pytest.raises(ValueError, match="has no tokenizer.json"):
         Tokenizer(tmp_path)
+
+
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hone.models.hf import load_model
+
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=50, num_hidden_layers=1, tie_word_embeddings=True, **size)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    load_model(tmp_path)
+    for other, is_refused in ((tensors["model.embed_tokens.weight"].clone(), False), (torch.randn(50, 32), True)):
+        save_file(tensors | {"lm_head.weight": other}, tmp_path / "model.safetensors", {"format": "pt"})
+        if is_refused:
+            with pytest.raises(ValueError, match=r"lm_head.weight differs from .*tie_word_embeddings"):
+                load_model(tmp_path)
+        else:
+            load_model(tmp_path)

@@ -173,3 +173,30 @@ def test_a_template_without_tool_calls_loses_none():
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
     with pytest.raises(MessageError, match="message 1: it has no place for tool calls of its messages"):
         template.render([{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call_of("add", {})]}])
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string"}, {"type": ["string", "null"]}, {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        {"enum": ["94105", "b"]}, {"$ref": "#/$defs/Code"}, {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm"])
+def test_what_may_be_text_stays_text(name, schema):
+    parameters = {"properties": {"code": schema, "count": {"type": "integer"}}, "$defs": {"Code": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    arguments = {"code": "94105", "count": 7}
+    text = answer_in(ChatTemplate(template_of(name), {}), [call_of("add", arguments)])
+    _, (found,) = parse_tool_calls(text, FORMATS[name], 0, tools)
+    assert json.loads(found["function"]["arguments"]) == arguments
+
+
+def test_json_that_is_no_call_stays_text_and_tags_of_thoughts_in_arguments_are_arguments():
+    city = '{"name": "Paris", "population": 2}'
+    assert parse_tool_calls(city, FORMATS["json"]) == (city, [])
+    for code in ("<think>", "</think>", "a <think> b </think> c <think>"):
+        text = '<tool_call>\n{"name": "f", "arguments": {"code": ' + json.dumps(code) + "}}\n</tool_call>"
+        for before in ("", "<think>\nhm\n</think>\n\n"):
+            _, (found,) = parse_tool_calls(before + text, FORMATS["hermes"])
+            assert json.loads(found["function"]["arguments"]) == {"code": code}

@@ -1,6 +1,8 @@
 """Code of users cannot end a run, and what it does to one rollout stays there."""
 
 import asyncio
+import dataclasses
+import functools
 import json
 import random
 import signal
@@ -286,3 +288,65 @@ class Plain:
 def test_an_example_travels_as_json_with_its_answer():
     example = Example(0, [], {"x": [1, None]})
     assert json.loads(json.dumps(vars(example)))["answer"] == {"x": [1, None]}
+
+
+def test_a_group_evaluates_on_the_examples_to_evaluate_on():
+    def reward(info):
+        return float(info["seed"])
+
+    rows = [[{"question": "Play", "answer": "x", "info": {"seed": seed}}] for seed in (1, 1000)]
+    inner = SingleTurnEnv(dataset=rows[0], eval_dataset=rows[1], rubric=Rubric([reward]))
+    group = EnvGroup([inner], ["game"])
+    for examples, expected in ((group.get_dataset(), 1.0), (group.get_eval_dataset(), 1000.0)):
+        assert asyncio.run(attempt(group, Model(), examples[0], Sampling())).reward == expected
+
+
+def test_rewards_of_any_names_are_summed_and_each_has_a_metric_of_its_own():
+    for seed in range(200):
+        rng = random.Random(seed)
+        names = [rng.choice(["a", "a_2", "a_3", "b", "a_2_2"]) for _ in range(rng.randint(1, 5))]
+        values = [float(10**i) for i in range(len(names))]
+        funcs = []
+        for name, value in zip(names, values, strict=True):
+            funcs.append(lambda completion, value=value: value)
+            funcs[-1].__name__ = name
+        rubric = Rubric(funcs)
+        reward, metrics = asyncio.run(rubric.score(completion=[], prompt=[]))
+        assert reward == sum(values), names
+        assert sorted(metrics.values()) == values and len(metrics) == len(names), (names, metrics)
+        assert set(names) <= set(metrics)
+
+
+def test_callables_without_a_hash_may_reward():
+    @dataclasses.dataclass
+    class Reward:
+        worth: float
+
+        def __call__(self, completion):
+            return self.worth
+
+    env = SingleTurnEnv(dataset=[ROW], rubric=Rubric([Reward(2.0), Reward(3.0)]))
+    env.check()
+    assert asyncio.run(attempt(env, Model(), env.get_dataset()[0], Sampling())).reward == 5.0
+
+
+def test_tools_are_told_apart_and_have_the_parameters_that_a_model_can_give():
+    class Shop:
+        def look(self, item: str, *more: str, **options: int) -> str:
+            return item
+
+    def add(a: int, b: int) -> int:
+        """Adds."""
+        return a + b
+
+    env = ToolEnv(tools=[Shop().look, functools.partial(add, b=1)], dataset=[ROW])
+    assert env.oai_tools[1]["function"]["name"] == "add" and env.oai_tools[1]["function"]["description"] == "Adds."
+    assert list(env.oai_tools[0]["function"]["parameters"]["properties"]) == ["item"]
+    with pytest.raises(ValueError, match="two tools are named 'look'; the model could not tell them apart"):
+        env.add_tool(Shop().look)
+
+    def hidden(_x: int) -> int:
+        return _x
+
+    with pytest.raises(ValueError, match="tool hidden: a parameter cannot be named '_x'"):
+        env.add_tool(hidden)

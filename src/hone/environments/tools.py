@@ -1,5 +1,6 @@
 """Environments whose model calls tools: Python functions, told to it by their signature and docstring."""
 
+import functools
 import inspect
 import json
 import re
@@ -20,9 +21,9 @@ ToolFunction = Callable[..., Any]
 
 def schema_of(function: ToolFunction, skip: Sequence[str] = ()) -> Tool:
     """A function as an OpenAI tool. Descriptions are those of its docstring (Google's style: `Args:`)."""
-    text, of_parameters = _docstring(inspect.getdoc(function) or "")
+    text, of_parameters = _docstring(inspect.getdoc(_written(function)) or "")
     try:
-        types = get_type_hints(function)
+        types = get_type_hints(_written(function))
     except Exception as error:  # annotations are users' code
         raise ValueError(f"tool {name_of(function)}: its annotations cannot be read: {error}") from None
     fields: dict[str, Any] = {}
@@ -42,6 +43,13 @@ def schema_of(function: ToolFunction, skip: Sequence[str] = ()) -> Tool:
         "type": "function",
         "function": {"name": name_of(function), "description": text, "parameters": parameters},
     }
+
+
+def _written(function: ToolFunction) -> ToolFunction:
+    """Return the function as it was written, without arguments that were given to it in advance."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:

@@ -24,7 +24,7 @@ from hone.inference.streams import Spelling
 from hone.records import Completion, Prompt
 from hone.text.detokenizer import name_of
 from hone.text.stops import cut
-from hone.text.tokenizer import CONTEXT, Tokenizer
+from hone.text.tokenizer import Tokenizer
 
 Choice = dict[str, Any]
 ODD = ("NaN", "Infinity", "\x85", "\u2028", "\u2029")  # the last three end a line for some who read a stream
@@ -112,7 +112,9 @@ class Answer:
     def spelling(self, index: int) -> Spelling:
         stops: list[str] = list(self.request.stop or [])
         shown = [] if self.request.include_stop_str_in_output else stops
-        return Spelling(self.tokenizer, self.skip, shown, self.hold, self.context(index)[-CONTEXT:])
+        return Spelling(
+            self.tokenizer, self.skip, shown, self.hold, self.tokenizer.context_of(self.context(index), self.skip)
+        )
 
     @property
     def hold(self) -> list[str]:

@@ -27,6 +27,7 @@ from hone.inference.streaming import check_forms, streamed
 from hone.records import Completion, ContextFull, GenerateRequest, other_seed
 from hone.text.forms import Following, FormEnds, form_of_call
 from hone.text.stops import StopStrings
+from hone.text.tokenizer import CONTEXT
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
@@ -279,14 +280,16 @@ def _requests(
     if form is not None:
         served.sampler.require("forms")
     follows = None if form is None else Following(form, tokenizer, vocab_size, sorted(stop_ids))
-    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    decode, first = partial(tokenizer.decode, skip_special_tokens=False), None
+    if isinstance(body, CompletionRequest):  # whose text goes on from the prompt's
+        first = partial(tokenizer.decode_after, prompt_ids[-CONTEXT:], skip_special_tokens=False)
 
     def request(i: int) -> GenerateRequest:
         before, draws = so_far[i].ids if so_far else [], seed + i
         if before:  # draws of its own: those of its first tokens are used up
             draws = other_seed(draws, len(before))
         sampling = body.sampling(max(1, (room if wanted is None else wanted) - len(before)), draws, vocab_size)
-        ends: Any = StopStrings(decode, body.stop) if body.stop else None
+        ends: Any = StopStrings(decode, body.stop, first) if body.stop else None
         allows = None if follows is None else follows.another(before)
         if allows is not None:  # the form says what the end is, not a number of tokens
             sampling, ends = replace(sampling, min_tokens=0), FormEnds(ends, allows)

@@ -115,7 +115,9 @@ class Spelling:
 
     def more(self, ids: list[int]) -> str:
         """What can be said now."""
-        self.ids += ids
+        self.ids += [token for token in ids if not (self.skip and self.tokenizer.is_dropped(token))]
+        if len(self.ids) == self._read:  # nothing that is shown
+            return self._say(self.text, self.sent + held_back(self.text[self.sent :], self.hold))
         before = self._decode(self._start, self._read)
         now = self._decode(self._start, len(self.ids))
         if not now.endswith("\ufffd"):  # the bytes of a character that is not whole yet

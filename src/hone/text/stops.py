@@ -4,25 +4,31 @@ from collections.abc import Callable, Sequence
 
 
 class StopStrings:
-    """Takes the ids so far; returns how many to keep once their text has a stop string. One object per sequence."""
+    """Takes the ids so far; returns how many to keep once their text has a stop string. One object per sequence.
 
-    def __init__(self, decode: Callable[[list[int]], str], strings: Sequence[str]) -> None:
-        self.decode, self.strings = decode, strings
+    `decode_first` gives the text of the first tokens, where those that stand before them matter.
+    """
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], strings: Sequence[str],
+        decode_first: Callable[[list[int]], str] | None = None,
+    ) -> None:  # fmt: skip
+        self.decode, self.strings, self.decode_first = decode, strings, decode_first or decode
         self.checked = 0
         # A token has at least one character or is part of one, so a string begins within so many tokens.
         self.reach = 4 * max(map(len, strings)) + 4
 
     def __call__(self, ids: list[int]) -> int | None:
         start = max(0, self.checked - self.reach)
-        if self._is_in(ids[start:]):
+        decode = self.decode if start else self.decode_first
+        if self._is_in(decode(ids[start:])):
             for count in range(self.checked + 1, len(ids) + 1):
-                if self._is_in(ids[start:count]):
+                if self._is_in(decode(ids[start:count])):
                     return count
         self.checked = len(ids)
         return None
 
-    def _is_in(self, ids: list[int]) -> bool:
-        text = self.decode(ids)
+    def _is_in(self, text: str) -> bool:
         return any(string in text for string in self.strings)
 
 

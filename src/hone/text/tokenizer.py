@@ -165,9 +165,15 @@ class Tokenizer:
             return token_id in self._dropped
         return token_id in self._special
 
+    def context_of(self, before: list[int], skip_special_tokens: bool = True) -> list[int]:
+        """Return the last tokens before others that are part of a text."""
+        if not skip_special_tokens:
+            return before[-CONTEXT:]
+        return [token for token in before[-4 * CONTEXT :] if not self.is_dropped(token)][-CONTEXT:]
+
     def decode_after(self, before: list[int], ids: list[int], skip_special_tokens: bool = True) -> str:
         """Return the text that tokens add to that of the tokens before them."""
-        context = before[-CONTEXT:]
+        context = self.context_of(before, skip_special_tokens)
         start = self.decode(context, skip_special_tokens)
         whole = self.decode(context + ids, skip_special_tokens)
         return whole[len(start) :] if whole.startswith(start) else self.decode(ids, skip_special_tokens)
