@@ -21,7 +21,7 @@ from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.transport import network
 from hone.transport.gpu_memory import Owned, Stamp, StampReader, gpu_of, layout_of, machine_of, tensors_in
-from hone.transport.network import NetworkReceiver, NetworkSender
+from hone.transport.network import NetworkReceiver, NetworkSender, Secret
 from tests.hangs import HANG_SECONDS
 
 pytestmark = pytest.mark.main_path
@@ -92,9 +92,11 @@ def sent_and_received(device="cpu", gpu=None, is_near=True, opening=()):
         try:
             assert sender.send(5, one, None) == sum(4 * tensor.numel() for tensor in one.values())
             message = sender.message
+            assert len(bytes.fromhex(message.pop("secret"))) == 32
             expected = {"type": "nccl", "source": sender.source, "dtype": "float32"}
             near = {"gpu": gpu_of(torch.device(device)), "machine": machine_of()}
             assert message == expected | ({} if device == "cpu" else near)
+            message["secret"] = sender.secret.key.hex()
             message |= {} if is_near else {"gpu": "another", "machine": "another"}
             servers += [Server(message, gpu, dtype, *opening) for dtype in ("float32", "bfloat16")]
             assert servers[0].take(5) == f"{checksum(made(1))} {way}"
@@ -194,6 +196,51 @@ def test_memory_that_cannot_be_read_is_sent():
             assert server.take(6) == f"{checksum(made(2))} sent"
         finally:
             server.end()
+
+
+@pytest.mark.parametrize("is_guessed", [False, True])
+def test_a_stranger_who_knows_the_port_gets_nothing_and_ends_nothing(is_guessed, caplog):
+    """`is_guessed`: the names of the keys are known to them all the same, so that only signatures keep them out."""
+    weights = dict(hf_tensors(made(1)))
+    with NetworkSender("127.0.0.1", LOG) as sender:
+        sender.send(5, weights, None)
+        host, port = sender.source.split(":")
+        stranger = torch.distributed.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=5))
+        asks = sender.secret.name("asks") if is_guessed else "asks"
+        asked = {"name": "evil", "number": 1, "version": 5, "what": "send", "device": "cpu"}
+        wrong = Secret(b"x" * 32)
+        for said in (
+            json.dumps(asked), wrong.sign("asks", json.dumps(asked)), "", "{", "0" * 64 + "{}", "\x00\xff",
+            "[" * 100_000,
+            sender.secret.sign("memory/evil", json.dumps(asked)), sender.secret.sign("asks", "[]"),
+            sender.secret.sign("asks", '{"name": 1}'), json.dumps([asked] * 1000),
+        ):  # fmt: skip
+            stranger.queue_push(asks, said)
+        server = Server(sender.message, None, "float32")
+        try:
+            assert server.take(5) == f"{checksum(made(1))} sent"
+        finally:
+            server.end()
+        assert sender._thread.is_alive() and set(sender._taken) != {"evil"} and len(sender._taken) == 1
+        for key in ("answer/evil/1", "memory/evil", sender.secret.name("answer/evil/1")):
+            assert not stranger.check([key])
+    assert ("does not have the run's signature" in caplog.text) == is_guessed
+
+
+def test_answers_of_a_stranger_are_not_believed():
+    """A server whose trainer's port somebody else has taken: it takes no weights from there."""
+    with NetworkSender("127.0.0.1", LOG) as sender:
+        sender.send(5, dict(hf_tensors(made(1))), None)
+        message = sender.message | {"secret": "00" * 32}
+        receiver, into = NetworkReceiver(), dict(hf_tensors(made(0)))
+        before = {name: one.clone() for name, one in into.items()}
+        host, port = sender.source.split(":")
+        store = torch.distributed.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=5))
+        secret = Secret(b"\0" * 32)
+        store.set(secret.name(f"answer/{receiver._name}/1"), "5")  # unsigned
+        with pytest.raises(ValueError, match="does not have the run's signature"):
+            receiver.receive(message, 5, None, into)
+        assert all(torch.equal(into[name], before[name]) for name in into)
 
 
 def test_a_host_that_is_not_this_machine_is_named():

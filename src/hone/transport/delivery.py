@@ -6,6 +6,7 @@ It carries the run's id, so that what an earlier run left behind is never taken 
 """
 
 import json
+import os
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -51,7 +52,9 @@ class Delivery:
 
 def write_delivery(delivery: Delivery, directory: Path) -> None:
     """The last files of a version's directory, which is yet to appear."""
-    (directory / DELIVERY).write_text(json.dumps(asdict(delivery)) + "\n")
+    descriptor = os.open(directory / DELIVERY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it may have a secret
+    with os.fdopen(descriptor, "w") as file:
+        file.write(json.dumps(asdict(delivery)) + "\n")
     (directory / STABLE).touch()
 
 

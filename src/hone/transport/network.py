@@ -7,12 +7,18 @@
     on GPUs of one machine:
         server ── "show me" ─► store of the trainer, once; from then on it copies out of the snapshot by itself
 
+Whoever reaches the port of the store can talk to it. So both sides know a secret of the run, which a server is told
+with the delivery: the names of the store's keys follow from it, and every message is signed (`Secret`). What is not
+signed is passed over.
+
 A server comes when it wants to: one that was started again is given the current weights like any other, while training
 goes on. The snapshot is replaced when nobody is being sent it or reads it (`Stamp`).
 """
 
+import hmac
 import json
 import logging
+import secrets
 import socket
 import threading
 import time
@@ -26,7 +32,6 @@ from typing import Any, Literal
 
 import torch
 
-from hone.config.sections import LOOPBACK
 from hone.transport.delivery import Message, Superseded
 from hone.transport.gpu_memory import (
     NONE,
@@ -48,9 +53,39 @@ TIMEOUT, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # of one trans
 IDLE = timedelta(days=20)  # that the sender waits for somebody to ask before it waits again; torch warns of each
 COPIED = 20.0  # seconds in which a server of the same machine has to copy the weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DIGEST = 64  # characters of a signature
 SEND, SHOW, TAKEN = "send", "show", "taken"  # what a server asks for, or says
 LOOK = 0.003  # seconds between looks at who has taken a version
 PORTION = 2**27  # bytes of one transfer, about, and of each of two rooms that they arrive in
+
+
+class Secret:
+    """A secret that both sides of a transfer know; signs what they say to each other through a store."""
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.prefix = self._digest("keys")[:32]
+
+    def name(self, key: str) -> str:
+        """Return the name of a key of the store, which nobody else can guess."""
+        return f"{self.prefix}/{key}"
+
+    def sign(self, key: str, text: str) -> str:
+        """Return a message for a key of the store."""
+        return f"{self._digest(key, text)}{text}"
+
+    def read(self, key: str, signed: str | bytes) -> str:
+        """Return the text of a message. Raises PermissionError for one that was not signed for this key."""
+        try:
+            text = signed.decode() if isinstance(signed, bytes) else signed
+        except UnicodeDecodeError:
+            text = ""
+        if not hmac.compare_digest(text[:DIGEST], self._digest(key, text[DIGEST:])):
+            raise PermissionError("a message that does not have the run's signature")
+        return text[DIGEST:]
+
+    def _digest(self, *parts: str) -> str:
+        return hmac.new(self.key, "\0".join(parts).encode(), "sha256").hexdigest()
 
 
 class NetworkSender(Sender):
@@ -58,6 +93,7 @@ class NetworkSender(Sender):
 
     def __init__(self, host: str, log: logging.Logger) -> None:
         self.host, self.log = host, log
+        self.secret = Secret(secrets.token_bytes(32))
         self._snapshot: Owned | None = None
         self._stamp = Stamp()  # which version that is
         self._lock = threading.Lock()
@@ -77,8 +113,6 @@ class NetworkSender(Sender):
             self.host, sock.getsockname()[1], is_master=True, wait_for_workers=False, timeout=IDLE,
             master_listen_fd=sock.detach(),
         )  # fmt: skip
-        if self.host not in LOOPBACK:
-            self.log.warning("Sending weights from %s: whoever reaches this address can have them", self.source)
         self._thread.start()
         return self
 
@@ -87,7 +121,9 @@ class NetworkSender(Sender):
         with self._stamp.changed(NONE, COPIED):  # whoever reads the snapshot has it before it is gone
             pass
         port = int(self.source.rpartition(":")[2])
-        distributed.TCPStore(self.host, port, is_master=False, timeout=CONNECT).queue_push("asks", "")  # it wakes up
+        distributed.TCPStore(self.host, port, is_master=False, timeout=CONNECT).queue_push(
+            self.secret.name("asks"), ""
+        )  # it wakes up
         self._thread.join(5.0)
         for group in self._pairs.values():
             group.abort()  # without the other side, which may be gone
@@ -97,7 +133,7 @@ class NetworkSender(Sender):
         assert self._snapshot is not None
         dtype, device = self._snapshot.layout[0][1], self._snapshot.memory.device
         gpu = {"gpu": gpu_of(device), "machine": machine_of()} if device.type == "cuda" else {}
-        return {"type": "nccl", "source": self.source, "dtype": dtype, **gpu}
+        return {"type": "nccl", "source": self.source, "dtype": dtype, "secret": self.secret.key.hex(), **gpu}
 
     @torch.no_grad()
     def send(self, version: int, tensors: Tensors, place: Path) -> int:
@@ -124,14 +160,19 @@ class NetworkSender(Sender):
     def _serve(self) -> None:
         while True:
             try:
-                said = self._store.queue_pop("asks")  # waits for one
+                said = self._store.queue_pop(self.secret.name("asks"))  # waits for one
             except distributed.DistStoreError:  # nobody has
                 continue
             if self._is_over.is_set():
                 return
-            asked = json.loads(said)
             try:
-                self._answer(**asked)
+                asked = json.loads(self.secret.read("asks", said))
+                name, version = str(asked["name"]), int(asked["version"])
+            except (PermissionError, ValueError, KeyError, TypeError, RecursionError) as error:
+                self.log.warning("Passed over what asked for weights at %s: %s", self.source, error)
+                continue
+            try:
+                self._answer(**asked | {"name": name, "version": version})
             except Exception as error:  # it died, or the line did; it will ask again
                 self.log.warning("Version %d did not reach server %s: %s", asked["version"], asked["name"], error)
                 self._pairs.pop(asked["name"], None)
@@ -144,6 +185,9 @@ class NetworkSender(Sender):
         except (RuntimeError, OSError) as error:
             return {"refused": str(error)}
 
+    def _set(self, key: str, text: str) -> None:
+        self._store.set(self.secret.name(key), self.secret.sign(key, text))
+
     def _answer(self, name: str, version: int, number: int = 0, what: str = SEND, device: str = "cpu") -> None:
         """`device`: that of the server."""
         with self._lock:
@@ -151,13 +195,13 @@ class NetworkSender(Sender):
                 self._taken[name] = version
                 return
             if what == SHOW:
-                self._store.set(f"memory/{name}", json.dumps(self._shown()))
-            self._store.set(f"answer/{name}/{number}", str(self._stamp.version))
+                self._set(f"memory/{name}", json.dumps(self._shown()))
+            self._set(f"answer/{name}/{number}", str(self._stamp.version))
             if what == SEND and version == self._stamp.version:
                 assert self._snapshot is not None
                 memory = self._snapshot.memory
                 if name not in self._pairs:
-                    self._pairs[name] = pair(self._store, name, 0, torch.device(device))
+                    self._pairs[name] = pair(self._store, self.secret.name(name), 0, torch.device(device))
                 for _, first, end in portions(self._snapshot.layout, len(memory)):
                     part = memory[first:end].cpu() if device == "cpu" else memory[first:end]
                     moving(self._pairs[name], "send", part)()
@@ -212,6 +256,7 @@ class _Trainer:
     source: str
     device: torch.device
     store: Any
+    secret: Secret
     pair: Any = None
     shown: _Shown | None = None
     is_out_of_reach: bool = False  # its memory, for a process on the same machine
@@ -231,18 +276,18 @@ class NetworkReceiver(Receiver):
         source, dtype = message["source"], DTYPES[message["dtype"]]
         device = next(iter(into.values())).device
         try:
-            trainer = self._trainer
-            if trainer is None or (trainer.source, trainer.device) != (source, device):
+            trainer, key = self._trainer, bytes.fromhex(message.get("secret", ""))
+            if trainer is None or (trainer.source, trainer.device, trainer.secret.key) != (source, device, key):
                 host, _, port = source.rpartition(":")
                 store = distributed.TCPStore(host, int(port), is_master=False, timeout=CONNECT)
                 store.set_timeout(TIMEOUT)
-                trainer = self._trainer = _Trainer(source, device, store)
+                trainer = self._trainer = _Trainer(source, device, store, Secret(key))
             if self._arrivals is None or not self._arrivals.is_for(into, dtype):
                 self._arrivals = _Arrivals(into, dtype)
             shown = self._shown(trainer, message, version)
             if shown is None:
                 self._ask(trainer, SEND, version)
-                trainer.pair = trainer.pair or pair(trainer.store, self._name, 1, device)
+                trainer.pair = trainer.pair or pair(trainer.store, trainer.secret.name(self._name), 1, device)
                 self._arrivals.take(lambda _, room: moving(trainer.pair, "recv", room), arrived)
                 return
             with shown.stamp.kept(TIMEOUT.total_seconds()) as newest:
@@ -256,19 +301,23 @@ class NetworkReceiver(Receiver):
 
     def _tell(self, trainer: _Trainer, what: str, version: int) -> None:
         said = {"name": self._name, "number": self._asked, "version": version, "what": what}
-        trainer.store.queue_push("asks", json.dumps(said | {"device": trainer.device.type}))
+        text = json.dumps(said | {"device": trainer.device.type})
+        trainer.store.queue_push(trainer.secret.name("asks"), trainer.secret.sign("asks", text))
 
     def _ask(self, trainer: _Trainer, what: str, version: int) -> None:
         """Returns when the trainer has answered that this is the version it has."""
         self._asked += 1
         self._tell(trainer, what, version)
-        unless_superseded(version, int(trainer.store.get(f"answer/{self._name}/{self._asked}")))
+        unless_superseded(version, int(self._get(trainer, f"answer/{self._name}/{self._asked}")))
+
+    def _get(self, trainer: _Trainer, key: str) -> str:
+        return trainer.secret.read(key, trainer.store.get(trainer.secret.name(key)))
 
     def _shown(self, trainer: _Trainer, message: Message, version: int) -> _Shown | None:
         """The trainer's memory, if it is on a GPU of the same machine and can be read."""
         if trainer.shown is None and not trainer.is_out_of_reach and is_near(message, trainer.device):
             self._ask(trainer, SHOW, version)
-            words = json.loads(trainer.store.get(f"memory/{self._name}"))
+            words = json.loads(self._get(trainer, f"memory/{self._name}"))
             try:
                 trainer.shown = _Shown(words, trainer.device)
             except (RuntimeError, OSError) as error:
