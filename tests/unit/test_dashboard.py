@@ -6,6 +6,7 @@ import os
 import re
 import tarfile
 import time
+from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
@@ -14,7 +15,7 @@ from hone.dashboard import jobs as jobs_module
 from hone.dashboard.archive import tar
 from hone.dashboard.doctor import LOOKS, Facts
 from hone.dashboard.index import Index
-from hone.dashboard.jobs import Jobs
+from hone.dashboard.jobs import Job, Jobs
 from hone.dashboard.runs import find_runs, status
 from hone.dashboard.server import ASSETS, build_app
 from hone.dashboard.tokens import Tokens
@@ -375,3 +376,60 @@ def test_colours_have_the_contrast_that_small_text_needs():
         assert contrast(scheme["on-accent"], scheme["accent"]) >= 4.5
         for line in ("c1", "c2", "c3", "c4", "c5", "c6"):
             assert contrast(scheme[line], scheme["card"]) >= 3  # of graphics
+
+
+@pytest.fixture
+def signing_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
+def job_file(root, name, **changes):
+    folder = root / ".hone" / "jobs" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    job = {"name": name, "command": "rl", "output_dir": "outputs/x", "state": "queued", **changes}
+    (folder / "job.json").write_text(json.dumps(job))
+    (folder / "rl.toml").write_text("")
+    return folder
+
+
+def test_jobs_that_somebody_else_wrote_are_shown_and_nothing_more(tmp_path, signing_home, monkeypatch):
+    began, killed = [], []
+    monkeypatch.setattr(Jobs, "_begin", lambda self, job: began.append(job.name))
+    monkeypatch.setattr("hone.dashboard.jobs.os.kill", lambda pid, number: killed.append(pid) if number else None)
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "precious").write_text("x")
+    job_file(root, "rl-001")
+    job_file(root, "rl-002", state="running", pid=os.getpid())
+    job_file(root, "rl-003", name="..")
+    job_file(root, "rl-004", name="../..", state="done")
+    job_file(root, "evil name", signature="0" * 64)
+    jobs = Jobs(root)
+    assert {job["state"] for job in jobs.listed()} == {"foreign"} and len(jobs.listed()) == 5
+    for name in ("rl-001", "rl-002", "..", "../..", "rl-003", "evil name"):
+        for act in (jobs.stop, jobs.kill, jobs.resume, jobs.remove, jobs.log):
+            with pytest.raises(KeyError):
+                act(name)
+    own = Job("rl-010", "rl", "outputs/y")
+    job_file(root, "rl-010")
+    jobs._write(own)
+    with jobs._lock:
+        queued = [job.name for job in jobs._all() if job.state == "queued"]
+    assert queued == ["rl-010"] and (root / "precious").exists() and not killed
+    assert [job.name for job in Jobs(root)._all() if job.state == "queued"] == ["rl-010"]  # another dashboard's
+    (root / ".hone" / "jobs" / "rl-010" / "rl.toml").write_text("# changed by somebody")
+    assert all(job.state == "foreign" for job in Jobs(root)._all())
+    assert (tmp_path / "data" / "hone" / "dashboard.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_browser_is_told_of_a_private_file_and_not_of_the_token(monkeypatch):
+    from urllib.parse import urlsplit
+
+    from hone.dashboard.commands import open_in_browser
+
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    open_in_browser("http://127.0.0.1:1/#token=secret")
+    file = Path(urlsplit(opened[0]).path)
+    assert "secret" not in opened[0] and "secret" in file.read_text() and file.stat().st_mode & 0o777 == 0o600
+    file.unlink()

@@ -9,12 +9,14 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 
 from hone.dashboard.index import Index
 from hone.dashboard.runs import Run, find_runs
 
 PORT = 8500
+TOKEN_VARIABLE = "HONE_DASHBOARD_TOKEN"  # sets the token of the page, which is no key of a server
 NEAR = 20  # ports from it on that are tried
 
 
@@ -42,10 +44,10 @@ def serve(root: Path, host: str, port: int, opens: bool = False) -> int:
         raise ValueError(f"{root} is no directory")
     import uvicorn
 
-    from hone.config.sections import LOOPBACK, own_key
+    from hone.config.sections import LOOPBACK
     from hone.dashboard.server import build_app
 
-    token = own_key() or secrets.token_urlsafe(18)
+    token = os.environ.get(TOKEN_VARIABLE, "").strip() or secrets.token_urlsafe(18)
     sock = bind_near(host, port)
     app = build_app(root, token, host)
     sock.listen(128)
@@ -56,9 +58,7 @@ def serve(root: Path, host: str, port: int, opens: bool = False) -> int:
         print(f"  read alone:          {url}/", flush=True)
     print("  end it with Ctrl-C; runs that it has started go on", flush=True)
     if opens:
-        import webbrowser
-
-        webbrowser.open(f"{url}/#token={token}")
+        open_in_browser(f"{url}/#token={token}")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     settings = uvicorn.Config(app, log_level="warning", access_log=False, proxy_headers=False, lifespan="off",
                               timeout_graceful_shutdown=1)  # fmt: skip
@@ -66,6 +66,20 @@ def serve(root: Path, host: str, port: int, opens: bool = False) -> int:
     signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     server.run(sockets=[sock])
     return 0
+
+
+def open_in_browser(url: str) -> None:
+    """Open an address that has a secret: the browser's command line, which others can read, names a private file."""
+    import tempfile
+    import webbrowser
+
+    descriptor, name = tempfile.mkstemp(prefix="hone-", suffix=".html")  # its user's alone
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"<script>location.replace({json.dumps(url)})</script>")
+    webbrowser.open(Path(name).as_uri())
+    timer = threading.Timer(60.0, lambda: Path(name).unlink(missing_ok=True))
+    timer.daemon = True
+    timer.start()
 
 
 def bind_near(host: str, port: int) -> socket.socket:

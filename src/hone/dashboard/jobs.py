@@ -4,12 +4,17 @@
 
 A job is the command that a person would type, `rl @ rl.toml --output-dir DIR`, in a session of its own: it goes on when
 the dashboard ends, and another dashboard finds it. To stop it is to ask it to leave a checkpoint (`hone/leaving.py`).
+
+Somebody else may have written into ROOT. So job.json is signed, with what the job would run, by a key of the user
+(`signing_key`); a job without this signature is shown as foreign, and never started, signalled or removed.
 """
 
 import contextlib
+import hmac
 import json
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -50,7 +55,7 @@ LOG = 64 * 1024
 
 @dataclass
 class Job:
-    """`state`: queued, running, done, stopped (with a checkpoint), failed, submitted (to Slurm)."""
+    """`state`: queued, running, done, stopped (with a checkpoint), failed, submitted (to Slurm), foreign."""
 
     name: str
     command: str
@@ -62,6 +67,7 @@ class Job:
     code: int | None = None
     more: str = ""
     begun: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
+    signature: str = field(default="", repr=False)
 
     @property
     def run(self) -> str:
@@ -78,6 +84,7 @@ class Jobs:
         self.home = Path.cwd() if self.root.is_relative_to(Path.cwd()) else self.root
         self.directory = self.root / ".hone" / "jobs"
         self._lock = threading.RLock()
+        self._key = signing_key()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._thread: threading.Thread | None = None
 
@@ -195,21 +202,39 @@ class Jobs:
             return [self._shown(job) for job in reversed(self._all())]
 
     def _shown(self, job: Job) -> dict[str, Any]:
-        return asdict(job) | {"run": job.run}
+        shown = asdict(job) | {"run": job.run}
+        del shown["signature"]
+        return shown
 
     def _all(self) -> list[Job]:
         found = []
         for file in sorted(self.directory.glob("*/job.json")):
-            with contextlib.suppress(ValueError, TypeError):
-                found.append(self._as_it_stands(Job(**json.loads(read_text(self.root, file)))))
+            with contextlib.suppress(ValueError, TypeError, IndexError, RecursionError):
+                job = Job(**json.loads(read_text(self.root, file)))
+                if not self._is_own(job, file.parent.name):
+                    job = Job(file.parent.name, "foreign", str(job.output_dir), state="foreign", begun="")
+                found.append(self._as_it_stands(job))
         return found
 
     def _get(self, name: str) -> Job:
-        """Raises KeyError."""
+        """Return one of the user's own jobs. Raises KeyError."""
         for job in self._all():
-            if job.name == name:
+            if job.name == name and job.state != "foreign":
                 return job
         raise KeyError(name)
+
+    def _is_own(self, job: Job, folder: str) -> bool:
+        """Return True for a job that a dashboard of this user has written, and nobody else has changed."""
+        is_named = job.name == folder and re.fullmatch(rf"({'|'.join([*KINDS, 'vf-eval'])})-\d+", folder) is not None
+        return is_named and hmac.compare_digest(str(job.signature), self._sign(job))
+
+    def _sign(self, job: Job) -> str:
+        """Return the signature of a job and of the file that it runs."""
+        said = asdict(job) | {"signature": ""}
+        file = self.directory / job.name / f"{job.command}.toml"
+        content = file.read_bytes() if file.is_file() else b""
+        text = json.dumps(said, sort_keys=True).encode() + b"\0" + content
+        return hmac.new(self._key, text, "sha256").hexdigest()
 
     def _as_it_stands(self, job: Job) -> Job:
         """A job that another dashboard has started runs as long as its run shows that it does."""
@@ -225,6 +250,7 @@ class Jobs:
         return f"{command}-{1 + max((int(match[1]) for match in taken if match), default=0):03d}"
 
     def _write(self, job: Job) -> None:
+        job.signature = self._sign(job)
         rewrite(self.directory / job.name / "job.json", json.dumps(asdict(job), indent=2) + "\n")
 
     def _signal(self, name: str, number: signal.Signals) -> dict[str, Any]:
@@ -312,6 +338,25 @@ class Jobs:
         job.state = "done" if code == 0 else "stopped" if code in (AGAIN, -signal.SIGTERM, 143, 130) else "failed"
         del self._processes[job.name]
         self._write(job)
+
+
+def signing_key() -> bytes:
+    """Return the key that the user's dashboards sign their jobs with; it is made where there is none."""
+    home = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+    file = home / "hone" / "dashboard.key"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as new:
+                new.write(secrets.token_bytes(32))
+        found = file.stat()
+        key = file.read_bytes()
+        if found.st_uid == os.getuid() and not found.st_mode & 0o077 and len(key) == 32:
+            return key
+    except OSError:
+        pass
+    return secrets.token_bytes(32)  # of this dashboard alone: what it has queued does not outlive it
 
 
 def kind_of(command: str) -> str:
