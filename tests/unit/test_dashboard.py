@@ -383,8 +383,8 @@ def signing_home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
 
 
-def job_file(root, name, **changes):
-    folder = root / ".hone" / "jobs" / name
+def job_file(root, folder, **changes):
+    name, folder = folder, root / ".hone" / "jobs" / folder
     folder.mkdir(parents=True, exist_ok=True)
     job = {"name": name, "command": "rl", "output_dir": "outputs/x", "state": "queued", **changes}
     (folder / "job.json").write_text(json.dumps(job))
