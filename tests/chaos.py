@@ -92,7 +92,7 @@ def pid_of(part: str, out: Path, launcher: int) -> int | None:
     alive = processes_now()
     name = "orchestrator" if part == "worker" else part
     for pid, (_, words) in alive.items():
-        if words[1:4] == ["-m", "hone", name] and str(out) in words[5]:
+        if words[1:5] == ["-P", "-m", "hone", name] and str(out) in words[6]:
             its_own = [child for child, (parent, _) in alive.items() if parent == pid]
             return pid if part != "worker" else its_own[0] if its_own else None
     return None

@@ -133,7 +133,7 @@ def test_the_worker_of_the_library_needs_nothing_of_hone():
     """It is run by Pythons that have no Hone."""
     script = Path(__file__).parents[2] / "src" / "hone" / "environments" / "protocols" / "verifiers_worker.py"
     assert "import hone" not in script.read_text() and "from hone" not in script.read_text()
-    done = subprocess.run(["python3", "-I", "-S", script, "x", "{}", "examples"], capture_output=True, text=True)
+    done = subprocess.run(["python3", "-I", "-S", script, "x", "examples"], capture_output=True, text=True)
     assert done.returncode != 0 and "verifiers" in done.stderr
 
 
