@@ -2,8 +2,9 @@
 
     run(code) ─► unshare ─► sandbox_keeper.py ─► session        (a process namespace, no network, files of its own)
 
-Linux's namespaces and limits contain it; where they are not to be had `Sandbox.start` refuses and says what is missing.
-What was killed or cut is said in the answer, and the next call works.
+Linux's namespaces, limits and a system call filter contain it; it can start threads, but no processes. Where a machine
+lacks these, `Sandbox.start` refuses and says what is missing. The answer says what was killed or cut, and the next call
+works.
 """
 
 import asyncio
@@ -25,8 +26,11 @@ USERS = 61_000  # as root the sessions have users from here on, so that limits c
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one session: `seconds` of a call; bytes of `memory` of a process, of a `file`, of all files (`disk`), of the
-    `output` that is shown; `cpu` seconds of a process; how many `processes` and threads."""
+    """Limits of one session.
+
+    `seconds` a call; bytes of `memory`, of a `file`, of all files together (`disk`), of the `output` that is shown;
+    `cpu` seconds of a session; its number of `threads`.
+    """
 
     seconds: float = 10.0
     memory: int = 1 << 30
@@ -34,7 +38,7 @@ class Limits:
     disk: int = 64 << 20
     output: int = 8192
     cpu: int = 600
-    processes: int = 16
+    threads: int = 16
 
 
 class SandboxError(RuntimeError):
@@ -97,8 +101,6 @@ class Sandbox:
             said.append(f"[output cut: {answer['dropped']} more bytes]")
         if answer["what"]:
             said.append(f"[the code {answer['what']}; its names are gone, a new session begins]")
-        if answer["left"]:
-            said.append(f"[processes left behind were ended: {answer['left']}]")
         return "\n".join(said)
 
     async def reset(self) -> None:

@@ -1,10 +1,11 @@
-"""The inner side of `sandbox.py`: started by `unshare` in namespaces of its own, with the standard library alone.
+"""Run a sandbox's Python session inside its namespaces. `sandbox.py` starts this through `unshare`.
 
-    stdin {"code", "seconds"} ─► this, process 1 of its namespace ─ pipe ─► the session, a fork without privileges
-    stdout {"text"}          ◄─                                   ◄─ what it prints, and a byte when it has ended
+    stdin {"code", "seconds"} ─► keeper, process 1 of its namespace ─ pipe ─► session, a fork without privileges
+    stdout {"text"}           ◄─                                   ◄─ its output, and a byte at the end of a call
 
-The session sees a root directory of its own: the system's programs and Python, read-only, and a folder in memory.
-What it leaves running after a call is killed. A session that dies, or takes too long, is replaced by a new one.
+The session sees its own root directory: the system's programs and Python, read-only, and a folder in memory. It can
+start threads but no process, so its limits are those of the sandbox and one signal stops or ends all of it. It is
+stopped between calls; a session that dies or takes too long is replaced. Only the standard library is imported.
 """
 
 import ast
@@ -24,7 +25,25 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MNT_DETACH, PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP, PR_SET_PDEATHSIG, PR_SET_SECCOMP = 2, 38, 24, 1, 22
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/alternatives", "/etc/ld.so.cache", "/dev/null", "/dev/urandom")
-HOME = "/home/python"  # its folder
+HOME = "/home/python"  # the session's folder
+FILES = 4096  # files and directories in HOME
+CLONE3, CLONE_THREAD, AF_INET6 = 435, 0x10000, 10
+# By machine: the audit number of its architecture, clone, socket, the first call newer than Linux 5.10, and the calls
+# refused: fork, vfork (not on aarch64), execve, execveat, unshare, setns, mount, pivot_root, shmget, msgget, semget,
+# ptrace, process_vm_readv, process_vm_writev, memfd_create, add_key, request_key, keyctl, bpf, userfaultfd,
+# perf_event_open, io_uring_setup, open_tree, fsopen, pidfd_getfd.
+SYSTEM_CALLS = {
+    "x86_64": (
+        0xC000003E, 56, 41, 441,
+        (57, 58, 59, 322, 272, 308, 165, 155, 29, 68, 64, 101, 310, 311, 319, 248, 249, 250, 321, 323, 298, 425, 428,
+         430, 438),
+    ),
+    "aarch64": (
+        0xC00000B7, 220, 198, 441,
+        (221, 281, 97, 268, 40, 41, 194, 186, 190, 117, 270, 271, 279, 217, 218, 219, 280, 282, 241, 425, 428, 430,
+         438),
+    ),
+}  # fmt: skip
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -59,36 +78,43 @@ def enter(root, readable, disk):
         kept = os.statvfs(root + path).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC)
         mount("none", root + path, None, MS_BIND | MS_REMOUNT | MS_RDONLY | kept)
     os.makedirs(root + HOME, exist_ok=True)
-    mount("tmpfs", root + HOME, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},mode=777")
+    mount_home(root + HOME, disk)
     os.chdir(root)
-    call("pivot_root" if hasattr(libc, "pivot_root") else "syscall", *pivot_words())
+    call("pivot_root", b".", b".")
     call("umount2", b".", MNT_DETACH)
     mount("none", "/", None, MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir(HOME)
 
 
-def pivot_words():
-    if hasattr(libc, "pivot_root"):
-        return b".", b"."
-    return ctypes.c_long(155 if os.uname().machine == "x86_64" else 41), b".", b"."
+def mount_home(path, disk):
+    """Mount an empty folder in memory; both its bytes and its number of files are limited."""
+    mount("tmpfs", path, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},nr_inodes={FILES},mode=777")
 
 
 def filter_system_calls():
-    """Refuses those that make namespaces, mount, share memory that no limit counts, or reach into the kernel; clone3,
-    whose flags a filter cannot see, is said not to be there, so that clone is used."""
-    machine = os.uname().machine
-    arch, clone, refused = {
-        "x86_64": (0xC000003E, 56, (272, 308, 165, 155, 29, 68, 64, 101, 248, 250, 321, 323, 298, 425, 428, 430)),
-        "aarch64": (0xC00000B7, 220, (97, 268, 40, 41, 194, 186, 190, 117, 217, 219, 280, 282, 241, 425, 428, 430)),
-    }[machine]
+    """Install a seccomp filter for this process and its threads.
+
+    It refuses calls that start processes, make namespaces, mount, trace, use kernel memory that no limit counts, or
+    reach into the kernel, and sockets of families that a network namespace does not contain (vsock). A filter cannot
+    see the flags of clone3, so that call is reported as not implemented, as are all calls newer than Linux 5.10; the C
+    library then uses clone.
+    """
+    architecture, clone, socket, first_new, refused = SYSTEM_CALLS[os.uname().machine]
     load, equal, any_bit, at_least, end = 0x20, 0x15, 0x45, 0x35, 0x06
     denied, absent, allowed = 0x00050001, 0x00050026, 0x7FFF0000
-    rules = [(load, 0, 0, 4), (equal, 1, 0, arch), (end, 0, 0, denied), (load, 0, 0, 0)]
-    rules += [(at_least, 0, 1, 0x40000000), (end, 0, 0, denied), (equal, 0, 1, 435), (end, 0, 0, absent)]
+    rules = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, denied), (load, 0, 0, 0)]
+    rules += [(at_least, 0, 1, 0x40000000), (end, 0, 0, denied), (equal, 0, 1, CLONE3), (end, 0, 0, absent)]
+    rules += [(at_least, 0, 1, first_new), (end, 0, 0, absent)]
     for number in refused:
         rules += [(equal, 0, 1, number), (end, 0, 0, denied)]
-    new_namespaces = 0x7E020000
-    rules += [(equal, 0, 3, clone), (load, 0, 0, 16), (any_bit, 0, 1, new_namespaces), (end, 0, 0, denied)]
+    rules += [(equal, 0, 3, clone), (load, 0, 0, 16), (any_bit, 1, 0, CLONE_THREAD), (end, 0, 0, denied)]
+    rules += [
+        (load, 0, 0, 0),
+        (equal, 0, 3, socket),
+        (load, 0, 0, 16),
+        (at_least, 0, 1, AF_INET6 + 1),
+        (end, 0, 0, denied),
+    ]
     rules += [(end, 0, 0, allowed)]
     code = b"".join(struct.pack("HBBI", *rule) for rule in rules)
     buffer = ctypes.create_string_buffer(code, len(code))
@@ -99,8 +125,8 @@ def filter_system_calls():
 def give_up_privileges(limits, user):
     for kind, value in (
         (resource.RLIMIT_AS, limits["memory"]), (resource.RLIMIT_FSIZE, limits["file"]),
-        (resource.RLIMIT_CPU, limits["cpu"]), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 256),
-        (resource.RLIMIT_NPROC, limits["processes"]),
+        (resource.RLIMIT_CPU, limits["cpu"]), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_NPROC, limits["threads"]),
     ):  # fmt: skip
         resource.setrlimit(kind, (value, value))
     for capability in range(64):
@@ -134,56 +160,50 @@ class Session:
                 os._exit(1)
         for fd in (ask, out, end):
             os.close(fd)
+        os.set_blocking(self.asked, False)
 
     def run(self, code, seconds, most):
-        """What it printed, and what became of it where it did not end."""
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self.asked, len(code).to_bytes(8, "big"))
-            rest = memoryview(code)
-            os.set_blocking(self.asked, False)
-            deadline, text, dropped, done = time.monotonic() + seconds, b"", 0, False
-            while not done:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return text, dropped, f"did not end within {seconds:g} s"
-                can_read, can_write, _ = select.select(
-                    [self.printed, self.ended], [self.asked] if rest else [], [], left
-                )
-                if can_write:
-                    with contextlib.suppress(BlockingIOError):
-                        rest = rest[os.write(self.asked, rest) :]
-                if self.printed in can_read:
-                    new = os.read(self.printed, 1 << 16)
-                    kept = new[: max(0, most - len(text))]
-                    text, dropped = text + kept, dropped + len(new) - len(kept)
-                    if new:
-                        continue
-                if self.ended in can_read:
-                    done = bool(os.read(self.ended, 1))
-                    if not done:
-                        break
-            if done:
-                os.set_blocking(self.asked, True)
-                return text, dropped, ""
-            with contextlib.suppress(ProcessLookupError):  # it may have closed its end and go on
-                os.kill(self.pid, signal.SIGKILL)
-            _, status = os.waitpid(self.pid, 0)
-            return text, dropped, death(status)
-        return b"", 0, "was not there any more"
+        """Run code (bytes) for at most `seconds`; return (output, bytes cut from it, how the session ended or "")."""
+        self.discard_output()
+        os.kill(self.pid, signal.SIGCONT)
+        rest = memoryview(len(code).to_bytes(8, "big") + code)
+        deadline, text, dropped = time.monotonic() + seconds, b"", 0
+        outputs = [self.printed, self.ended]
+        while (left := deadline - time.monotonic()) > 0:
+            can_read, can_write, _ = select.select(outputs, [self.asked] if rest else [], [], left)
+            if can_write:
+                with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                    rest = rest[os.write(self.asked, rest) :]
+            if self.printed in can_read:
+                new = os.read(self.printed, 1 << 16)
+                if not new:  # the code has closed it
+                    outputs.remove(self.printed)
+                kept = new[: max(0, most - len(text))]
+                text, dropped = text + kept, dropped + len(new) - len(kept)
+            elif self.ended in can_read:
+                if os.read(self.ended, 1):
+                    os.kill(self.pid, signal.SIGSTOP)  # also what wrote this byte and did not end
+                    return text, dropped, ""
+                return text, dropped, describe_death(self.end())
+        self.end()
+        return text, dropped, f"did not end within {seconds:g} s"
 
-    def drain(self):
-        """Throws away what processes wrote that were ended after the call."""
-        while True:
-            can_read, _, _ = select.select([self.printed, self.ended], [], [], 0)
-            if not any(os.read(fd, 1 << 16) for fd in can_read):
+    def discard_output(self):
+        """Discard what the code wrote after the end of its call. The session is stopped, so this ends."""
+        while select.select([self.printed, self.ended], [], [], 0)[0]:
+            if not any(os.read(fd, 1 << 16) for fd in (self.printed, self.ended) if select.select([fd], [], [], 0)[0]):
                 return
 
-    def close(self):
+    def end(self):
+        """Kill the session, with all its threads; return its wait status."""
+        os.kill(self.pid, signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
         for fd in (self.asked, self.printed, self.ended):
             os.close(fd)
+        return status
 
 
-def death(status):
+def describe_death(status):
     if os.WIFEXITED(status):
         return f"ended the session (exit code {os.WEXITSTATUS(status)})"
     number = os.WTERMSIG(status)
@@ -194,27 +214,16 @@ def death(status):
 
 
 def serve():
-    me, names = os.getpid(), {"__name__": "__main__"}
+    names = {"__name__": "__main__"}
     while True:
         size = read_all(8)
         if size is None:
             os._exit(0)
-        code = read_all(int.from_bytes(size, "big"))
-        reap()
-        run(code.decode(), names)
-        if os.getpid() != me:  # a fork of the code's own
-            os._exit(0)
-        reap()
+        run(read_all(int.from_bytes(size, "big")).decode(), names)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         os.write(3, b".")
-
-
-def reap():
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 def read_all(count):
@@ -247,36 +256,6 @@ def run(code, names):
         sys.stderr.write((f"Traceback (most recent call last):\n{place}" if place else "") + said)
 
 
-def kill_the_rest(keep, told=set()):  # noqa: B006
-    """Ends all processes of the namespace but this one and `keep`; says how many there were. Those that have ended but
-    that the session has not asked for keep their numbers: nothing is left when the numbers stay the same, and they are
-    not told of again."""
-    count, before, same = 0, None, 0
-    while True:
-        probe = os.fork()  # numbers are given in order, so nothing is beyond this one
-        if probe == 0:
-            os._exit(0)
-        os.waitpid(probe, 0)
-        found = []
-        for pid in range(2, probe):
-            if pid != keep:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                    found.append(pid)
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
-                if pid in (0, keep):
-                    break
-        new = [pid for pid in found if pid not in told]
-        count, same, before = max(count, len(new)), same + 1 if found == before else 0, found
-        if not found or same == 3:
-            told.clear()
-            told.update(found)
-            return count
-        time.sleep(0.001)
-
-
 def main():
     limits = json.loads(sys.argv[1])
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -291,39 +270,18 @@ def main():
     for line in sys.stdin:
         asked = json.loads(line)
         if asked.get("reset"):
+            session.end()
             text, dropped, what = b"", 0, "reset"
+            os.chdir("/")
+            call("umount2", HOME.encode(), MNT_DETACH)
+            mount_home(HOME, limits["disk"])
+            os.chdir(HOME)
         else:
-            text, dropped, what = session.run(
-                asked["code"].encode(errors="replace"), asked["seconds"], limits["output"]
-            )
-        if what:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(session.pid, signal.SIGKILL)
-            session.close()
-        left = kill_the_rest(0 if what else session.pid)
-        if asked.get("reset"):
-            clear(HOME)
+            code = asked["code"].encode(errors="replace")
+            text, dropped, what = session.run(code, asked["seconds"], limits["output"])
         if what:
             session = Session(limits, user)
-        else:
-            session.drain()
-        answer = {
-            "text": text.decode(errors="replace"),
-            "dropped": dropped,
-            "what": what,
-            "left": left if not what else 0,
-        }
-        print(json.dumps(answer), flush=True)
-
-
-def clear(directory):
-    for entry in os.scandir(directory):
-        if entry.is_dir(follow_symlinks=False):
-            os.chmod(entry.path, 0o700)
-            clear(entry.path)
-            os.rmdir(entry.path)
-        else:
-            os.unlink(entry.path)
+        print(json.dumps({"text": text.decode(errors="replace"), "dropped": dropped, "what": what}), flush=True)
 
 
 if __name__ == "__main__":
