@@ -1,11 +1,13 @@
 """Random requests, good and bad, at a server under load: nothing may answer 5xx, hang, or keep what it was given.
 
     python -m tests.fuzz [--requests 10000] [--streams 512] [--seed 0] [--schemathesis SECONDS]
+    python -m tests.fuzz --hostile [--requests 10000] [--connections 2000] [--seed 0]
 
 Requests are drawn from keys and values that clients send, right, wrong and absurd. Then that many streams at a time, of
 which clients cut half: the others must be whole, with the tokens that they have alone, and all of the cache free after
 it. Memory is measured on the way. With --schemathesis that program (fetched by uv) reads the server's description and
-tries every route for so long. Ends with one line of JSON; exits with 1 where something is not so.
+tries every route for so long. Ends with one line of JSON; exits with 1 where something is not so. With --hostile the
+requests are those of tests/hostile_clients.py.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from pathlib import Path
 import httpx
 
 from hone.leaving import end_with_parent
+from tests import hostile_clients
 from tests.integration.conftest import BIN, ROOT, TINY, Server
 
 AT_ONCE, PATIENCE = 64, 120.0  # requests in flight; seconds that an answer may take
@@ -166,21 +169,64 @@ def schemathesis(server: Server, seconds: int) -> str:
     return f"exit {done.returncode}: {'; '.join(lines)}"
 
 
+def start_server(place: Path) -> Server:
+    model = str(ROOT / TINY / "model")
+    words = ("--model.name", model, "--model.random-init", "--max-model-len", 512, "--kv-cache-gib", 0.25)
+    return Server(*words, log=place / "log", program=(BIN / "inference",))
+
+
+def attack(requests: int, connections: int, seed: int) -> int:
+    """Attack a server that has keys; return the exit code."""
+    hostile_clients.raise_descriptor_limit(connections + 256)
+    os.environ |= {"HONE_API_KEY": hostile_clients.OWNER, "HONE_CLIENT_KEY": hostile_clients.CLIENT}
+    start, model = time.perf_counter(), str(ROOT / TINY / "model")
+    body = {"model": model, "prompt": "abc", "max_tokens": 16, "temperature": 0}
+    with tempfile.TemporaryDirectory(prefix="hostile_") as place:
+        server = start_server(Path(place))
+        try:
+            with httpx.Client(
+                headers={"authorization": f"Bearer {hostile_clients.CLIENT}"}, timeout=PATIENCE
+            ) as client:
+
+                def complete() -> str:
+                    return str(client.post(f"{server.url}/completions", json=body).json()["choices"][0]["text"])
+
+                asyncio.run(hostile_clients.attack(server.url, 200, 10, seed + 1))  # what is loaded at a first request
+                text, before = complete(), resident(server)
+                statuses, wrong, longest = asyncio.run(hostile_clients.attack(server.url, requests, connections, seed))
+                wrong += [] if complete() == text else ["the same request has another answer"]
+                grown = resident(server) - before
+            if grown > hostile_clients.MEMORY_MIB:
+                wrong.append(f"memory grew by {grown:.0f} MiB")
+            log = server.log.read_text()
+            wrong += [f"in the log: {log[log.index('Traceback') :][:9000][-2500:]}"] if "Traceback" in log else []
+            wrong += ["a control character in the log"] if "\x1b" in log else []
+        finally:
+            server.stop()
+    print(*wrong[:20], sep="\n")
+    figures = {"health_s": round(longest, 2), "grown_mib": round(grown), "seconds": round(time.perf_counter() - start)}
+    print(json.dumps({"statuses": dict(sorted(statuses.items())), "wrong": len(wrong)} | figures))
+    return int(bool(wrong))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10000)
     parser.add_argument("--streams", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--schemathesis", type=int, default=0, metavar="SECONDS")
+    parser.add_argument("--hostile", action="store_true")
+    parser.add_argument("--connections", type=int, default=2000)
     options = parser.parse_args()
     end_with_parent()
     os.environ["HONE_PARENT_PID"] = str(os.getpid())
+    if options.hostile:
+        sys.exit(attack(options.requests, options.connections, options.seed))
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="fuzz_") as place:
-        model = str(ROOT / TINY / "model")
-        words = ("--model.name", model, "--model.random-init", "--max-model-len", 512, "--kv-cache-gib", 0.25)
-        server = Server(*words, log=Path(place) / "log", program=(BIN / "inference",))
+        server = start_server(Path(place))
         try:
+            model = str(ROOT / TINY / "model")
             statuses, wrong, memory = Counter[int](), [], []
             part = max(1, options.requests // 5)
             for i in range(0, options.requests, part):

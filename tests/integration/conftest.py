@@ -76,9 +76,12 @@ def start(*words, log=None, err=None, cwd=ROOT, env=None):
 @functools.cache
 def ensure_templates():
     """Start the processes that commands are forked from; return whether there can be such."""
-    if CAN_FORK:
+    can_fork = (
+        CAN_FORK and shared_run.run_directory() is not None
+    )  # not by `python -m tests.fuzz`, which is no test run
+    if can_fork:
         start_templates(os.environ)
-    return CAN_FORK
+    return can_fork
 
 
 def end(process):
@@ -206,6 +209,8 @@ class Server:
 
     def __init__(self, *options, log, program=(BIN / "inference",)):
         self.log = log
+        if program == (BIN / "inference",) and "--allowed-dirs" not in options:
+            options += ("--allowed-dirs", '["/"]')  # tests have directories of their own
         self.process = start(*program, *options, "--server.port", "0", log=log.open("w"))
         try:
             until(lambda: " at http://" in log.read_text(), self.process, log.read_text)

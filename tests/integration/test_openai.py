@@ -390,6 +390,13 @@ def test_random_requests_and_streams_that_are_cut():
     assert found["wrong"] == 0 and found["statuses"]["200"] > 200 and found["statuses"]["400"] > 100
 
 
+def test_hostile_clients_cost_a_server_little():
+    """The short form of `python -m tests.fuzz --hostile`."""
+    done = command("python", "-m", "tests.fuzz", "--hostile", "--requests", 600, "--connections", 300, "--seed", 1)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["wrong"] == 0 and found["statuses"]["401"] > 100 and found["statuses"]["200"] > 5
+
+
 def test_where_one_of_several_is_refused_the_others_are_ended(server, trained):
     body = {"model": str(trained), "prompt": ["abc", ""], "max_tokens": 1900, "ignore_eos": True}
     before = generated_tokens(server)

@@ -129,7 +129,7 @@ def key(request):
 
 
 async def main(directory, port):
-    app = build_app(Served(TransformersSampler(directory), Tokenizer(Path(directory)), directory))
+    app = build_app(Served(TransformersSampler(directory), Tokenizer(Path(directory)), directory, [Path("/")]))
     sock = bind("127.0.0.1", port)
     sock.listen(2048)
     print(f"Serving {directory} at http://127.0.0.1:{sock.getsockname()[1]}/v1", flush=True)

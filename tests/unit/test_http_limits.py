@@ -12,8 +12,8 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from hone.inference import http_limits
-from hone.inference.http_limits import HEAD_BYTES, bounded_http, most_connections, raise_open_files
+from hone import http_limits
+from hone.http_limits import HEAD_BYTES, bounded_http, most_connections, raise_open_files
 
 
 class Server(uvicorn.Server):

@@ -206,7 +206,7 @@ def test_mistakes_are_named(save, tmp_path):
 
 
 def serving(engine, tokenizer):
-    return Served(EmbeddedSampler(EngineService(engine)), tokenizer, "base")
+    return Served(EmbeddedSampler(EngineService(engine)), tokenizer, "base", [Path("/")])
 
 
 def update(served, directory, version):

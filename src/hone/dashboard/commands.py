@@ -46,6 +46,7 @@ def serve(root: Path, host: str, port: int, opens: bool = False) -> int:
 
     from hone.config.sections import LOOPBACK
     from hone.dashboard.server import build_app
+    from hone.http_limits import bounded_config
 
     token = os.environ.get(TOKEN_VARIABLE, "").strip() or secrets.token_urlsafe(18)
     sock = bind_near(host, port)
@@ -60,7 +61,7 @@ def serve(root: Path, host: str, port: int, opens: bool = False) -> int:
     if opens:
         open_in_browser(f"{url}/#token={token}")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    settings = uvicorn.Config(app, log_level="warning", access_log=False, proxy_headers=False, lifespan="off",
+    settings = bounded_config(app, log_level="warning", access_log=False, proxy_headers=False, lifespan="off",
                               timeout_graceful_shutdown=1)  # fmt: skip
     server = uvicorn.Server(settings)
     signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))

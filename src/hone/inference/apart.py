@@ -29,7 +29,7 @@ from hone.config.inference import InferenceConfig
 from hone.config.sections import BACKEND_LOST
 from hone.inference.loop import run as run_loop
 from hone.inference.sampler import ENGINE_CAN, Alternatives, Pause, Sampler
-from hone.inference.served import Served
+from hone.inference.served import Served, find_allowed_directories
 from hone.inference.streams import Streams
 from hone.records import Completion, GenerateRequest
 from hone.text.forms import Following, Form
@@ -291,7 +291,7 @@ class Apart:
             self.sampler,
             Tokenizer.for_model(directory, self.config.model),
             self.config.model.name,
-            self.config.allowed_dirs,
+            find_allowed_directories(self.config),
         )
 
     def __exit__(self, *_: object) -> None:

@@ -17,7 +17,7 @@ from hone import machine
 from hone.config.inference import InferenceConfig
 from hone.config.sections import BACKEND_LOST
 from hone.inference.loop import run as run_loop
-from hone.inference.served import Served
+from hone.inference.served import Served, find_allowed_directories
 
 log = logging.getLogger("hone.inference")
 LOOK = 0.2  # seconds between looks whether vLLM is there
@@ -80,7 +80,7 @@ class Embedded:
         capture(engine)
         self.service = EngineService(engine)
         self.sampler = EmbeddedSampler(self.service)
-        self.served = Served(self.sampler, loaded.tokenizer, config.model.name, config.allowed_dirs)
+        self.served = Served(self.sampler, loaded.tokenizer, config.model.name, find_allowed_directories(config))
 
     def __enter__(self) -> "Embedded":
         return self
@@ -110,7 +110,7 @@ class Vllm:
         tokenizer = Tokenizer.for_model(directory, config.model)
         self.process = VllmProcess(config, directory)
         self.sampler = VllmSampler(self.process, config.max_batch_size)
-        self.served = Served(self.sampler, tokenizer, config.model.name, config.allowed_dirs)
+        self.served = Served(self.sampler, tokenizer, config.model.name, find_allowed_directories(config))
 
     def __enter__(self) -> "Vllm":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while vLLM starts

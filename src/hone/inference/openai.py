@@ -193,7 +193,7 @@ def add_openai(app: FastAPI, served: Served) -> None:
             )  # fmt: skip
 
         try:
-            ids = await beside(encode, len(body.prompt or "") + _size(body.messages or []))
+            ids = await beside(encode, len(body.prompt or "") + _size(body.messages or []), served)
         except ValueError as error:
             return refuse(400, str(error))
         strings = [tokenizer.token(i) for i in ids] if body.return_token_strs else None
@@ -202,6 +202,8 @@ def add_openai(app: FastAPI, served: Served) -> None:
     @app.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeRequest) -> Any:
         check_model(body.model)
+        if len(body.tokens) > sampler.context:
+            return refuse(400, f"tokens: {len(body.tokens)} are more than the model's context of {sampler.context}")
         beyond = [i for i in body.tokens if not 0 <= i < served.tokenizer.vocab_size]
         if beyond:
             return refuse(400, f"tokens: {beyond[0]} is not one of the tokenizer's {served.tokenizer.vocab_size}")

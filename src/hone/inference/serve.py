@@ -36,7 +36,7 @@ def serve(config: InferenceConfig) -> None:
     with starting, backend(config) as opened:
         import uvicorn  # while a process of its own loads the model
 
-        from hone.inference.http_limits import bounded_config
+        from hone.http_limits import bounded_config
         from hone.inference.server import build_app
 
         app = build_app(opened.wait(), api_key, config.client_key or os.environ.get(CLIENT_KEY_VARIABLE) or None)

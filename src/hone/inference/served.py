@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hone.config.inference import InferenceConfig
 from hone.inference.sampler import Sampler
 from hone.text.tokenizer import Tokenizer
 from hone.transport.delivery import TEXT, Message
@@ -13,14 +14,23 @@ from hone.transport.delivery import TEXT, Message
 log = logging.getLogger("hone.inference")
 
 
-class Served:
-    """`allowed`: directories that weights and adapters may be read from; None: any."""
+def find_allowed_directories(config: InferenceConfig) -> list[Path]:
+    """Return the directories that a server's weights and adapters may be read from.
 
-    def __init__(
-        self, sampler: Sampler, tokenizer: Tokenizer, name: str, allowed: Sequence[Path] | None = None
-    ) -> None:
+    Unless the configuration names them these are the working directory and the one that the model's directory is in.
+    """
+    if config.allowed_dirs is not None:
+        return config.allowed_dirs
+    directory = Path(config.model.name).expanduser()
+    return [Path.cwd(), *([directory.resolve().parent] if directory.is_dir() else [])]
+
+
+class Served:
+    """A sampler and its tokenizer under a name. Weights and adapters are read from the `allowed` directories alone."""
+
+    def __init__(self, sampler: Sampler, tokenizer: Tokenizer, name: str, allowed: Sequence[Path]) -> None:
         self.sampler, self.name = sampler, name
-        self.allowed = None if allowed is None else [directory.resolve() for directory in allowed]
+        self.allowed = [directory.resolve() for directory in allowed]
         self._text: tuple[Path, int] | None = None  # that the tokenizer came from
         self.set_tokenizer(tokenizer)
 
@@ -66,7 +76,7 @@ class Served:
             is_there = False
         if not is_there:
             raise ValueError(f"{directory} is not a directory here")
-        if self.allowed is not None and not any(directory.resolve().is_relative_to(one) for one in self.allowed):
+        if not any(directory.resolve().is_relative_to(one) for one in self.allowed):
             known = ", ".join(map(str, self.allowed)) or "none"
             raise ValueError(
                 f"{directory} is not in a directory that this server may read from (allowed_dirs: {known})"

@@ -24,6 +24,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hone.config.sections import LOOPBACK
@@ -62,6 +63,10 @@ def build_app(served: Served, api_key: str | None = None, client_key: str | None
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         return refuse(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_left(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
 
     add_control(app, served, is_guarded=api_key is not None)
 
@@ -106,9 +111,10 @@ class KeyGuard:
 class PageGuard:
     """Keep web pages from using a server without a key through the browser of somebody on its machine.
 
-    A page may send requests to this machine and, under a name of its own that leads here (DNS rebinding), read
-    answers. So the name in a request must be an address, localhost or the machine's own; what acts must come from no
-    page of elsewhere and have a body of JSON, which a page cannot send without asking first.
+    A page may send requests to this machine and, under its own domain if that resolves to 127.0.0.1 (DNS rebinding),
+    read the answers. So on loopback the Host header must be an address, localhost or the machine's name. On every
+    address, requests other than GET must not come from a page of elsewhere, and their body must be declared as JSON,
+    which a page cannot do without a preflight request.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -124,19 +130,32 @@ class PageGuard:
 
     def _problem(self, scope: Scope) -> str:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host = urlsplit(f"//{headers.get(b'host', '')}").hostname or ""
-        if host and host not in self.names and not is_address(host):
+        if not self._is_known(scope, host := host_of(f"//{headers.get(b'host', '')}")):
             return f"this server has no API key and answers to no name like {host!r}: use its address or localhost"
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return ""
         origin = headers.get(b"origin")
-        if origin is not None and (urlsplit(origin).hostname or "") not in LOOPBACK:
+        if origin is not None and host_of(origin) not in LOOPBACK:
             return f"a page of {origin} may not use this server, which has no API key"
         kind, length = headers.get(b"content-type", ""), headers.get(b"content-length", "0")
         has_body = length != "0" or b"transfer-encoding" in headers
         if has_body and "json" not in kind:
             return "the body is JSON: send the header Content-Type: application/json"
         return ""
+
+    def _is_known(self, scope: Scope, host: str) -> bool:
+        """Return False for a request over loopback to a name that somebody else may have given to this machine."""
+        reached = (scope.get("server") or ("127.0.0.1",))[0]
+        is_local = not is_address(reached) or ipaddress.ip_address(reached).is_loopback
+        return not is_local or not host or host in self.names or is_address(host)
+
+
+def host_of(url: str) -> str:
+    """Return the host of a URL in lower case, "?" for what is none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return "?"
 
 
 def is_address(host: str) -> bool:

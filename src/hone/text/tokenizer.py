@@ -4,6 +4,7 @@ Reads what an HF directory has (`model_text.py`) with the `tokenizers` library; 
 """
 
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Collection
 from functools import cached_property
@@ -27,7 +28,9 @@ from hone.text.model_text import (
 from hone.text.tool_calls import opens_thought, parse_tool_calls
 
 log = logging.getLogger("hone.text")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no threads of its own, and no warnings after a fork
 BEFORE = "\x01"  # stands before a text that goes on from tokens; it is a token of its own
+LONG_TEXT = 4096  # characters from which on a text is encoded without Python's lock
 CONTEXT = 8  # tokens before others that can change what these are as text
 PROMPT_END = 16  # tokens of a prompt in which an opened thought is looked for
 
@@ -138,11 +141,17 @@ class Tokenizer:
         return max(map(len, self.encoder.get_vocab(with_added_tokens=True)))
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Ids of the text as it stands, unless those are to be added that the tokenizer puts around a text.
+        """Return the ids of a text, with those that the tokenizer puts around a text if `add_special_tokens`.
 
-        Raises ValueError for what is not valid Unicode."""
+        A long text is encoded without Python's lock, so a thread that does it stops no other. Raises ValueError for
+        what is not valid Unicode.
+        """
         text.encode()  # lone surrogates, as JSON can carry them, end here
-        return self._require_known(list(self.encoder.encode(text, add_special_tokens=add_special_tokens).ids))
+        if len(text) < LONG_TEXT:
+            encoding = self.encoder.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            (encoding,) = self.encoder.encode_batch([text], add_special_tokens=add_special_tokens)
+        return self._require_known(list(encoding.ids))
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens. Tags of tool calls are a part of it also where the tokenizer counts them as special."""

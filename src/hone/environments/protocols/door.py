@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from hone.environments.environment import ModelClient
+from hone.http_limits import bounded_config
 from hone.records import ContextFull, Sampling, Turn
 
 # Keys that would change what is sampled, with the values that ask for nothing; how to draw is the run's affair.
@@ -85,7 +86,7 @@ class Door:
                 Route("/{secret}/{number:int}/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/{secret}/{number:int}/v1/models", self._models),
             ]
-            settings = uvicorn.Config(
+            settings = bounded_config(
                 Starlette(routes=routes), log_level="warning", access_log=False, lifespan="off",
                 timeout_graceful_shutdown=3,
             )  # fmt: skip
