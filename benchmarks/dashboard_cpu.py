@@ -63,7 +63,7 @@ def write_large(place: Path, like: Path, steps: int, each: int) -> None:
 class Server:
     def __init__(self, root: Path) -> None:
         words = [sys.executable, "-m", "hone", "dashboard", str(root), "--port", "0"]
-        environment = {"XDG_CACHE_HOME": str(root / ".cache"), "HONE_API_KEY": "key"}
+        environment = {"XDG_CACHE_HOME": str(root / ".cache"), "HONE_DASHBOARD_TOKEN": "key"}
         import os
 
         self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | environment)

@@ -45,7 +45,7 @@ class Connection:
 
     async def post(self, asked: bytes) -> bytes:
         self.writer.write(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n" % len(asked) + asked
         )
         head = (await self.reader.readuntil(b"\r\n\r\n")).lower()

@@ -56,7 +56,7 @@ def started(monkeypatch):
 
     def begin(_, root, log):
         words = [conftest.BIN / "hone", "dashboard", root, "--port", "0"]
-        processes.append(conftest.start(*words, log=log, cwd=root, env={"HONE_API_KEY": TOKEN}))
+        processes.append(conftest.start(*words, log=log, cwd=root, env={"HONE_DASHBOARD_TOKEN": TOKEN}))
         return processes[-1]
 
     yield begin

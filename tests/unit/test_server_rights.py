@@ -114,6 +114,7 @@ def test_weights_come_from_the_working_directory_or_beside_the_model_unless_told
         (tmp_path / place).mkdir(parents=True)
     (tmp_path / "work" / "link").symlink_to(tmp_path / "elsewhere")
     monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.delenv("OUTPUT_DIR", raising=False)
 
     def is_taken(directory, **keys):
         config = InferenceConfig(model={"name": str(tmp_path / "models" / "base")}, **keys)
@@ -129,4 +130,6 @@ def test_weights_come_from_the_working_directory_or_beside_the_model_unless_told
     assert found == {
         "work/out/step_1": True, "models/next": True, "elsewhere": False, "work/link": False, ".": False,
     }  # fmt: skip
+    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "elsewhere"))
+    assert is_taken("elsewhere") and is_taken("work/link")
     assert is_taken("elsewhere", allowed_dirs=[tmp_path]) and not is_taken("work", allowed_dirs=[])

@@ -245,6 +245,7 @@ env:
   - { name: HOME, value: /tmp }
   - { name: XDG_CACHE_HOME, value: /data/.cache } # models of the hub, compiled kernels
   - { name: TRITON_CACHE_DIR, value: /data/.cache/triton }
+  - { name: OUTPUT_DIR, value: /data } # below which servers read weights
   - { name: INFERENCE_URL, value: {{ include "url" .root | quote }} }
   - { name: INFERENCE_URLS, value: {{ include "urls" .root | quote }} }
   - { name: POD_NAME, valueFrom: { fieldRef: { fieldPath: metadata.name } } }

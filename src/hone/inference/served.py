@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,17 @@ log = logging.getLogger("hone.inference")
 def find_allowed_directories(config: InferenceConfig) -> list[Path]:
     """Return the directories that a server's weights and adapters may be read from.
 
-    Unless the configuration names them these are the working directory and the one that the model's directory is in.
+    Unless the configuration names them these are the working directory, $OUTPUT_DIR if it is set, and the directory
+    that the model's is in.
     """
     if config.allowed_dirs is not None:
         return config.allowed_dirs
-    directory = Path(config.model.name).expanduser()
-    return [Path.cwd(), *([directory.resolve().parent] if directory.is_dir() else [])]
+    found, model = [Path.cwd()], Path(config.model.name).expanduser()
+    if output := os.environ.get("OUTPUT_DIR"):
+        found.append(Path(output))
+    if model.is_dir():
+        found.append(model.resolve().parent)
+    return found
 
 
 class Served:
