@@ -46,11 +46,11 @@ def at_length(engine, length: int, is_uneven: bool = False) -> None:
 
 
 def step_ms(engine, batch: int, length: int, parts: int = -1, is_uneven: bool = False) -> float:
-    from hone.engine.graphs import Key, padded
+    from hone.engine.graphs import Key, pad_rows
     from hone.engine.sampler import Sampler
     from hone.kernels import row_state as column
 
-    graphs, rows = engine.graphs, padded(batch)
+    graphs, rows = engine.graphs, pad_rows(batch)
     parts = graphs._parts(rows, length) if parts < 0 else parts
     at_length(engine, length, is_uneven)
     longest = engine.slots.state[:rows, column.LENGTH].max().item()

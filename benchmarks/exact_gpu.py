@@ -21,8 +21,8 @@ from hone.config.rl import TrainerConfig
 from hone.config.sections import OptimConfig
 from hone.engine.engine import Engine
 from hone.kernels import numerics
-from hone.launch.probe import probe
-from hone.models.lora import Merged, loras
+from hone.launch.probe import probe_model
+from hone.models.lora import Merged, lora_modules
 from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.trainer.performance import device_bytes
 from hone.trainer.rl.trainer import RLTrainer
@@ -57,7 +57,7 @@ def steps(model, lora: bool, count: int = 7) -> dict[str, float]:
     config = TrainerConfig(lora=LoRAConfig(rank=16) if lora else None, optim=optim)
     trainer = RLTrainer(model, config, count)
     if lora:
-        for one in loras(model):
+        for one in lora_modules(model):
             torch.nn.init.normal_(one.B, std=0.01)
     sampled = Merged(model)
     engine = Engine(sampled.model, max_batch_size=128, max_model_len=512, kv_cache_gib=4.0)
@@ -73,7 +73,7 @@ def steps(model, lora: bool, count: int = 7) -> dict[str, float]:
             for i, (r, c) in enumerate(zip(work, done, strict=True))
         ]  # fmt: skip
         values, training = timed(lambda step=step, samples=samples: trainer.step(Batch(step, samples)))
-        sampled.follow()
+        sampled.follow_step()
         engine.set_version(step)
         rows.append(
             {
@@ -97,8 +97,8 @@ def main() -> None:
             numerics.use(mode)
             model = our_model(MODELS[name])
             count = args.rollouts if mode == "exact" else args.rollouts // 10
-            found, seconds = timed(lambda model=model, count=count: probe(model, count, 200))
-            print(f"{name} {mode}: {count} rollouts: {found.words()} ({seconds:.0f} s)", flush=True)
+            found, seconds = timed(lambda model=model, count=count: probe_model(model, count, 200))
+            print(f"{name} {mode}: {count} rollouts: {found.describe_result()} ({seconds:.0f} s)", flush=True)
             found = steps(model, args.lora)
             print(f"{name} {mode}: { ({k: float(f'{v:.4g}') for k, v in found.items()}) }", flush=True)
             figures |= {f"{mode}_{key}": value for key, value in found.items() if key in ("step_s", "tokens_per_s")}

@@ -52,7 +52,7 @@ def measure(name: str, kind: str, is_lora: bool, tokens: int, recomputes: bool) 
     return {
         "model": name, "kind": kind, "lora": is_lora, "tokens": tokens, "recomputes": recomputes,
         **{part: round(value, 2) for part, value in found.items()}, "peak": round(peak, 2),
-        "estimate": round(expected.peak / GIB, 2), "ratio": round(expected.peak / GIB / peak, 3),
+        "estimate": round(expected.peak_bytes / GIB, 2), "ratio": round(expected.peak_bytes / GIB / peak, 3),
     }  # fmt: skip
 
 
@@ -95,12 +95,12 @@ def sft_step(trainer, tokens: int, number: int) -> None:
     import random
 
     from hone.trainer.loss import cross_entropy_sum
-    from hone.trainer.packing import pack
+    from hone.trainer.packing import pack_sequences
 
     draw = random.Random(number)
     vocabulary = range(trainer.model.spec.vocab_size)
     rows = [draw.choices(vocabulary, k=1025) for _ in range(tokens // 1024)]
-    packed = pack(rows, [[True] * len(row) for row in rows], trainer.device)
+    packed = pack_sequences(rows, [[True] * len(row) for row in rows], trainer.device)
     trainer.laps("data")
     total = cross_entropy_sum(packed, trainer.model) / tokens
     trainer.laps("forward")

@@ -47,7 +47,7 @@ def floor(name: str) -> dict[str, float]:
 
     model, rollouts, group, prompt, completion = SHAPES[name]
     spec = parse_model_config(MODELS[model])
-    weights = spec.parameters() * torch.bfloat16.itemsize
+    weights = spec.parameter_count() * torch.bfloat16.itemsize
     held = rollouts * (prompt / group + completion / 2) * spec.cache_numbers * torch.bfloat16.itemsize
     tokens = rollouts // group * prompt + rollouts * completion
     of_token = spec.flops_per_token(prompt + completion / 2, head=rollouts * completion / tokens)

@@ -31,7 +31,7 @@ def engine_alone(directory: Path, requests: int, tokens: int, at_once: int, roun
     import torch
 
     from hone.engine.engine import Engine
-    from hone.engine.rehearsal import rehearse
+    from hone.engine.rehearsal import compile_kernels
     from hone.models.hf import load_model
     from hone.records import GenerateRequest, Prompt, Sampling
     from hone.text.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ def engine_alone(directory: Path, requests: int, tokens: int, at_once: int, roun
     tokenizer = Tokenizer(directory)
     model = load_model(directory, dtype=torch.bfloat16, device="cuda")
     engine = Engine(model, max_batch_size=at_once, max_model_len=512, kv_cache_gib=30)
-    rehearse(engine, at_once)
+    compile_kernels(engine, at_once)
     asked = [
         GenerateRequest(
             tokenizer.prompt_ids(Prompt(messages(i))), Sampling(1.0, tokens, i, ignore_eos=True), frozenset()

@@ -74,7 +74,7 @@ def write_shape(directory: Path, name: str) -> None:
 def limits(spec: "ModelSpec", batch: int, context: float, rate: float, flops: float) -> tuple[float, float]:
     """Seconds of a step by bytes and by arithmetic, in bf16; `context`: tokens of each sequence so far."""
     rows = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size  # of which few are read
-    numbers = spec.parameters() - rows + batch * context * spec.cache_numbers
+    numbers = spec.parameter_count() - rows + batch * context * spec.cache_numbers
     return 2 * numbers / rate, batch * spec.flops_per_token(context) / flops
 
 

@@ -50,7 +50,7 @@ def main() -> None:
     import torch
 
     from hone.engine.engine import Engine
-    from hone.engine.graphs import padded
+    from hone.engine.graphs import pad_rows
     from hone.kernels.gpu import alone, held, products, sampling
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -98,8 +98,8 @@ def main() -> None:
         our_model(MODELS[args.model]), max_batch_size=args.rows, max_model_len=args.length + 256, kv_cache_gib=8
     )
     # By the blocks in use, since those that are tried are alike for all lengths.
-    graphs, rows = engine.graphs, padded(args.rows)
-    is_long = graphs.is_long(rows, args.length, graphs._parts(rows, args.length))
+    graphs, rows = engine.graphs, pad_rows(args.rows)
+    is_long = graphs.is_long(rows, args.length, graphs._choose_parts(rows, args.length))
     graphs.is_long = lambda *_: is_long
     products._product, held.held_tile = product, held_tile
     alone.blocks_of, sampling.head_tile = blocks, head

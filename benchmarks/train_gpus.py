@@ -39,9 +39,9 @@ def worker(out: Path) -> None:
     from hone.trainer.optim import Optimizer
     from hone.trainer.ranks import Ranks
     from hone.trainer.sft.train import Trainer
-    from hone.trainer.sharding import shard
+    from hone.trainer.sharding import shard_model
 
-    ranks = Ranks.join(300.0)
+    ranks = Ranks.join_ranks(300.0)
 
     def rows(step: int, count: int) -> list:
         """Rows of documents of 512 to 2,048 tokens, the last one cut."""
@@ -57,7 +57,7 @@ def worker(out: Path) -> None:
         data = {"fake": True, "seq_len": ROW, "batch_size": 64, "micro_batch_size": micro_batch}
         config = SFTConfig(model={"name": "random"}, data=data, optim={"lr": lr})
         model = training.our_model(QWEN3_4B)
-        shard(model, ranks, config.sharding)
+        shard_model(model, ranks, config.sharding)
         loaded = Loaded(model, None, Path(), torch.bfloat16)
         run = RunDirectory(Path(tempfile.mkdtemp()), "sft")
         optimizer = Optimizer(model, config.optim, ranks)
@@ -67,19 +67,21 @@ def worker(out: Path) -> None:
     batches = [rows(step, ROWS * ranks.count) for step in range(WARM_UP + STEPS)]
     for step, batch in enumerate(batches, 1):
         start = time.perf_counter()
-        growing.step(step, 100, iter([batch]))
+        growing.train_step(step, 100, iter([batch]))
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     memory = torch.cuda.max_memory_allocated() / 2**30
     del growing
     torch.cuda.empty_cache()
     fixed = trainer(1, 1e-4)
-    losses = [fixed.step(step, 100, iter([rows(1000 + step % 2, ROWS)]))["loss/mean"] for step in range(1, CURVE + 1)]
+    losses = [
+        fixed.train_step(step, 100, iter([rows(1000 + step % 2, ROWS)]))["loss/mean"] for step in range(1, CURVE + 1)
+    ]
     if ranks.is_first:
         tokens = ROW * ROWS * ranks.count
         rate = tokens / statistics.median(times[WARM_UP:])
         out.write_text(json.dumps({"tokens_per_second": rate, "losses": losses, "memory_gib": memory}))
-    ranks.leave()
+    ranks.leave_ranks()
 
 
 def main() -> None:

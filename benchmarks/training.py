@@ -189,7 +189,9 @@ def our_sft(micro_batches: int, **options) -> dict:
 
     steps = {i: rows(i) for i in range(1, WARM_UP + STEPS + 4)}
     work = {i: flops([len(x) for x in documents(i)], TOKENS) for i in steps}
-    return measure(lambda i: trainer.step(i, 1000, iter([steps[i]])), lambda i: TOKENS, work.__getitem__, trainer.laps)
+    return measure(
+        lambda i: trainer.train_step(i, 1000, iter([steps[i]])), lambda i: TOKENS, work.__getitem__, trainer.laps
+    )
 
 
 def hf_rl(compiled: bool) -> dict:

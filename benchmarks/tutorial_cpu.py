@@ -16,7 +16,7 @@ from pathlib import Path
 
 from peer import finish
 
-from hone.launch.lab import prepare, templates, write
+from hone.launch.lab import list_templates, prepare, write_templates
 from hone.monitors.metrics import read_rows
 
 FILE, MODEL = "configs/vf-rl/reverse-text-tiny.toml", "models/reverse-text-tiny-sft"
@@ -41,7 +41,7 @@ def main(seeds: list[int]) -> None:
     with tempfile.TemporaryDirectory() as place:
         os.chdir(place)
         prepare()
-        write(dict(templates(["configs/vf-rl"])), Path(place))
+        write_templates(dict(list_templates(["configs/vf-rl"])), Path(place))
         before = held_out(MODEL)
         print(f"{'':<8}" + "".join(f"{f'step {step}':>10}" for step in SHOWN) + f"{'held out':>10}{'exact':>8}{'s':>8}")
         print(f"{'before':<8}" + " " * 10 * len(SHOWN) + f"{before[0]:>10.3f}{before[1]:>8.3f}", flush=True)

@@ -15,7 +15,7 @@ from tests import shared_run
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # tests run side by side: no core is anybody's own
-machine.prepare()
+machine.prepare_environment()
 start = time.perf_counter()
 import torch  # noqa: E402
 

@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from hone.config.rl import TrainerConfig
 from hone.engine import cache
 from hone.engine.engine import Engine
-from hone.engine.rehearsal import rehearse
+from hone.engine.rehearsal import compile_kernels
 from hone.kernels import gpu
 from hone.models import attention
 from hone.models.spec import ModelSpec
@@ -84,7 +84,7 @@ def pretend(capability: str) -> None:
             asked()
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
     cache.PAGE["cpu"] = cache.PAGE["cuda"]
-    attention.varlen = lambda q, *_: torch.zeros_like(q)  # torch's own
+    attention.flash_varlen = lambda q, *_: torch.zeros_like(q)  # torch's own
 
 
 def compiled(work: Callable[[], None]) -> tuple[list[Any], set[str]]:
@@ -113,8 +113,8 @@ def rehearsals(name: str) -> None:
     with _Nothing():
         engine = Engine(model, max_batch_size=256, max_model_len=4096, kv_cache_gib=0.5)
         assert engine.graphs is not None, "not all of a step is done by kernels of the GPU"
-        rehearse(engine, 256)
-        RLTrainer(model, TrainerConfig(), 1).rehearse()
+        compile_kernels(engine, 256)
+        RLTrainer(model, TrainerConfig(), 1).compile_kernels()
 
 
 def main(capability: str, name: str = "0.6B") -> None:

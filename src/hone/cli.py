@@ -19,9 +19,9 @@ from hone.config.commands import COMMANDS, import_object
 from hone.text.printable import make_printable
 
 OTHERS = {  # subcommands with arguments of their own kind
-    "dashboard": "hone.dashboard.commands:dashboard",
-    "doctor": "hone.dashboard.commands:doctor",
-    "plot": "hone.dashboard.commands:plot",
+    "dashboard": "hone.dashboard.commands:run_dashboard",
+    "doctor": "hone.dashboard.commands:run_doctor",
+    "plot": "hone.dashboard.commands:run_plot",
     "env": "hone.authoring.commands:main",
     "lab": "hone.launch.lab:main",
     "slurm": "hone.launch.slurm:main",
@@ -30,43 +30,45 @@ STEPPING = ("rl", "vf-rl", "sft", "trainer")  # their first Ctrl-C writes a chec
 LOOKERS = ("dashboard", "doctor", "plot")  # without arguments they say what is missing, or need none
 
 
-def _entry(command: str) -> Callable[[], None]:
-    return lambda: _exit(_run(command, sys.argv[1:]))
+def _make_entry(command: str) -> Callable[[], None]:
+    return lambda: _exit_process(_run_command(command, sys.argv[1:]))
 
 
 sft, rl, vf_rl, trainer, orchestrator, inference = map(
-    _entry, ("sft", "rl", "vf-rl", "trainer", "orchestrator", "inference")
+    _make_entry, ("sft", "rl", "vf-rl", "trainer", "orchestrator", "inference")
 )
 
 
 def vf_eval() -> None:
     from hone.evals.vf_eval import main
 
-    machine.prepare()
+    machine.prepare_environment()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what it has started, too
-    _exit(_guard("vf-eval", lambda: main(sys.argv[1:])))
+    _exit_process(_guard_command("vf-eval", lambda: main(sys.argv[1:])))
 
 
 def slurm() -> None:
     main = import_object(OTHERS["slurm"])
-    _exit(_guard("medarc_slurm", lambda: main(sys.argv[1:] or ["--help"])))
+    _exit_process(_guard_command("medarc_slurm", lambda: main(sys.argv[1:] or ["--help"])))
 
 
 def hone() -> None:
     names = [*COMMANDS, "vf-eval", "eval", *OTHERS]
     command, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
     if command in COMMANDS:
-        _exit(_run(command, arguments))
+        _exit_process(_run_command(command, arguments))
     elif command == "vf-eval" or (command == "eval" and arguments[:1] == ["run"]):
         sys.argv = ["vf-eval", *arguments[command == "eval" :]]
         vf_eval()
     elif command == "eval":
         print("usage: hone eval run ENV -m MODEL …   (vf-eval by another name; hone eval run --help)")
-        _exit(0 if arguments[:1] in ([], ["--help"], ["-h"]) else 2)
+        _exit_process(0 if arguments[:1] in ([], ["--help"], ["-h"]) else 2)
     elif command in OTHERS:
         main = import_object(OTHERS[command])
-        machine.prepare()
-        _exit(_guard(f"hone {command}", lambda: main(arguments or ([] if command in LOOKERS else ["--help"]))))
+        machine.prepare_environment()
+        _exit_process(
+            _guard_command(f"hone {command}", lambda: main(arguments or ([] if command in LOOKERS else ["--help"])))
+        )
     elif command in ("--help", "-h"):
         print("usage: hone COMMAND …\n")
         for name in COMMANDS:
@@ -86,24 +88,24 @@ def hone() -> None:
         swapped = [name for name in names if sorted(name) == sorted(command)]
         near = (swapped or difflib.get_close_matches(command, names, n=1, cutoff=0.0))[0]
         print(f"hone: no command {command!r}; did you mean {near}? (commands: {', '.join(names)})", file=sys.stderr)
-        _exit(2)
+        _exit_process(2)
 
 
-def _run(command: str, argv: list[str]) -> int:
+def _run_command(command: str, argv: list[str]) -> int:
     config_path, main_path, summary = COMMANDS[command]
     config_class = import_object(config_path)
     if "--help" in argv or "-h" in argv:
         from hone.config.help import help_text
 
-        return _guard(command, lambda: print(help_text(command, summary, config_class), flush=True))
+        return _guard_command(command, lambda: print(help_text(command, summary, config_class), flush=True))
 
-    machine.prepare()
-    leaving.listen()
+    machine.prepare_environment()
+    leaving.listen_for_signals()
     if command in STEPPING:
         leaving.listen_to_ctrl_c()
     leaving.end_with_parent()
 
-    def work() -> None:
+    def call_command() -> None:
         from hone.config.base import load_config
 
         config = load_config(config_class, [word for word in argv if word != "--dry-run"])
@@ -118,7 +120,7 @@ def _run(command: str, argv: list[str]) -> int:
                 log.info("No model is named: it is %s", config.model.name)
             main = import_object(main_path)
             machine.started_in(time.perf_counter() - STARTED)
-            machine.Neighbours.watch()
+            machine.Neighbours.start_watching()
             try:
                 main(config)
             except SystemExit as error:
@@ -132,7 +134,7 @@ def _run(command: str, argv: list[str]) -> int:
                     raise
                 raise ValueError(_out_of_memory(error, config)) from error
 
-    return _guard(command, work)
+    return _guard_command(command, call_command)
 
 
 def _out_of_memory(error: Exception, config) -> str:  # type: ignore[no-untyped-def]
@@ -154,20 +156,20 @@ def _dry_run(command: str, config) -> None:  # type: ignore[no-untyped-def]
     for line in memory_lines(config):
         print(f"# memory, about: {line}")
     if hasattr(config, "trainer_gpu_ids"):
-        from hone.launch.plan import placement
+        from hone.launch.plan import format_placement
 
-        for line in placement(config, len(machine.gpus())):
+        for line in format_placement(config, len(machine.usable_gpus())):
             print(f"# {line}")
     if hasattr(config, "clean"):  # it would make a run
         run = RunDirectory(config.output_dir, "sft" if command == "sft" else "rl", config.layout)
         if run.earlier_run():
             print(f"# not written: {run.path} holds an earlier {run.command} run")
         else:
-            run.check(clean=False)
+            run.check_claim(clean=False)
             print(f"# written to {run.write_config(text, command)}")
 
 
-def _guard(command: str, work: Callable[[], int | None]) -> int:
+def _guard_command(command: str, work: Callable[[], int | None]) -> int:
     """Runs a command; a user's mistake becomes one message and exit code 1, Ctrl-C exit code 130."""
     from hone.run_directory import UserError
 
@@ -224,7 +226,7 @@ def is_disk_full(error: BaseException | None) -> bool:
     return False
 
 
-def _exit(code: int) -> None:
+def _exit_process(code: int) -> None:
     leaving.ignore_from_now_on()
     sys.stdout.flush()
     if os.environ.get("WORLD_SIZE", "1") != "1":  # threads of torch may abort one of several ranks on the long way

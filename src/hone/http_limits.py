@@ -69,18 +69,18 @@ class BoundedHttp(HttpToolsProtocol):
         shared = self.shared
         if len(shared.open) >= shared.most and shared.waiting:
             oldest = next(iter(shared.waiting))
-            oldest._close(b"")
+            oldest._close_with(b"")
         self._is_surplus = len(shared.open) >= shared.most
         if len(shared.open) >= shared.most + HEALTH_RESERVE:
-            return self._close(b"")
+            return self._close_with(b"")
         shared.open.add(self)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget()
+        self._forget_connection()
         super().connection_lost(exc)
 
-    def _forget(self) -> None:
+    def _forget_connection(self) -> None:
         self.shared.open.discard(self)
         self.shared.waiting.pop(self, None)
         self._stop_timer()
@@ -89,16 +89,16 @@ class BoundedHttp(HttpToolsProtocol):
         self._is_in_head, self._head_bytes = True, 0
         self.shared.waiting[self] = None
         self._stop_timer()
-        self._timer = self.loop.call_later(HEAD_SECONDS, self._close, TOO_LATE)
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._close_with, TOO_LATE)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _close(self, answer: bytes) -> None:
+    def _close_with(self, answer: bytes) -> None:
         self._is_refused = True
-        self._forget()
+        self._forget_connection()
         if not self.transport.is_closing():
             if answer and self._head_bytes:
                 self.transport.write(answer)
@@ -115,7 +115,7 @@ class BoundedHttp(HttpToolsProtocol):
                 self._head_bytes = len(data)
         super().data_received(data)
         if self._is_in_head and was_in_head and self._head_bytes > HEAD_BYTES:
-            self._close(TOO_LARGE)
+            self._close_with(TOO_LARGE)
 
     def send_400_response(self, msg: str) -> None:
         if not self._is_refused:
@@ -127,10 +127,10 @@ class BoundedHttp(HttpToolsProtocol):
         self._stop_timer()
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > HEAD_BYTES:
-            self._close(TOO_LARGE)
+            self._close_with(TOO_LARGE)
             raise ValueError("headers are too large")  # what follows is not read
         if self._is_surplus and self.url != b"/health":
-            self._close(b"")
+            self._close_with(b"")
             raise ValueError("there are too many connections")
         super().on_headers_complete()
 

@@ -29,16 +29,16 @@ class Left(Exception):
         self.can_resume = can_resume
 
 
-def listen() -> None:
+def listen_for_signals() -> None:
     """From now on the signal is taken note of, which would otherwise end the process. Call on the main thread."""
-    signal.signal(signal.SIGUSR1, _ask)
+    signal.signal(signal.SIGUSR1, _request_leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
 
 def listen_to_ctrl_c() -> None:
     """From now on the first Ctrl-C asks a run that takes steps to end. Call on the main thread."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in a job that ignores it
-        signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGINT, _on_interrupt)
 
 
 def steps_begin() -> None:
@@ -54,7 +54,7 @@ def ignore_from_now_on() -> None:
 
 
 @contextlib.contextmanager
-def held() -> Iterator[None]:
+def hold_signals() -> Iterator[None]:
     """Processes that are started in this block get the signal once they listen, also where it comes before."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
@@ -72,12 +72,12 @@ def is_asked() -> bool:
     return _asked
 
 
-def _ask(*_: Any) -> None:
+def _request_leave(*_: Any) -> None:
     global _asked
     _asked = True
 
 
-def _interrupt(*_: Any) -> None:
+def _on_interrupt(*_: Any) -> None:
     global _asked, _interrupts
     _interrupts += 1
     if _interrupts > 1 or not _takes_steps:
@@ -95,7 +95,7 @@ def end_with_parent() -> None:
         return
     is_direct = os.getppid() == parent
 
-    def watch() -> None:
+    def watch_parent() -> None:
         while os.getppid() == parent if is_direct else is_alive(parent):
             time.sleep(0.5)
         if callable(signal.getsignal(signal.SIGTERM)):  # it has something to end, perhaps a process that stands still
@@ -105,7 +105,7 @@ def end_with_parent() -> None:
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
-    threading.Thread(target=watch, name="parent", daemon=True).start()
+    threading.Thread(target=watch_parent, name="parent", daemon=True).start()
 
 
 def is_alive(pid: int) -> bool:

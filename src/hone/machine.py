@@ -38,7 +38,7 @@ _LOOKS = "1000"
 _TASKS = Path("/proc/self/task")
 
 
-def prepare() -> None:
+def prepare_environment() -> None:
     """Sets what torch and numba read from the environment when they are imported, where the user has not; and has
     Python look for cycles among new objects less often, which costs a busy server 4 % of its time."""
     ensure_home()
@@ -47,13 +47,13 @@ def prepare() -> None:
     if 0 < young < YOUNG:
         gc.set_threshold(YOUNG, *older)
     if "OMP_WAIT_POLICY" not in os.environ:
-        if not _can_switch(cores()):
+        if not _can_switch(usable_cores()):
             os.environ.setdefault("GOMP_SPINCOUNT", _LOOKS)
         os.environ.setdefault("KMP_BLOCKTIME", "0")  # the same of LLVM's OpenMP, in ms (macOS)
-    os.environ.setdefault("OMP_NUM_THREADS", str(cores()))
+    os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
     keep_to_isa()
     if wanted := os.environ.pop(GPUS_VARIABLE, ""):
-        there = gpus()
+        there = usable_gpus()
         own = [there[int(i) % len(there)] for i in wanted.split(",")] if there else []
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
 
@@ -110,16 +110,16 @@ def keep_to_isa() -> None:
         os.environ.update(TO_AVX2)
 
 
-def cores() -> int:
+def usable_cores() -> int:
     """How many threads may compute at once: OMP_NUM_THREADS, or the cores that affinity and cgroup leave."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if wanted.isdigit() and int(wanted):
         return int(wanted)
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(count, int(_quota(Path("/sys/fs/cgroup")) or count)))
+    return max(1, min(count, int(_cpu_quota(Path("/sys/fs/cgroup")) or count)))
 
 
-def gpus() -> list[str]:
+def usable_gpus() -> list[str]:
     """The GPUs that may be used, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -128,7 +128,7 @@ def gpus() -> list[str]:
     return [device for device in visible.split(",") if device]
 
 
-def memory(root: Path = Path("/sys/fs/cgroup")) -> int:
+def usable_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that processes here may take together: what the machine has, or the control group allows of it."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # version 2, 1
@@ -140,7 +140,7 @@ def memory(root: Path = Path("/sys/fs/cgroup")) -> int:
     return min(found)
 
 
-def _quota(root: Path) -> float | None:
+def _cpu_quota(root: Path) -> float | None:
     """Cores' worth of time that the control group may use (version 2, then 1); None without a limit."""
     try:
         quota, period = (root / "cpu.max").read_text().split()
@@ -172,11 +172,11 @@ class Neighbours(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="neighbours", daemon=True)
         self.before = (0, 0)
-        self.before = self._times()
+        self.before = self._thread_times()
         self.end_of_spare: threading.Event | None = None
 
     @classmethod
-    def watch(cls) -> None:
+    def start_watching(cls) -> None:
         """Starts it, unless how threads wait is settled: by the user, or by `prepare` where it would have no effect."""
         if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
             cls().start()
@@ -184,21 +184,21 @@ class Neighbours(threading.Thread):
     def run(self) -> None:
         while True:
             time.sleep(self.EVERY)
-            now = self._times()
+            now = self._thread_times()
             computed, waited = (one - other for one, other in zip(now, self.before, strict=True))
             self.before = now
             if computed + waited > 0.1 * self.EVERY * 1e9:
-                self.follow(waited / (computed + waited))
+                self.adapt_threads(waited / (computed + waited))
 
-    def follow(self, share: float) -> None:
+    def adapt_threads(self, share: float) -> None:
         if self.end_of_spare is not None and share < self.FREE:
             self.end_of_spare.set()
             self.end_of_spare = None
-        elif self.end_of_spare is None and share > self.BUSY and _computes():
+        elif self.end_of_spare is None and share > self.BUSY and _is_torch_computing():
             self.end_of_spare = threading.Event()
-            threading.Thread(target=_spare, args=[self.end_of_spare], name="spare", daemon=True).start()
+            threading.Thread(target=_spare_cores, args=[self.end_of_spare], name="spare", daemon=True).start()
 
-    def _times(self) -> tuple[int, int]:
+    def _thread_times(self) -> tuple[int, int]:
         """Nanoseconds that threads of this process had a core, and that they wanted one and had none."""
         computed = waited = 0
         try:
@@ -212,13 +212,13 @@ class Neighbours(threading.Thread):
         return computed, waited
 
 
-def _computes() -> bool:
+def _is_torch_computing() -> bool:
     """Whether torch is there, as a whole, with more threads than one."""
     torch = sys.modules.get("torch")
     return torch is not None and not getattr(torch.__spec__, "_initializing", True) and torch.get_num_threads() > 1
 
 
-def _spare(end: threading.Event) -> None:
+def _spare_cores(end: threading.Event) -> None:
     import torch
 
     torch.ones(2**17).add_(1.0)  # enough for torch to give the thread others to compute with
@@ -231,25 +231,25 @@ def started_in(seconds: float) -> None:
     _slowness = min(max(1.0, seconds / USUAL_START), SLOWEST)
 
 
-def silence() -> float:
+def silence_seconds() -> float:
     """Seconds without a sign of life after which another process is called silent: longer on a slow machine."""
     return SILENCE * _slowness
 
 
 @functools.cache
-def isa() -> str:
+def instruction_set() -> str:
     """The instruction set of the CPU's kernels, what the processor has or what HONE_CPU_ISA asks for.
 
     avx512, avx2 or neon; none is plain torch. Raises ValueError where HONE_CPU_ISA asks for what is not there.
     """
 
-    wanted, possible = os.environ.get("HONE_CPU_ISA"), isas()
+    wanted, possible = os.environ.get("HONE_CPU_ISA"), instruction_sets()
     if wanted and wanted not in possible:
         raise ValueError(f"HONE_CPU_ISA={wanted}: this processor runs {', '.join(possible)}")
     return wanted or possible[0]
 
 
-def isas() -> tuple[str, ...]:
+def instruction_sets() -> tuple[str, ...]:
     """The instruction sets that this processor runs, the widest first."""
     import torch
 
@@ -260,4 +260,4 @@ def isas() -> tuple[str, ...]:
 
 
 if __name__ == "__main__":  # narrower ones, for tests
-    print(*[name for name in isas()[1:] if name != "none"])
+    print(*[name for name in instruction_sets()[1:] if name != "none"])

@@ -11,12 +11,12 @@ from typing import Any
 
 from pydantic import ValidationError, create_model
 
-from hone.config.base import Config, explain
+from hone.config.base import Config, explain_errors
 from hone.config.commands import import_object
 from hone.users_code import CONTAINED, ExitInUserCode
 
 
-def load(path: str, key: str) -> Callable[..., Any]:
+def load_function(path: str, key: str) -> Callable[..., Any]:
     """The function at `package.module:function`; the module may be a file in the working directory.
 
     Raises ValueError with the configuration's `key` that names it.
@@ -48,11 +48,11 @@ def with_keys(function: Callable[..., Any], given: dict[str, Any], key: str) -> 
     try:
         values = keys.model_validate(given)
     except ValidationError as error:
-        raise ValueError("\n".join(f"{key}.{line}" for line in explain(error, keys, {}).splitlines())) from None
+        raise ValueError("\n".join(f"{key}.{line}" for line in explain_errors(error, keys, {}).splitlines())) from None
     keywords = {name: getattr(values, name) for name in fields}
 
     @functools.wraps(function)
-    def called(*args: Any) -> Any:
+    def call_with_keys(*args: Any) -> Any:
         try:
             with CONTAINED:
                 return function(*args, **keywords)
@@ -61,4 +61,4 @@ def with_keys(function: Callable[..., Any], given: dict[str, Any], key: str) -> 
             what = f"{type(error).__name__}: {error}"
             raise ValueError(f"{function.__qualname__} raised {what} ({at.filename}:{at.lineno})") from error
 
-    return called
+    return call_with_keys

@@ -150,7 +150,7 @@ class Completion:
     alternatives: list[list[tuple[int, float]]] | None = None
     routing: str = ""
 
-    def part(self, start: int, end: int | None = None) -> "Completion":
+    def token_range(self, start: int, end: int | None = None) -> "Completion":
         """The same with these of its tokens alone."""
         some = slice(start, end)
         alternatives = None if self.alternatives is None else self.alternatives[some]
@@ -171,7 +171,7 @@ class Turn:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def message(self) -> Message:
+    def assistant_message(self) -> Message:
         calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
         return {"role": "assistant", "content": self.text, **calls}
 
@@ -221,7 +221,7 @@ class Sample:
             self.teacher_logprobs = np.asarray(self.teacher_logprobs, np.float64)
 
     @property
-    def targets(self) -> int:
+    def target_count(self) -> int:
         """Tokens that are trained on: those drawn, but for a first one, which nothing predicts."""
         return int(self.mask[1:].sum())
 

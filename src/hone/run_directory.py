@@ -58,7 +58,7 @@ class RunDirectory:
         if self.id_on_disk() != self.id:
             raise ConnectionError(f"another run has taken over {self.path}")
 
-    def pulse(self, component: str) -> Path:
+    def pulse_file(self, component: str) -> Path:
         """The file by which a component's process shows that it lives."""
         return self.path / "alive" / component.replace(" ", "_")
 
@@ -70,7 +70,7 @@ class RunDirectory:
                 "--resume (continue it), or another directory (--output-dir DIR; vf-rl: --trainer.args.run-name NAME)"
             )
 
-    def check(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
+    def check_claim(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
         """Raises ValueError when the directory holds an earlier run and neither `resume` nor `clean` is set (`resume`
         wins over `clean`), when another run's weights are where this run would write its own, when a run is active in
         it, and when it cannot be written to.
@@ -83,7 +83,7 @@ class RunDirectory:
             if directory.exists() and directory.name not in own:
                 raise ValueError(f"{directory} was written by another run; move it away or use another --output-dir")
         self.refuse_earlier(clean or resume)
-        if self.command == "rl" and _changes(self.pulse("trainer")):
+        if self.command == "rl" and _is_pulse_changing(self.pulse_file("trainer")):
             raise ValueError(f"a run is at work in {self.path}: its trainer lives; end it or use another --output-dir")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -93,15 +93,15 @@ class RunDirectory:
         except OSError as error:
             raise ValueError(f"output-dir {self.path} cannot be written to: {error.strerror}") from None
 
-    def claim(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
+    def claim_run(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
         """Makes the directory this run's, which will write weights at `weight_steps`.
 
         Raises ValueError like `check`, before anything is changed.
         """
-        self.check(clean=clean, resume=resume, weight_steps=weight_steps)
+        self.check_claim(clean=clean, resume=resume, weight_steps=weight_steps)
         if self.earlier_run() and not resume:
             logging.getLogger("hone").info("Removing the earlier %s run in %s (clean)", self.command, self.path)
-            self._remove()
+            self._remove_contents()
         if self.command == "rl":  # the version that this run starts from is published anew
             shutil.rmtree(self.broadcasts, ignore_errors=True)
         manifest = {"command": self.command, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "weights": []}
@@ -111,21 +111,21 @@ class RunDirectory:
         self.id = uuid.uuid4().hex
         self._write_manifest(manifest | {"run": self.id})
 
-    def end(self, step: int) -> None:
+    def note_end(self, step: int) -> None:
         """Notes that the run is over, after so many steps; until it is claimed again."""
-        self.note(over=step)
+        self.write_facts(over=step)
 
-    def over(self) -> int:
+    def ended_at(self) -> int:
         """After how many steps the run on disk was over; 0 where it is not."""
         return int(self._read_manifest().get("over", 0))
 
     def write_config(self, toml: str, name: str | None = None) -> Path:
         self.configs.mkdir(parents=True, exist_ok=True)
         file = self.configs / f"{name or self.command}.toml"
-        rewrite(file, toml, mode=0o600)  # a component that has just been started may be reading it
+        rewrite_file(file, toml, mode=0o600)  # a component that has just been started may be reading it
         return file
 
-    def note(self, **about: Any) -> None:
+    def write_facts(self, **about: Any) -> None:
         """What is known of the run beside its configuration, as the device it is on."""
         self._write_manifest(self._read_manifest() | about)
 
@@ -145,7 +145,7 @@ class RunDirectory:
             self._write_manifest(manifest | {"weights": [*manifest["weights"], directory.name]})
         return directory
 
-    def _remove(self) -> None:
+    def _remove_contents(self) -> None:
         for name in self._read_manifest()["weights"]:
             shutil.rmtree(self._weights_named(name), ignore_errors=True)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
@@ -164,11 +164,11 @@ class RunDirectory:
         return manifest
 
     def _write_manifest(self, manifest: dict[str, Any]) -> None:
-        rewrite(self.manifest, json.dumps(manifest, indent=2) + "\n")
+        rewrite_file(self.manifest, json.dumps(manifest, indent=2) + "\n")
 
 
 @contextlib.contextmanager
-def appearing(directory: Path) -> Iterator[Path]:
+def appearing_directory(directory: Path) -> Iterator[Path]:
     """An empty directory to fill, which then becomes `directory` at once, in place of what was there."""
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -182,7 +182,7 @@ def appearing(directory: Path) -> Iterator[Path]:
     partial.rename(directory)
 
 
-def rewrite(file: Path, text: str, mode: int = 0o666) -> None:
+def rewrite_file(file: Path, text: str, mode: int = 0o666) -> None:
     """Replace a file by one with this text, at once. `mode`: who may do what with it, less the umask."""
     partial = file.with_suffix(".partial")
     partial.unlink(missing_ok=True)
@@ -222,7 +222,7 @@ class Steps:
         self._changed: int | None = None  # when it was, by its file system
         self._since = self._read = 0.0  # when that was first seen, and when it was read, by time.monotonic
 
-    def now(self) -> list[int]:
+    def list_numbers(self) -> list[int]:
         """Their numbers, in order."""
         now, changed = time.monotonic(), self._time_of_change()
         if changed != self._changed:
@@ -241,7 +241,7 @@ class Steps:
         finally:
             os.close(directory)
 
-    def path(self, number: int) -> Path:
+    def path_of(self, number: int) -> Path:
         return self.parent / f"step_{number}"
 
 
@@ -250,7 +250,7 @@ def checkpoints_in(parent: Path) -> dict[int, Path]:
     return steps_in(parent, "checkpoint-")
 
 
-def _changes(pulse: Path) -> bool:
+def _is_pulse_changing(pulse: Path) -> bool:
     """Whether a process shows in this file that it lives. Looks for a second, if the file is there at all."""
     try:
         first = pulse.read_text()

@@ -7,7 +7,7 @@ import torch
 
 from hone.config.rl import TrainerConfig
 from hone.engine.engine import Engine
-from hone.engine.rehearsal import rehearse
+from hone.engine.rehearsal import compile_kernels
 from hone.kernels.gpu.compiling import together
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
@@ -50,8 +50,8 @@ def test_what_was_rehearsed_compiles_no_more_and_changes_nothing():
     engine, trainer = sampler_and_trainer(copy.deepcopy(model))
     compiled = []
     with together():
-        rehearse(engine, 48)
-        trainer.rehearse()
+        compile_kernels(engine, 48)
+        trainer.compile_kernels()
     triton.knobs.compilation.listener = lambda **seen: compiled.append(
         str((seen["src"].name, seen["src"].constants, seen["src"].attrs, seen["src"].signature))
     )

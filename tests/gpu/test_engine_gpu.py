@@ -12,7 +12,7 @@ import torch
 from hone.engine.engine import Engine
 from hone.engine.graphs import Key
 from hone.engine.prefill import Shape
-from hone.engine.rehearsal import capture
+from hone.engine.rehearsal import capture_graphs
 from hone.models.attention import PackedAttention
 from hone.models.hf import load_model
 from hone.models.spec import ModelSpec
@@ -39,7 +39,7 @@ def request(prompt, seed=0, max_tokens=40, stop=frozenset(), **sampling):
 def expected_logprobs(model, prompt, ids, temperature=1.0):
     tokens = torch.tensor([*prompt, *ids[:-1]], device="cuda")
     packed = PackedAttention([len(tokens)], "cuda")
-    hidden = model(tokens, packed.positions(), packed)[len(prompt) - 1 :]
+    hidden = model(tokens, packed.token_positions(), packed)[len(prompt) - 1 :]
     logits = torch.mm(hidden, model.embed.weight.t(), out_dtype=torch.float32) / temperature
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(ids, device="cuda")[:, None]).squeeze(1).cpu()
 
@@ -68,12 +68,12 @@ def test_continuous_batching_with_stop_tokens(model):
     )
     assert all(c.ids[-1] in r.stop_ids for c, r in zip(done, requests, strict=True) if c.finish_reason == "stop")
     assert_logprobs(model, requests, done)
-    assert engine.pool.available == engine.pool.pages - 1
+    assert engine.pool.available_count == engine.pool.pages - 1
 
 
 def test_most_tokens_are_read_before_the_last_are_there(model, monkeypatch):
     engine, read = Engine(model, max_batch_size=8, max_model_len=256, kv_cache_gib=1), []
-    generated, remember = engine.slots.generated, engine.pool.remember
+    generated, remember = engine.slots.generated_tokens, engine.pool.remember_pages
     monkeypatch.setattr(engine.slots, "generated", lambda *asked: read.append(asked[1:3]) or generated(*asked))
     requests = [request(p, seed=i, max_tokens=130) for i, p in enumerate(prompts([62] * 8))]
     monkeypatch.setattr(engine.pool, "remember", lambda ids, *pages: read.append(len(ids)) or remember(ids, *pages))
@@ -82,7 +82,7 @@ def test_most_tokens_are_read_before_the_last_are_there(model, monkeypatch):
     assert read == [62] * 8 + [(0, 129)] + [62 + 128] * 8 + [(129, 130)]
     assert_logprobs(model, requests, done)
     whole = [[*one.prompt_ids, *completion.ids] for one, completion in zip(requests, done, strict=True)]
-    assert [len(engine.pool.match([*ids, 9])) for ids in whole] == [2] * 8
+    assert [len(engine.pool.match_prefix([*ids, 9])) for ids in whole] == [2] * 8
 
 
 def test_larger_graphs_stand_in_until_others_would_pay(model):
@@ -106,7 +106,7 @@ def test_larger_graphs_stand_in_until_others_would_pay(model):
 
 def test_a_server_has_graphs_before_requests_come(model):
     engine = Engine(model, max_batch_size=100, max_model_len=512, kv_cache_gib=1, stand_in=True)
-    capture(engine)
+    capture_graphs(engine)
     for count, length in ((1, 20), (12, 12), (20, 12), (80, 12)):  # by graphs for 1, 16, 64 and 100
         requests = [request(p, seed=i, max_tokens=21) for i, p in enumerate(prompts([length] * count))]
         assert_logprobs(model, requests, engine.generate(requests))
@@ -164,7 +164,7 @@ def test_filters_and_penalties(model):
 
 
 def test_frequencies_of_200000_draws():
-    from hone.engine.sampler import draw
+    from hone.engine.sampler import draw_tokens
     from hone.engine.slots import Slots
     from hone.kernels import row_state as column
 
@@ -176,7 +176,7 @@ def test_frequencies_of_200000_draws():
         slots.parameters[:, column.TEMPERATURE] = slots.parameters[:, column.LOGPROB_TEMPERATURE] = T
         logits_BV = logits.expand(n, -1).contiguous()
         threshold = None if lowest is None else torch.full((n,), lowest, device="cuda")
-        draw(logits_BV, logits_BV, threshold, slots, rows, False)
+        draw_tokens(logits_BV, logits_BV, threshold, slots, rows, False)
         tokens = slots.state[:n, column.LAST]
         kept = logits >= (-10 if lowest is None else lowest)
         p = torch.softmax(logits.double() / T, 0) * kept

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from hone.config.lora import LoRAConfig
 from hone.kernels import numerics
 from hone.kernels.linear import ordered
-from hone.launch.probe import probe
+from hone.launch.probe import probe_model
 from hone.models.families import parse_model_config
-from hone.models.lora import add_lora, loras
+from hone.models.lora import add_lora, lora_modules
 from hone.models.transformer import Transformer
 
 pytestmark = pytest.mark.gpu
@@ -37,23 +37,23 @@ def model_of(**changes):
 
 @pytest.mark.parametrize("changes", [{}, {"num_attention_heads": 8, "head_dim": 64}, {"tie_word_embeddings": False}])
 def test_no_logprob_differs(changes):
-    found = probe(model_of(**changes), 200, 60)
-    assert found.tokens > 3000 and found.differ == 0, found.words()
+    found = probe_model(model_of(**changes), 200, 60)
+    assert found.tokens > 3000 and found.differ == 0, found.describe_result()
 
 
 def test_no_logprob_differs_with_an_adapter():
     model = model_of()
     add_lora(model, LoRAConfig(rank=8, alpha=12), 0)
-    for lora in loras(model):
+    for lora in lora_modules(model):
         torch.nn.init.normal_(lora.B, std=0.02)
-    found = probe(model, 100, 60)
-    assert found.differ == 0, found.words()
+    found = probe_model(model, 100, 60)
+    assert found.differ == 0, found.describe_result()
 
 
 @pytest.mark.parametrize("part", sorted(numerics.PARTS))
 def test_a_part_that_keeps_no_order_is_seen(part):
     numerics.use("exact", but=part)
-    found = probe(model_of(), 100, 60)
+    found = probe_model(model_of(), 100, 60)
     assert found.differ > 0
     if part in ("attention", "products"):
         assert found.place.startswith("layer 0")
@@ -62,7 +62,7 @@ def test_a_part_that_keeps_no_order_is_seen(part):
 def test_fast_numerics_are_looked_at_layer_by_layer():
     """By kernels for few rows, which add to the stream what comes out of a block."""
     numerics.use("fast")
-    found = probe(model_of(), 100, 60)
+    found = probe_model(model_of(), 100, 60)
     assert found.differ > 0 and found.place.startswith("layer 0")
 
 

@@ -29,7 +29,7 @@ def model(dtype, seed=0):
 def forward(made, sequences):
     attention = PackedAttention([len(s) for s in sequences], "cuda")
     tokens = torch.cat(sequences).cuda()
-    return made.logits(made(tokens, attention.positions(), attention))
+    return made.logits(made(tokens, attention.token_positions(), attention))
 
 
 def test_flash_attention_in_bf16_equals_padded_attention_in_fp32():
@@ -50,7 +50,7 @@ def test_cpu_and_gpu_agree_in_fp32():
     sequences = [torch.randint(0, 256, (n,)) for n in (5, 40)]
     attention = PackedAttention([5, 40])
     with torch.no_grad():
-        expected = made.logits(made(torch.cat(sequences), attention.positions(), attention))
+        expected = made.compute_logits(made(torch.cat(sequences), attention.token_positions(), attention))
         got = forward(made.cuda(), sequences)
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-3, atol=1e-3)
 

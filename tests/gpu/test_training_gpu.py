@@ -21,9 +21,9 @@ from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.run_directory import RunDirectory
-from hone.trainer.checkpoint import Checkpoints, restore, resume_from
+from hone.trainer.checkpoint import Checkpoints, restore_checkpoint, resume_from
 from hone.trainer.optim import Optimizer
-from hone.trainer.packing import pack, pack_shared
+from hone.trainer.packing import pack_sequences, pack_shared
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
 from tests import twins
@@ -71,7 +71,7 @@ def sequences_of(prompts):
         PackedAttention(prompts[0], "cuda", prompts[1]) if prompts else PackedAttention([5, 64, 1, 200, 129], "cuda")
     )
     sequences = attention.sequences
-    return sequences, attention.positions(), tiles(sequences.rows, sequences.groups, torch.device("cuda"))
+    return sequences, attention.token_positions(), tiles(sequences.rows, sequences.groups, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("has_norm", [True, False])
@@ -146,7 +146,7 @@ def test_groups_share_their_prompts_with_the_gradients_of_whole_sequences():
         return again, [p.grad.clone() for p in model.parameters()]
 
     model = copy.deepcopy(exact).to("cuda", torch.bfloat16)
-    expected, exact_gradients = gradients(exact, pack)
+    expected, exact_gradients = gradients(exact, pack_sequences)
 
     def distances(pack_samples):
         logprobs, found = gradients(model, pack_samples)
@@ -156,7 +156,7 @@ def test_groups_share_their_prompts_with_the_gradients_of_whole_sequences():
 
     found, shared = distances(pack_shared)
     assert all(torch.equal(one, two) for one, two in zip(found, distances(pack_shared)[0], strict=True))
-    _, whole = distances(pack)
+    _, whole = distances(pack_sequences)
     assert max(shared) < 1.5 * max(whole) < 0.1
     assert RLTrainer(model, TrainerConfig(), 1).shares_prompts
 
@@ -255,7 +255,7 @@ def test_an_optimizer_in_the_machines_memory_moves_weights_as_one_on_the_device(
         optimizer.step(1e-2)
 
     run = RunDirectory(tmp_path / "run", "sft")
-    run.claim(clean=False)
+    run.claim_run(clean=False)
     for offload in (False, True):
         model, optimizer = started(offload)
         optimizer.own.rehearse()
@@ -263,16 +263,18 @@ def test_an_optimizer_in_the_machines_memory_moves_weights_as_one_on_the_device(
             step(model, optimizer, number)
         if offload:
             checkpoints = Checkpoints(run, optimizer, CkptConfig(interval=1), Ranks())
-            checkpoints.save(3, True, SFTConfig(model={"name": "m"}, data={"name": "d"}).public(), {})
+            checkpoints.save_if_due(3, True, SFTConfig(model={"name": "m"}, data={"name": "d"}).to_public_dict(), {})
         step(model, optimizer, 3)
-        results.append([t.detach().cpu().clone() for t in (*model.parameters(), *optimizer.state().values())])
+        results.append([t.detach().cpu().clone() for t in (*model.parameters(), *optimizer.state_tensors().values())])
         del model, optimizer
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
-    assert taken[0] > 6 * spec.parameters() > 2**20 > taken[1] >= 0
+    assert taken[0] > 6 * spec.parameter_count() > 2**20 > taken[1] >= 0
     model, optimizer = started(True)
-    assert restore(resume_from(run, True), optimizer, SFTConfig(model={"name": "m"}, data={"name": "d"})) == 3
+    assert (
+        restore_checkpoint(resume_from(run, True), optimizer, SFTConfig(model={"name": "m"}, data={"name": "d"})) == 3
+    )
     step(model, optimizer, 3)
-    after = [t.detach().cpu() for t in (*model.parameters(), *optimizer.state().values())]
+    after = [t.detach().cpu() for t in (*model.parameters(), *optimizer.state_tensors().values())]
     assert all(torch.equal(one, two) for one, two in zip(results[1], after, strict=True))
 
 
@@ -280,15 +282,15 @@ def test_a_checkpoint_is_written_while_graphs_are_captured(tmp_path):
     model = Transformer(ModelSpec(50_000, 256, 512, 3, 8, 2, 64, 1e-6, 10000.0, True, 512, 0.06, False)).cuda()
     model.init_weights(torch.Generator("cuda").manual_seed(0))
     optimizer, run = Optimizer(model, OptimConfig()), RunDirectory(tmp_path / "run", "sft")
-    run.claim(clean=False)
+    run.claim_run(clean=False)
     checkpoints, captured, x = (
         Checkpoints(run, optimizer, CkptConfig(interval=1), Ranks()),
         Captured(),
         torch.ones(1000).cuda(),
     )
     for step in range(1, 4):
-        checkpoints.save(step, False, {}, {})
+        checkpoints.save_if_due(step, False, {}, {})
         for number in range(100):
             captured.capture((step, number), lambda: x * 2)
-    checkpoints.wait()
+    checkpoints.wait_until_written()
     assert (run.checkpoints / "step_3" / "checkpoint.json").exists()

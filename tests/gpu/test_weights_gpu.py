@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hone.models.hf import empty_model
-from hone.models.proof import CANARY_LENGTH, CanaryScorer, canary_ids, score
+from hone.models.proof import CANARY_LENGTH, CanaryScorer, canary_ids, score_sequence
 from hone.models.spec import ModelSpec
 from tests.integration.test_network import sent_and_received
 
@@ -36,9 +36,9 @@ def test_a_canary_that_is_scored_again_is_that_of_the_weights_as_they_are():
     for seed in range(3):
         model.init_weights(torch.Generator("cuda").manual_seed(seed))
         found.append(scorer(ids))
-        assert found[-1] == score(model, ids)
-        assert scorer(ids[::-1]) == score(model, ids[::-1])
-        assert scorer(ids[: CANARY_LENGTH // 2]) == score(model, ids[: CANARY_LENGTH // 2])
+        assert found[-1] == score_sequence(model, ids)
+        assert scorer(ids[::-1]) == score_sequence(model, ids[::-1])
+        assert scorer(ids[: CANARY_LENGTH // 2]) == score_sequence(model, ids[: CANARY_LENGTH // 2])
         # What is free is written over: the graph reads nothing that nobody keeps.
         junk = [torch.full((size,), -1, dtype=torch.int64, device="cuda") for size in (8, 32, 33, 64, 4096) * 50]
         del junk

@@ -18,7 +18,7 @@ from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
 from hone.trainer.sharding import Export
 
-ranks = Ranks.join(60.0)
+ranks = Ranks.join_ranks(60.0)
 model = Transformer(ModelSpec(40, 32, 48, 2, 2, 1, 16, 1e-6, 100.0, True, 64, 0.3, False))
 model.init_weights(torch.Generator().manual_seed(0))
 draw = torch.Generator().manual_seed(1)
@@ -42,5 +42,5 @@ if export is not None:
 values = {name.split("/", 1)[1] if "time/" in name or "perf/" in name else name: x for name, x in values.items()}
 if ranks.is_first:
     Path(sys.argv[1]).write_text(json.dumps(values))
-ranks.leave()
+ranks.leave_ranks()
 os._exit(0)  # as the commands do: torch's threads may abort a process that ends the long way

@@ -81,7 +81,7 @@ def test_an_evaluation_is_saved_gone_on_with_compared_and_shown(server, trained,
     assert "95 % of the mean reward" in done.stdout and "pass@k: 1: " in done.stdout and "ended by: " in done.stdout
     assert "tokens: " in done.stdout and done.stdout.count("saved in ") == 2
     first, second = (Path(tmp_path / line.split()[-1]) for line in done.stdout.splitlines() if "saved in" in line)
-    rows = Folder.of(first).rows()
+    rows = Folder.open(first).read_rows()
     assert len(rows) == 8 and len(rows[0]["turns"][0]["ids"]) == len(rows[0]["turns"][0]["logprobs"]) > 0
     assert (second / "rollouts.html").read_text().count("<details") == 6
     (first / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
@@ -89,7 +89,7 @@ def test_an_evaluation_is_saved_gone_on_with_compared_and_shown(server, trained,
              '{"texts": "generated", "min_chars": 3, "max_chars": 6}']  # fmt: skip
     again = command("vf-eval", *alone, "--resume", first, cwd=tmp_path)
     assert "3 rollouts are there" in again.stdout
-    assert [row["reward"] for row in Folder.of(first).rows()] == [row["reward"] for row in rows]
+    assert [row["reward"] for row in Folder.open(first).read_rows()] == [row["reward"] for row in rows]
     assert "2 examples" not in command("vf-eval", "--compare", first, second, cwd=tmp_path).stdout
     failing = command("vf-eval", *alone, "-S", '{"stream": true}', ok=False, cwd=tmp_path)
     assert "every rollout failed" in failing.stderr

@@ -16,7 +16,7 @@ import torch
 
 from hone import machine
 from hone.models.hf import hf_tensors
-from hone.models.proof import checksum
+from hone.models.proof import model_checksum
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.transport import network
@@ -63,7 +63,9 @@ class Server:
     """`gpu`: the only one that it sees, as servers of `rl` do."""
 
     def __init__(self, message, gpu=None, dtype="float32", *words):
-        device, environment = ("cpu", {}) if gpu is None else ("cuda", {"CUDA_VISIBLE_DEVICES": machine.gpus()[gpu]})
+        device, environment = (
+            ("cpu", {}) if gpu is None else ("cuda", {"CUDA_VISIBLE_DEVICES": machine.usable_gpus()[gpu]})
+        )
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVER, json.dumps(message), device, dtype, str(network.PORTION), *words],
             stdin=subprocess.PIPE,
@@ -90,8 +92,8 @@ def sent_and_received(device="cpu", gpu=None, is_near=True, opening=()):
     with NetworkSender("127.0.0.1", LOG) as sender:
         servers = []
         try:
-            assert sender.send(5, one, None) == sum(4 * tensor.numel() for tensor in one.values())
-            message = sender.message
+            assert sender.send_version(5, one, None) == sum(4 * tensor.numel() for tensor in one.values())
+            message = sender.delivery_message
             assert len(bytes.fromhex(message.pop("secret"))) == 32
             expected = {"type": "nccl", "source": sender.source, "dtype": "float32"}
             near = {"gpu": gpu_of(torch.device(device)), "machine": machine_of()}
@@ -99,17 +101,19 @@ def sent_and_received(device="cpu", gpu=None, is_near=True, opening=()):
             message["secret"] = sender.secret.key.hex()
             message |= {} if is_near else {"gpu": "another", "machine": "another"}
             servers += [Server(message, gpu, dtype, *opening) for dtype in ("float32", "bfloat16")]
-            assert servers[0].take(5) == f"{checksum(made(1))} {way}"
-            assert servers[1].take(5) == f"{checksum(made(1).bfloat16())} {way}"
+            assert servers[0].take(5) == f"{model_checksum(made(1))} {way}"
+            assert servers[1].take(5) == f"{model_checksum(made(1).bfloat16())} {way}"
             assert servers[0].take(7) == "version 7 was asked for, the trainer has 5"
             servers[1].end()
             servers[1] = Server(message, gpu, "float32", *opening)  # started again
-            sender.send(6, two, None)
-            assert [server.take(6) for server in servers] == [f"{checksum(made(2))} {way}"] * 2
+            sender.send_version(6, two, None)
+            assert [server.take(6) for server in servers] == [f"{model_checksum(made(2))} {way}"] * 2
             assert servers[0].take(5) == "version 5 was asked for, the trainer has 6"
             # The server that was ended had 5. That the others have 6 is said after they have it.
             deadline = time.monotonic() + HANG_SECONDS
-            sender.finish(lambda: sorted(sender._taken.values()) != [5, 6, 6] and time.monotonic() < deadline)
+            sender.wait_for_receivers(
+                lambda: sorted(sender._taken.values()) != [5, 6, 6] and time.monotonic() < deadline
+            )
             assert sorted(sender._taken.values()) == [5, 6, 6]
         finally:
             for server in servers:
@@ -128,22 +132,22 @@ def test_tensors_travel_in_portions_of_about_a_size(monkeypatch):
         name: torch.empty(size, dtype=torch.uint8) for name, size in {"b": 700, "a": 300, "c": 10, "d": 2000}.items()
     }
     layout, size = layout_of(like)
-    found = [([name for name, *_ in part], first, end) for part, first, end in network.portions(layout, size)]
+    found = [([name for name, *_ in part], first, end) for part, first, end in network.group_tensors(layout, size)]
     assert found == [(["a", "b"], 0, 1280), (["c", "d"], 1280, 3584)] and size == 3584
-    assert [end for *_, end in network.portions(*layout_of({"a": like["a"]}))] == [512]
+    assert [end for *_, end in network.group_tensors(*layout_of({"a": like["a"]}))] == [512]
 
 
 def test_a_server_that_asks_and_dies_keeps_nobody_waiting_for_long(monkeypatch):
     monkeypatch.setattr(network, "CONNECT", timedelta(seconds=1))
     sender, one = NetworkSender("127.0.0.1", LOG), made(1)
-    sender.send(5, dict(hf_tensors(one)), None)
+    sender.send_version(5, dict(hf_tensors(one)), None)
     with sender:
         host, _, port = sender.source.rpartition(":")
         store = network.distributed.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=10))
         store.queue_push("asks", json.dumps({"name": "gone", "number": 1, "version": 5}))
-        server = Server(sender.message)
+        server = Server(sender.delivery_message)
         try:
-            assert server.take(5) == f"{checksum(one)} sent"
+            assert server.take(5) == f"{model_checksum(one)} sent"
         finally:
             server.end()
 
@@ -175,8 +179,8 @@ def test_a_server_of_another_model_reads_nothing(monkeypatch):
     monkeypatch.setattr(network, "Owned", Mapped)
     with NetworkSender("127.0.0.1", LOG) as sender:
         other = {name: one[:1] if name == "model.norm.weight" else one for name, one in hf_tensors(made(1))}
-        sender.send(5, other, None)
-        server = Server(sender.message, None, "float32", MAPPED)
+        sender.send_version(5, other, None)
+        server = Server(sender.delivery_message, None, "float32", MAPPED)
         try:
             said = "the trainer's weights are of another model than this server's: model.norm.weight differs"
             assert server.take(5) == said
@@ -187,13 +191,13 @@ def test_a_server_of_another_model_reads_nothing(monkeypatch):
 def test_memory_that_cannot_be_read_is_sent():
     """Of a trainer that cannot show it; the server does not ask for that again."""
     with NetworkSender("127.0.0.1", LOG) as sender:
-        sender.send(5, dict(hf_tensors(made(1))), None)
-        server = Server(sender.message, None, "float32", MAPPED)
+        sender.send_version(5, dict(hf_tensors(made(1))), None)
+        server = Server(sender.delivery_message, None, "float32", MAPPED)
         try:
-            assert server.take(5) == f"{checksum(made(1))} sent"
-            sender.send(6, dict(hf_tensors(made(2))), None)
-            sender._shown = None
-            assert server.take(6) == f"{checksum(made(2))} sent"
+            assert server.take(5) == f"{model_checksum(made(1))} sent"
+            sender.send_version(6, dict(hf_tensors(made(2))), None)
+            sender._describe_memory = None
+            assert server.take(6) == f"{model_checksum(made(2))} sent"
         finally:
             server.end()
 
@@ -203,26 +207,26 @@ def test_a_stranger_who_knows_the_port_gets_nothing_and_ends_nothing(is_guessed,
     """`is_guessed`: the names of the keys are known to them all the same, so that only signatures keep them out."""
     weights = dict(hf_tensors(made(1)))
     with NetworkSender("127.0.0.1", LOG) as sender:
-        sender.send(5, weights, None)
+        sender.send_version(5, weights, None)
         host, port = sender.source.split(":")
         stranger = torch.distributed.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=5))
-        asks = sender.secret.name("asks") if is_guessed else "asks"
+        asks = sender.secret.key_name("asks") if is_guessed else "asks"
         asked = {"name": "evil", "number": 1, "version": 5, "what": "send", "device": "cpu"}
         wrong = Secret(b"x" * 32)
         for said in (
-            json.dumps(asked), wrong.sign("asks", json.dumps(asked)), "", "{", "0" * 64 + "{}", "\x00\xff",
+            json.dumps(asked), wrong.sign_message("asks", json.dumps(asked)), "", "{", "0" * 64 + "{}", "\x00\xff",
             "[" * 100_000,
-            sender.secret.sign("memory/evil", json.dumps(asked)), sender.secret.sign("asks", "[]"),
-            sender.secret.sign("asks", '{"name": 1}'), json.dumps([asked] * 1000),
+            sender.secret.sign_message("memory/evil", json.dumps(asked)), sender.secret.sign_message("asks", "[]"),
+            sender.secret.sign_message("asks", '{"name": 1}'), json.dumps([asked] * 1000),
         ):  # fmt: skip
             stranger.queue_push(asks, said)
-        server = Server(sender.message, None, "float32")
+        server = Server(sender.delivery_message, None, "float32")
         try:
-            assert server.take(5) == f"{checksum(made(1))} sent"
+            assert server.take(5) == f"{model_checksum(made(1))} sent"
         finally:
             server.end()
         assert sender._thread.is_alive() and set(sender._taken) != {"evil"} and len(sender._taken) == 1
-        for key in ("answer/evil/1", "memory/evil", sender.secret.name("answer/evil/1")):
+        for key in ("answer/evil/1", "memory/evil", sender.secret.key_name("answer/evil/1")):
             assert not stranger.check([key])
     assert ("does not have the run's signature" in caplog.text) == is_guessed
 
@@ -230,16 +234,16 @@ def test_a_stranger_who_knows_the_port_gets_nothing_and_ends_nothing(is_guessed,
 def test_answers_of_a_stranger_are_not_believed():
     """A server whose trainer's port somebody else has taken: it takes no weights from there."""
     with NetworkSender("127.0.0.1", LOG) as sender:
-        sender.send(5, dict(hf_tensors(made(1))), None)
-        message = sender.message | {"secret": "00" * 32}
+        sender.send_version(5, dict(hf_tensors(made(1))), None)
+        message = sender.delivery_message | {"secret": "00" * 32}
         receiver, into = NetworkReceiver(), dict(hf_tensors(made(0)))
         before = {name: one.clone() for name, one in into.items()}
         host, port = sender.source.split(":")
         store = torch.distributed.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=5))
         secret = Secret(b"\0" * 32)
-        store.set(secret.name(f"answer/{receiver._name}/1"), "5")  # unsigned
+        store.set(secret.key_name(f"answer/{receiver._name}/1"), "5")  # unsigned
         with pytest.raises(ValueError, match="does not have the run's signature"):
-            receiver.receive(message, 5, None, into)
+            receiver.receive_version(message, 5, None, into)
         assert all(torch.equal(into[name], before[name]) for name in into)
 
 
@@ -256,7 +260,7 @@ def test_a_trainer_that_is_gone_is_said_so(monkeypatch):
     assert (host, port.isdigit()) == ("127.0.0.1", True)
     message = {"type": "nccl", "source": "127.0.0.1:1", "dtype": "float32"}
     with pytest.raises(ValueError, match="weights could not be had from 127.0.0.1:1: "):
-        NetworkReceiver().receive(message, 0, None, dict(hf_tensors(made(0))))
+        NetworkReceiver().receive_version(message, 0, None, dict(hf_tensors(made(0))))
 
 
 def test_room_for_tensors_in_one_piece():
@@ -283,51 +287,51 @@ for line in sys.stdin:
 @has_proc
 def test_contents_change_while_nobody_reads_them():
     stamp = Stamp()
-    reader = StampReader(stamp.words())
-    with stamp.changed(5, 0.0) as is_alone, pytest.raises(RuntimeError, match="have been changing for 0 s"):
+    reader = StampReader(stamp.describe_stamp())
+    with stamp.change_version(5, 0.0) as is_alone, pytest.raises(RuntimeError, match="have been changing for 0 s"):
         assert is_alone
-        with reader.kept(0.0):
+        with reader.hold_version(0.0):
             pass
-    with reader.kept(0.0) as version, StampReader(stamp.words()).kept(0.0) as beside:
+    with reader.hold_version(0.0) as version, StampReader(stamp.describe_stamp()).hold_version(0.0) as beside:
         assert version == beside == 5
-    with pytest.raises(ZeroDivisionError), stamp.changed(6, 0.0):
+    with pytest.raises(ZeroDivisionError), stamp.change_version(6, 0.0):
         raise ZeroDivisionError
-    with reader.kept(0.0) as version:  # of contents that are half of one version and half of another
+    with reader.hold_version(0.0) as version:  # of contents that are half of one version and half of another
         assert version == -1
 
 
 @has_proc
 def test_a_reader_that_is_waited_for_in_vain_is_told_and_not_waited_for_again():
     stamp = Stamp()
-    with stamp.changed(5, 0.0):
+    with stamp.change_version(5, 0.0):
         pass
     with (
         pytest.raises(RuntimeError, match="were replaced while they were read"),
-        StampReader(stamp.words()).kept(0.0) as version,
+        StampReader(stamp.describe_stamp()).hold_version(0.0) as version,
     ):
         assert version == 5
         for seconds in (0.05, 100.0):
             start = time.monotonic()
-            with stamp.changed(6, seconds) as is_alone:
+            with stamp.change_version(6, seconds) as is_alone:
                 assert not is_alone and 0.05 <= time.monotonic() - start + (seconds > 1) < 10
-    with stamp.changed(7, 0.0) as is_alone:
+    with stamp.change_version(7, 0.0) as is_alone:
         assert is_alone
 
 
 @has_proc
 def test_a_reader_that_dies_reads_no_more():
     stamp = Stamp()
-    with stamp.changed(5, 0.0):
+    with stamp.change_version(5, 0.0):
         pass
-    words = [sys.executable, "-c", READER, json.dumps(stamp.words())]
+    words = [sys.executable, "-c", READER, json.dumps(stamp.describe_stamp())]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         process.stdin.write("1.0\n")
         process.stdin.flush()
         assert process.stdout.readline() == "5\n"
-        with stamp.changed(6, 0.0) as is_alone:
+        with stamp.change_version(6, 0.0) as is_alone:
             assert not is_alone
         process.kill()
-    with stamp.changed(7, 1.0) as is_alone:
+    with stamp.change_version(7, 1.0) as is_alone:
         assert is_alone
 
 
@@ -335,6 +339,6 @@ def test_a_reader_that_dies_reads_no_more():
 def test_another_file_at_its_place_is_no_stamp():
     one, other = Stamp(), Stamp()
     with pytest.raises(OSError, match="is not the file of the owner"):
-        StampReader(one.words() | {"path": other.words()["path"]})
+        StampReader(one.describe_stamp() | {"path": other.describe_stamp()["path"]})
     with pytest.raises(OSError, match="No such file"):
-        StampReader(one.words() | {"path": "/proc/self/fd/9999"})
+        StampReader(one.describe_stamp() | {"path": "/proc/self/fd/9999"})

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from hone.config.sections import BACKEND_LOST
 from hone.models.hf import load_model
-from hone.models.proof import scores
+from hone.models.proof import score_sequences
 from tests.hangs import HANG_SECONDS
 
 from .conftest import TINY, Server, command, http
@@ -96,7 +96,7 @@ def take(sampler, directory, version):
 
 
 def of_model(directory, ids, temperature=1.0):
-    return scores(load_model(directory), [ids], temperature)[0]
+    return score_sequences(load_model(directory), [ids], temperature)[0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
@@ -119,7 +119,11 @@ def test_scores_and_the_likeliest_tokens_are_those_of_the_model(sampler, trained
     ids = greedy["prompt_token_ids"] + greedy["choices"][0]["token_ids"]
     logits = load_model(trained)
     for i in range(len(greedy["prompt_token_ids"]), len(ids)):
-        best = max(range(263), key=lambda token, i=i: scores(logits, [[*ids[:i], token]], 1.0)[0][-1]) if i < 14 else 0
+        best = (
+            max(range(263), key=lambda token, i=i: score_sequences(logits, [[*ids[:i], token]], 1.0)[0][-1])
+            if i < 14
+            else 0
+        )
         assert i >= 14 or best == ids[i]
     assert http.post(f"{sampler.root}/score", json={"ids": [1, 10**6]}).status_code == 400
 

@@ -83,18 +83,18 @@ def test_a_completion_goes_on_from_what_was_written_elsewhere(server, trained):
 
 def test_a_server_that_reads_many_requests_is_not_taken_for_a_full_one(server, trained, monkeypatch):
     monkeypatch.setattr(fleet, "LOOK", 0.001)  # so that it is looked at while it has only begun
-    learn, found = fleet.Server.learn, []
+    learn, found = fleet.Server.update_progress, []
 
     def learns(self, state):
         found.append(self.busy)
         learn(self, state)
 
-    monkeypatch.setattr(fleet.Server, "learn", learns)
+    monkeypatch.setattr(fleet.Server, "update_progress", learns)
 
     async def program():
         async with HttpClient(server.url, str(trained)) as client:
             made = fleet.Fleet([client], None, 10.0, logging.getLogger("hone"))
-            watching, least = asyncio.ensure_future(made.watch()), []
+            watching, least = asyncio.ensure_future(made.watch_servers()), []
             for _ in range(5):
                 asked = [
                     made.chat(Prompt([{"role": "user", "content": f"text {i // 8}"}]), Sampling(1.0, 16, seed=i))
@@ -119,7 +119,9 @@ def test_logprobs_are_those_of_the_model(server, trained):
     model = load_model(trained)
     packed = PackedAttention([len(prompt) + len(ids)])
     with torch.no_grad():
-        logits = model.logits(model(torch.tensor(prompt + ids), packed.positions(), packed))[len(prompt) - 1 : -1]
+        logits = model.compute_logits(model(torch.tensor(prompt + ids), packed.token_positions(), packed))[
+            len(prompt) - 1 : -1
+        ]
     expected = torch.log_softmax(logits / 0.8, -1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
     got = torch.tensor([entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]])
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from hone.kernels import cpu
 from hone.models.hf import load_model, save_model
-from hone.models.proof import checksum
+from hone.models.proof import model_checksum
 from hone.trainer.checkpoint import is_whole
 from tests.hangs import HANG_SECONDS
 
@@ -310,7 +310,7 @@ def test_a_server_kept_alive_serves_the_model_of_each_run(trained, tmp_path):
             )  # fmt: skip
             state = http.get(f"{root}/version").json()
             assert (state["version"], state["model"]) == (2, str(model))
-            assert state["checksum"] == checksum(load_model(out / "weights" / "step_2"))
+            assert state["checksum"] == model_checksum(load_model(out / "weights" / "step_2"))
             (served,) = http.get(f"{server.url}/models").json()["data"]
             assert served["id"] == str(model)
     finally:

@@ -6,7 +6,7 @@ import random
 import pytest
 
 import hone.environments as vf
-from hone.authoring.demonstrations import demonstrated
+from hone.authoring.demonstrations import demonstrate_rollout
 from hone.records import Sampling
 from tests.unit.test_sandbox import contained
 from tests.unit.test_v0_protocol import Scripted
@@ -28,7 +28,7 @@ def test_what_they_demonstrate_is_right_and_repeats(name):
     both = [example for example in env.get_dataset()[:20] + env.get_eval_dataset()[:10]]
 
     async def rewards():
-        return [(await demonstrated(env, example, 0))[0].reward for example in both]
+        return [(await demonstrate_rollout(env, example, 0))[0].reward for example in both]
 
     assert min(asyncio.run(rewards())) >= (0.2 if name == "wordle" else 1.0)
 
@@ -38,7 +38,7 @@ def test_python_computes_what_is_asked():
     env = vf.load_environment("math-python", seconds=5.0)
 
     async def program():
-        done, tools = await demonstrated(env, env.get_dataset()[0], 0)
+        done, tools = await demonstrate_rollout(env, env.get_dataset()[0], 0)
         model = Scripted({"python": {"code": "x = 6"}}, {"python": {"code": "x * 7"}}, "\\boxed{42}")
         kept = await env.rollout(model, env.get_dataset()[0], Sampling())
         await env.close()

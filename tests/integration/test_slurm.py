@@ -10,7 +10,7 @@ import time
 import pytest
 
 from hone.dashboard.jobs import Jobs
-from hone.launch.lab import templates, write
+from hone.launch.lab import list_templates, write_templates
 from hone.launch.plan import free_port
 from hone.models.hf import load_model, save_model
 from tests.processor_time import HELP_PROCESSOR_SECONDS, read_children_seconds
@@ -33,7 +33,7 @@ def cluster(tmp_path_factory):
 @pytest.fixture
 def place(tmp_path):
     """A workspace to submit from."""
-    write(dict(templates(["configs/prime-rl", "models"])), tmp_path)
+    write_templates(dict(list_templates(["configs/prime-rl", "models"])), tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     return tmp_path
 
@@ -106,12 +106,12 @@ def test_the_dashboards_lab_hands_a_run_over(cluster, place, monkeypatch):
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)
     jobs, toml = Jobs(place), (place / RL).read_text().replace("max_steps = 100", "max_steps = 2")
-    assert jobs.lab()["slurm"]
+    assert jobs.describe_lab()["slurm"]
     with pytest.raises(ValueError, match="--train-gpus"):
-        jobs.start("rl", toml, "runs/lab", "slurm", "--train-gpus many")
-    job = jobs.start("rl", toml, "runs/lab", "slurm", "--train-gpus 1 --infer-gpus 1")
-    assert job["state"] == "submitted" and len(jobs.listed()) == 1
-    ended(cluster, re.search(r"Submitted job (\d+)", jobs.log(job["name"])["text"])[1])
+        jobs.start_run("rl", toml, "runs/lab", "slurm", "--train-gpus many")
+    job = jobs.start_run("rl", toml, "runs/lab", "slurm", "--train-gpus 1 --infer-gpus 1")
+    assert job["state"] == "submitted" and len(jobs.list_jobs()) == 1
+    ended(cluster, re.search(r"Submitted job (\d+)", jobs.read_log(job["name"])["text"])[1])
     assert weights(place, "runs/lab", 2)
 
 

@@ -48,7 +48,7 @@ def test_sft_learns_validates_and_writes_a_directory_that_transformers_reads(tra
     tokens = torch.tensor(AutoTokenizer.from_pretrained(trained)("some text")["input_ids"])
     packed = PackedAttention([len(tokens)])
     with torch.no_grad():
-        logits = ours.logits(ours(tokens, packed.positions(), packed))
+        logits = ours.compute_logits(ours(tokens, packed.token_positions(), packed))
         torch.testing.assert_close(logits, theirs(tokens[None]).logits[0], rtol=1e-4, atol=1e-4)
     log = (trained.parents[1] / "logs" / "sft.log").read_text()
     assert len(re.findall(r"SUCCESS Step \d+ \| .*Loss: \d+\.\d{4}", log)) == 60
@@ -190,7 +190,9 @@ def test_sampler_and_trainer_agree_at_learning_rate_zero(rl, trained, tmp_path, 
         prompt, ids = turn["prompt_ids"], turn["ids"]
         packed = PackedAttention([len(prompt) + len(ids)])
         with torch.no_grad():
-            logits = model.logits(model(torch.tensor(prompt + ids), packed.positions(), packed))[len(prompt) - 1 : -1]
+            logits = model.compute_logits(model(torch.tensor(prompt + ids), packed.token_positions(), packed))[
+                len(prompt) - 1 : -1
+            ]
         logprobs = torch.log_softmax(logits / temperature, -1)
         entropies.append(-(logprobs.exp() * logprobs).sum(-1).mean())
         expected = logprobs.gather(1, torch.tensor(ids)[:, None]).squeeze(1)

@@ -17,10 +17,10 @@ from hone.config.lab import LabConfig
 from hone.config.rl import RLConfig
 from hone.config.sections import ModelConfig
 from hone.config.vf_rl import VfRLConfig
-from hone.launch.lab import SIX, environment_sources, project_name, templates, write
+from hone.launch.lab import SIX, environment_sources, list_templates, project_name, write_templates
 from hone.models.attention import PackedAttention
 from hone.models.hf import hf_tensors
-from hone.models.loading import load
+from hone.models.loading import load_configured
 from hone.models.lora import merge_adapter
 from tests.hangs import HANG_SECONDS
 
@@ -95,12 +95,12 @@ def test_peft_gives_the_logits_that_we_train(lab, monkeypatch):
     monkeypatch.chdir(place)
     adapter = Path("outputs/reverse-text-tiny/checkpoint-100")
     theirs = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32).eval()
-    ours = load(ModelConfig(name="models/reverse-text-tiny-sft", dtype="float32", device="cpu")).model
+    ours = load_configured(ModelConfig(name="models/reverse-text-tiny-sft", dtype="float32", device="cpu")).model
     ids = torch.arange(3, 43)
 
     def logits():
         attention = PackedAttention([len(ids)])
-        return ours.logits(ours(ids, attention.positions(), attention))
+        return ours.compute_logits(ours(ids, attention.token_positions(), attention))
 
     with torch.no_grad():
         before, expected = logits(), theirs(ids[None]).logits[0]
@@ -185,7 +185,7 @@ def test_toml_blocks_are_configurations(lab, tmp_path):
 def test_templates_are_configurations():
     for kind, folder in ((VfRLConfig, "vf-rl"), (RLConfig, "prime-rl"), (LabConfig, "lab")):
         for file in sorted((TEMPLATES / "configs" / folder).glob("*.toml")):
-            config = load_config(kind, ["@", str(file)]).resolved()
+            config = load_config(kind, ["@", str(file)]).resolve_config()
             assert isinstance(config, RLConfig)
             assert {env.id.rpartition("/")[2].replace("-", "_") for env in config.orchestrator.env} <= set(SIX)
 
@@ -225,9 +225,9 @@ def test_an_evaluation_of_a_run_names_its_checkpoint(tmp_path):
 
 
 def test_environments_of_a_workspace_stand_alone(tmp_path):
-    files = dict(templates([]))
+    files = dict(list_templates([]))
     assert {name.split("/")[1] for name in files} == set(SIX) and environment_sources().is_dir()
-    assert write(files, tmp_path) == (len(files), [])
+    assert write_templates(files, tmp_path) == (len(files), [])
     for name in SIX:
         project = tomllib.loads((tmp_path / "environments" / name / "pyproject.toml").read_text())
         assert "uv" not in project.get("tool", {}) and project["project"]["dependencies"]

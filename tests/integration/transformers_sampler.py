@@ -13,7 +13,7 @@ import torch
 import uvicorn
 from transformers import AutoModelForCausalLM, StoppingCriteriaList
 
-from hone.inference.address import bind
+from hone.inference.address import bind_socket
 from hone.inference.sampler import Sampler
 from hone.inference.served import Served
 from hone.inference.server import build_app
@@ -30,7 +30,7 @@ class TransformersSampler(Sampler):
 
     def __init__(self, directory):
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        self.context, self.vocabulary = self.model.config.max_position_embeddings, self.model.config.vocab_size
+        self.max_context, self.vocab_size = self.model.config.max_position_embeddings, self.model.config.vocab_size
         self.waiting, self.working, self.thread, self.open = [], None, ThreadPoolExecutor(1), asyncio.Event()
         self.open.set()
 
@@ -38,8 +38,10 @@ class TransformersSampler(Sampler):
         return asyncio.wrap_future(self.thread.submit(work, *arguments))
 
     async def generate(self, request):
-        if len(request.prompt_ids) >= self.context:
-            raise ContextFull(f"maximum context length is {self.context} tokens, there are {len(request.prompt_ids)}")
+        if len(request.prompt_ids) >= self.max_context:
+            raise ContextFull(
+                f"maximum context length is {self.max_context} tokens, there are {len(request.prompt_ids)}"
+            )
         future = asyncio.get_running_loop().create_future()
         self.waiting.append((request, future))
         if self.working is None or self.working.done():
@@ -67,7 +69,7 @@ class TransformersSampler(Sampler):
         torch.manual_seed(how.seed % 2**63)
         found = self.model.generate(
             ids.clamp(min=0), attention_mask=(ids >= 0).long(), pad_token_id=0, output_logits=True,
-            max_new_tokens=min(how.max_tokens, self.context - longest), return_dict_in_generate=True,
+            max_new_tokens=min(how.max_tokens, self.max_context - longest), return_dict_in_generate=True,
             eos_token_id=None if how.ignore_eos else sorted(requests[0].stop_ids),
             stopping_criteria=StoppingCriteriaList([lambda ids, _: torch.full((len(ids),), self.ends)]), **drawing,
         )  # fmt: skip
@@ -84,7 +86,7 @@ class TransformersSampler(Sampler):
         return Completion(ids[:end], logprobs[:end], [self.version] * len(ids[:end]), reason)
 
     async def score(self, sequences, temperature):
-        if max(map(max, sequences)) >= self.vocabulary:
+        if max(map(max, sequences)) >= self.vocab_size:
             raise ValueError("ids: beyond the vocabulary")
         return [await self.on_thread(self.logprobs, ids, temperature) for ids in sequences]
 
@@ -103,7 +105,7 @@ class TransformersSampler(Sampler):
     @torch.no_grad()
     def take(self, place, version, message):
         weights = dict(self.model.named_parameters())
-        make_receiver(message["type"]).receive(message, version, place, weights)
+        make_receiver(message["type"]).receive_version(message, version, place, weights)
         self.version = version
 
     async def state(self, each=False):
@@ -130,7 +132,7 @@ def key(request):
 
 async def main(directory, port):
     app = build_app(Served(TransformersSampler(directory), Tokenizer(Path(directory)), directory, [Path("/")]))
-    sock = bind("127.0.0.1", port)
+    sock = bind_socket("127.0.0.1", port)
     sock.listen(2048)
     print(f"Serving {directory} at http://127.0.0.1:{sock.getsockname()[1]}/v1", flush=True)
     await uvicorn.Server(uvicorn.Config(app, log_level="warning")).serve(sockets=[sock])

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hone.authoring.commands import main
-from hone.authoring.tiny_model import phrases, write_model
+from hone.authoring.tiny_model import common_phrases, write_model
 from hone.records import Prompt
 from hone.text.tokenizer import Tokenizer
 
@@ -89,7 +89,7 @@ def test_phrases_are_what_conversations_have_in_common():
     words = ("kitten", "apples", "mother", "father", "brother", "winter", "summer")
     texts = [[f"Please reverse the word: {word}", f"<answer>{word[::-1]}</answer>"] for word in words]
     texts[3:6] = [[*talk, f"Now say it aloud: {i}"] for i, talk in enumerate(texts[3:6])]
-    assert phrases(texts) == ["Please reverse the word: ", "Now say it aloud: ", "</answer>", "<answer>"]
+    assert common_phrases(texts) == ["Please reverse the word: ", "Now say it aloud: ", "</answer>", "<answer>"]
 
 
 def test_a_tiny_model_is_read_back(tmp_path):

@@ -16,7 +16,7 @@ from hone.models.transformer import Transformer
 from hone.orchestrator.run import progress_before
 from hone.records import Batch, Sample
 from hone.run_directory import RunDirectory
-from hone.trainer.checkpoint import Checkpoints, _metrics, forget_after, restore, resume_from, to_keep
+from hone.trainer.checkpoint import Checkpoints, _read_metric, forget_after, restore_checkpoint, resume_from, to_keep
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.train import hand_on
@@ -50,19 +50,21 @@ def config_of(seed, **values):
 
 
 def save(run, optimizer, step, policy, loss):
-    Checkpoints(run, optimizer, policy, Ranks()).save(step, True, config_of(0).public(), {"val/loss": loss})
+    Checkpoints(run, optimizer, policy, Ranks()).save_if_due(
+        step, True, config_of(0).to_public_dict(), {"val/loss": loss}
+    )
 
 
 def restored(run, resume=True, config=None):
     model = made()
-    return restore(resume_from(run, resume), Optimizer(model, OptimConfig()), config or config_of(0)), model
+    return restore_checkpoint(resume_from(run, resume), Optimizer(model, OptimConfig()), config or config_of(0)), model
 
 
 def test_a_state_in_the_machines_memory_is_written_before_training_goes_on(tmp_path, monkeypatch):
     """As that of optim.offload, here on a CPU: without a copy, so what moves after `save` is not in the checkpoint."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     run, model = RunDirectory(tmp_path, "sft"), made()
-    run.claim(clean=False)
+    run.claim_run(clean=False)
     optimizer = Optimizer(model, OptimConfig())
     optimizer.is_away = True
     checkpoints = Checkpoints(run, optimizer, CkptConfig(interval=1), Ranks())
@@ -70,10 +72,10 @@ def test_a_state_in_the_machines_memory_is_written_before_training_goes_on(tmp_p
         for step in (1, 2):
             for parameter in model.parameters():
                 parameter.fill_(step)
-            checkpoints.save(step, False, config_of(0).public(), {})
+            checkpoints.save_if_due(step, False, config_of(0).to_public_dict(), {})
             for parameter in model.parameters():
                 parameter.zero_()
-    checkpoints.wait()
+    checkpoints.wait_until_written()
     step, model = restored(run)
     assert step == 2 and all((p == 2).all() for p in model.parameters())
 
@@ -181,6 +183,6 @@ def test_the_value_of_a_checkpoint_may_stand_in_the_rows_of_the_run(tmp_path):
     rows.write_text(
         '{"step": 1, "reward": 5}\n{"step": 1, "eval/x": 0.5}\n{"step": 2, "eval/x": 0.75}\n{"step": 3, "ev'
     )
-    assert _metrics(found, "eval/x", rows) == {1: 0.5, 2: 0.75, 3: None}
-    assert _metrics(found, "loss/mean", rows) == {1: 0.1, 2: 0.2, 3: 0.3}
-    assert _metrics(found, None, rows) == {1: None, 2: None, 3: None}
+    assert _read_metric(found, "eval/x", rows) == {1: 0.5, 2: 0.75, 3: None}
+    assert _read_metric(found, "loss/mean", rows) == {1: 0.1, 2: 0.2, 3: 0.3}
+    assert _read_metric(found, None, rows) == {1: None, 2: None, 3: None}

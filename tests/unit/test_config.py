@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hone import machine
-from hone.config.base import ConfigError, Typed, differences, load_config, merge
+from hone.config.base import ConfigError, Typed, find_differences, load_config, merge_tables
 from hone.config.commands import COMMANDS, import_object
 from hone.config.help import help_text, reference_table, to_toml
 from hone.config.inference import InferenceConfig
@@ -188,7 +188,7 @@ def test_a_server_that_runs_is_used_where_its_address_is_given(rl_toml):
 
 def test_secrets_are_not_written_down(rl_toml):
     config = load_config(RLConfig, ["@", rl_toml, "--inference.api-key", "hush"])
-    assert config.inference.api_key == "hush" and "hush" not in to_toml(config) + str(config.public())
+    assert config.inference.api_key == "hush" and "hush" not in to_toml(config) + str(config.to_public_dict())
 
 
 @pytest.mark.parametrize("command, file", [
@@ -289,7 +289,7 @@ def test_a_run_that_goes_on_refuses_every_change_of_what_is_learnt(config):
         yield from ([at] if not inner else [place for key, one in inner for place in places(one, (*at, key))])
 
     written, seen = json.dumps(config.public()), set()
-    assert list(differences(json.loads(written), config)) == []
+    assert list(find_differences(json.loads(written), config)) == []
     for place in places(json.loads(written)):
         before = at = json.loads(written)
         for key in place[:-1]:
@@ -297,7 +297,7 @@ def test_a_run_that_goes_on_refuses_every_change_of_what_is_learnt(config):
         at[place[-1]] = "changed"
         name = ".".join(map(str, place))
         is_free = place[:2] != ("data", "weights") and any(key in FREE_KEYS for key in place)
-        found = [key for key, _, _ in differences(before, config)]
+        found = [key for key, _, _ in find_differences(before, config)]
         assert not found if is_free else len(found) == 1 and name.startswith(found[0]), name
         seen.add(is_free)
     assert seen == {True, False}
@@ -307,11 +307,11 @@ def test_a_run_that_goes_on_has_the_same_environments():
     def run(*envs):
         return RLConfig(model={"name": "m"}, orchestrator={"env": list(envs)})
 
-    before = run({"id": "a"}, {"id": "b", "workers": 2}).public()
-    assert list(differences(before, run({"id": "a", "workers": 1}, {"id": "b"}))) == []
-    assert [key for key, _, _ in differences(before, run({"id": "a"}, {"id": "c"}))] == ["orchestrator.env.1.id"]
-    assert [key for key, _, _ in differences(before, run({"id": "a"}))] == ["orchestrator.env"]
-    assert list(differences({**before, "gone": 1}, run({"id": "a"}, {"id": "b"}))) == []
+    before = run({"id": "a"}, {"id": "b", "workers": 2}).to_public_dict()
+    assert list(find_differences(before, run({"id": "a", "workers": 1}, {"id": "b"}))) == []
+    assert [key for key, _, _ in find_differences(before, run({"id": "a"}, {"id": "c"}))] == ["orchestrator.env.1.id"]
+    assert [key for key, _, _ in find_differences(before, run({"id": "a"}))] == ["orchestrator.env"]
+    assert list(find_differences({**before, "gone": 1}, run({"id": "a"}, {"id": "b"}))) == []
 
 
 def test_a_key_of_a_list_of_environments_is_set_in_each_or_in_the_one_that_is_named(tmp_path):
@@ -332,7 +332,9 @@ def test_a_key_of_a_list_of_environments_is_set_in_each_or_in_the_one_that_is_na
     assert (two.known_as, two.max_tokens, two.args) == ("long-ones", 7, {"max_chars": 9})
     one, two = load_config(RLConfig, [*words, "--orchestrator.env.long-ones.max-tokens", "30"]).orchestrator.env
     assert (one.max_tokens, two.max_tokens, two.known_as) == (7, 30, "long-ones")
-    assert merge({"env": []}, {"env": {"id": "a"}}) == {"env": {"id": "a"}}  # nothing to change: it stands there now
+    assert merge_tables({"env": []}, {"env": {"id": "a"}}) == {
+        "env": {"id": "a"}
+    }  # nothing to change: it stands there now
     (only,) = load_config(RLConfig, [*words, "--orchestrator.env", '{"id": "other"}']).orchestrator.env
     assert (only.id, only.max_tokens, only.args) == ("other", None, {})
 

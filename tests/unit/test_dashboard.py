@@ -12,11 +12,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from hone.dashboard import jobs as jobs_module
-from hone.dashboard.archive import tar
+from hone.dashboard.archive import tar_directory
 from hone.dashboard.doctor import LOOKS, Facts
 from hone.dashboard.index import Index
 from hone.dashboard.jobs import Job, Jobs
-from hone.dashboard.runs import find_runs, status
+from hone.dashboard.runs import find_runs, run_status
 from hone.dashboard.server import ASSETS, build_app
 from hone.dashboard.tokens import Tokens
 from tests.integration.conftest import until
@@ -67,17 +67,17 @@ def last(index):
 
 def test_an_index_takes_in_what_is_new_and_forgets_what_is_gone(run):
     index = index_of(run)
-    assert index.update() and not index.update()
-    assert last(index)["step"] == 3 and index.rollouts({}, "step", True, 50, 0)["total"] == 12
+    assert index.update_index() and not index.update_index()
+    assert last(index)["step"] == 3 and index.find_rollouts({}, "step", True, 50, 0)["total"] == 12
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "reward/mean": 0.4}\n{"step": 5, "rew')  # the last line is yet to be whole
     write_step(run, 4, [rollout(4, 0)])
-    assert index.update()
-    assert index.series(["reward/mean"])["reward/mean"] == [[1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4]]
+    assert index.update_index()
+    assert index.metric_series(["reward/mean"])["reward/mean"] == [[1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4]]
     with (run / "metrics.jsonl").open("a") as file:
         file.write('ard/mean": 0.5}\n')
-    index.update()
-    assert index.series(["reward/mean"], since=3)["reward/mean"] == [[4, 5], [0.4, 0.5]]
+    index.update_index()
+    assert index.metric_series(["reward/mean"], since=3)["reward/mean"] == [[4, 5], [0.4, 0.5]]
     # A run that goes on from step 2 writes its rows anew and takes step 3 again.
     (run / "new").write_text("".join((run / "metrics.jsonl").read_text().splitlines(True)[:2]))
     (run / "new").replace(run / "metrics.jsonl")
@@ -85,42 +85,42 @@ def test_an_index_takes_in_what_is_new_and_forgets_what_is_gone(run):
         (run / "rollouts" / f"step_{step}" / "rollouts.jsonl").unlink()
         (run / "rollouts" / f"step_{step}").rmdir()
     write_step(run, 3, [rollout(3, 9)])
-    index.update()
+    index.update_index()
     assert last(index)["step"] == 2
-    found = index.rollouts({"step_from": 3}, "step", True, 50, 0)
+    found = index.find_rollouts({"step_from": 3}, "step", True, 50, 0)
     assert found["total"] == 1 and found["rows"][0]["said"] == "said 9 at 3"
     other = index_of(run)
-    other.update()  # what is kept is read by the next
-    assert other.rollouts({}, "step", True, 50, 0)["total"] == 9
+    other.update_index()  # what is kept is read by the next
+    assert other.find_rollouts({}, "step", True, 50, 0)["total"] == 9
 
 
 def test_a_damaged_index_is_made_anew(run):
     index = index_of(run)
-    index.update()
+    index.update_index()
     index.file.write_bytes(b"no database" * 100)
     again = index_of(run)
-    again.update()
-    assert again.rollouts({}, "step", True, 50, 0)["total"] == 12
+    again.update_index()
+    assert again.find_rollouts({}, "step", True, 50, 0)["total"] == 12
 
 
 def test_filters(run):
     write_step(run, 4, [rollout(4, 0, env="f", unused="no_signal", answer="a 100% right_answer", error="late"),
                         rollout(4, 1, is_truncated=True)])  # fmt: skip
     index = index_of(run)
-    index.update()
+    index.update_index()
 
     def count(**wanted):
-        return index.rollouts(wanted, "reward", False, 50, 0)["total"]
+        return index.find_rollouts(wanted, "reward", False, 50, 0)["total"]
 
     assert count(reward_from=0.25) == 3 and count(tokens_to=1) == 4 and count(env="f") == count(failed=True) == 1
     assert count(truncated=True) == 1 and count(unused="no_signal") == 1 and count(step_from=2, step_to=3) == 8
     assert count(text="2 at 3") == 1 and count(text="SAID") == 14 and count(text="at") == 14 and count(text="zz") == 0
     assert count(text="100% right_answer") == 1 and count(text="100_ right") == 0 and count(text='"') == 0
-    rows = index.rollouts({}, "tokens", True, 2, 1)["rows"]
+    rows = index.find_rollouts({}, "tokens", True, 2, 1)["rows"]
     assert [row["tokens"] for row in rows] == [4, 4]
     with pytest.raises(ValueError, match="step, reward"):
-        index.rollouts({}, "id; DROP TABLE rollouts", True, 1, 0)
-    whole = index.whole(rows[0]["id"])
+        index.find_rollouts({}, "id; DROP TABLE rollouts", True, 1, 0)
+    whole = index.read_rollout(rows[0]["id"])
     assert whole["completion"][0]["content"] == "said 3 at 2" and whole["at"]["step"] == 2
 
 
@@ -138,8 +138,8 @@ def test_what_cannot_be_read_is_passed_over(run):
         file.write(b'\xff\n{"step": true}\n{"step": "x", "a": 1}\n{"step": 4, "reward/mean": NaN, "b": 1e400}\n')
         file.write(b'{"step": 4, "c": 2}\n')
     index = index_of(run)
-    index.update()
-    assert index.rollouts({"step_from": 4}, "step", True, 9, 0)["total"] == 1
+    index.update_index()
+    assert index.find_rollouts({"step_from": 4}, "step", True, 9, 0)["total"] == 1
     assert last(index)["c"] == 2 and "b" not in last(index)
 
 
@@ -235,7 +235,7 @@ def test_an_archive_is_made_without_being_held(tmp_path):
     place.mkdir()
     (place / "big").write_bytes(os.urandom(3 * 2**20 + 17))
     (place / "empty").write_bytes(b"")
-    parts = list(tar(place, "x"))
+    parts = list(tar_directory(place, "x"))
     assert max(map(len, parts)) < 2 * 2**20
     with tarfile.open(fileobj=io.BytesIO(b"".join(parts))) as archive:
         assert archive.extractfile("x/big").read() == (place / "big").read_bytes()
@@ -244,17 +244,17 @@ def test_an_archive_is_made_without_being_held(tmp_path):
 
 def test_the_lab_refuses_what_the_command_would_and_what_is_not_its_own(run):
     jobs = Jobs(run.parents[1])
-    assert "did you mean max-steps" in jobs.check("rl", RL.replace("max_steps", "max_step"))["error"]
-    assert "rm -rf" in jobs.check("rm -rf", "")["error"] and not jobs.check("sft", "x = ")["ok"]
+    assert "did you mean max-steps" in jobs.check_config("rl", RL.replace("max_steps", "max_step"))["error"]
+    assert "rm -rf" in jobs.check_config("rm -rf", "")["error"] and not jobs.check_config("sft", "x = ")["ok"]
     with pytest.raises(ValueError, match="not below"):
-        jobs.start("rl", RL, "../elsewhere", "here", "")
+        jobs.start_run("rl", RL, "../elsewhere", "here", "")
     with pytest.raises(ValueError, match="holds an earlier rl run"):
-        jobs.start("rl", RL, "outputs/a", "here", "")
+        jobs.start_run("rl", RL, "outputs/a", "here", "")
     with pytest.raises(KeyError):
-        jobs.recipe("../../etc/passwd")
+        jobs.read_recipe("../../etc/passwd")
     with pytest.raises(KeyError):
         jobs.stop("../a")
-    assert jobs.listed() == []
+    assert jobs.list_jobs() == []
 
 
 def test_commands_run_where_the_dashboard_was_started(run, monkeypatch):
@@ -263,12 +263,12 @@ def test_commands_run_where_the_dashboard_was_started(run, monkeypatch):
     (home / "configs").mkdir()
     (home / "configs" / "own.toml").write_text(RL)
     monkeypatch.chdir(home)
-    monkeypatch.setattr(Jobs, "_begin", lambda self, job: None)
+    monkeypatch.setattr(Jobs, "_start_job", lambda self, job: None)
     jobs = Jobs(home / "outputs")
-    assert jobs.lab()["recipes"][0] == "configs/own.toml"
-    first, second = (jobs.start("rl", RL, place, "here", "") for place in ("", "outputs/mine"))
+    assert jobs.describe_lab()["recipes"][0] == "configs/own.toml"
+    first, second = (jobs.start_run("rl", RL, place, "here", "") for place in ("", "outputs/mine"))
     assert (first["output_dir"], second["output_dir"]) == ("rl-001", "mine")
-    words = jobs.words(jobs._get(second["name"]))
+    words = jobs.command_words(jobs._get_job(second["name"]))
     assert words[words.index("--output-dir") + 1] == "outputs/mine" and jobs.home == home
     for job in (first, second):
         jobs.stop(job["name"])
@@ -277,30 +277,30 @@ def test_commands_run_where_the_dashboard_was_started(run, monkeypatch):
 def test_jobs_run_one_after_the_other(run, monkeypatch):
     jobs = Jobs(run.parents[1])
     monkeypatch.setattr(
-        Jobs, "words", lambda self, job: ["sh", "-c", f"echo {job.name}; sleep 0.4; exit {job.more or 0}"]
+        Jobs, "command_words", lambda self, job: ["sh", "-c", f"echo {job.name}; sleep 0.4; exit {job.more or 0}"]
     )
     monkeypatch.setattr(jobs_module, "LOOK", 0.02)
-    names = [jobs.start("rl", RL, f"outputs/{i}", "here", more)["name"] for i, more in enumerate(("", "3", ""))]
-    until(lambda: sum(job["state"] == "running" for job in jobs.listed()) == 1)
+    names = [jobs.start_run("rl", RL, f"outputs/{i}", "here", more)["name"] for i, more in enumerate(("", "3", ""))]
+    until(lambda: sum(job["state"] == "running" for job in jobs.list_jobs()) == 1)
     assert jobs.stop(names[2])["state"] == "stopped"  # taken out of the line
-    until(lambda: {job["name"]: job["state"] for job in jobs.listed()}[names[1]] == "failed")
-    assert {job["name"]: job["state"] for job in jobs.listed()} == dict(zip(names, ("done", "failed", "stopped")))
-    assert jobs.log(names[1])["text"] == f"{names[1]}\n" and jobs.log(names[1])["code"] == 3
-    assert jobs.remove(names[0])["state"] == "removed" and len(jobs.listed()) == 2
+    until(lambda: {job["name"]: job["state"] for job in jobs.list_jobs()}[names[1]] == "failed")
+    assert {job["name"]: job["state"] for job in jobs.list_jobs()} == dict(zip(names, ("done", "failed", "stopped")))
+    assert jobs.read_log(names[1])["text"] == f"{names[1]}\n" and jobs.read_log(names[1])["code"] == 3
+    assert jobs.remove(names[0])["state"] == "removed" and len(jobs.list_jobs()) == 2
     until(lambda: jobs._thread is None)  # nothing is looked after any more
 
 
 def test_a_run_is_silent_and_then_stopped_when_its_pulse_is_old(run, monkeypatch):
     monkeypatch.setattr("hone.machine._slowness", 1.0)  # wherever this runs
     root, one = run.parents[1], find_runs(run.parents[1])["outputs/a:rl"]
-    assert status(root, one, 3, 3) == "done" and status(root, one, 2, 3) == "stopped"
+    assert run_status(root, one, 3, 3) == "done" and run_status(root, one, 2, 3) == "stopped"
     (run / "alive").mkdir()
     (run / "alive" / "trainer").write_text("1 1")
-    assert status(root, one, 2, 3) == "running"
+    assert run_status(root, one, 2, 3) == "running"
     for seconds, word in ((40, "silent"), (90, "stopped")):
         then = time.time() - seconds  # noqa: TID251
         os.utime(run / "alive" / "trainer", (then, then))
-        assert status(root, one, 2, 3) == word
+        assert run_status(root, one, 2, 3) == word
 
 
 def test_tokens_follow_the_sequences_that_were_trained():
@@ -311,11 +311,11 @@ def test_tokens_follow_the_sequences_that_were_trained():
 
     seen = [(np.array([-1.5, -2.5, -3.5], np.float32), np.array([False, True, False])),
             (np.array([-4.5], np.float32), np.array([False]))]  # fmt: skip
-    first, second = Tokens(None).sequences(turns, seen)
+    first, second = Tokens(None).trained_sequences(turns, seen)
     assert first["ids"] == [1, 2, 3, 4, 5, 6] and first["sampled"] == [None, None, -1.0, -2.0, None, -3.0]
     assert first["trained"] == [None, None, -1.5, -2.5, None, -3.5] and first["masked"][3] is True
     assert second["trained"] == [None, -4.5] and second["version"] == [None, 2]
-    assert Tokens(None).sequences([{"prompt_ids": 3}, {"ids": None}], []) == []
+    assert Tokens(None).trained_sequences([{"prompt_ids": 3}, {"ids": None}], []) == []
 
 
 def told(steps, **series):
@@ -394,7 +394,7 @@ def job_file(root, folder, **changes):
 
 def test_jobs_that_somebody_else_wrote_are_shown_and_nothing_more(tmp_path, signing_home, monkeypatch):
     began, killed = [], []
-    monkeypatch.setattr(Jobs, "_begin", lambda self, job: began.append(job.name))
+    monkeypatch.setattr(Jobs, "_start_job", lambda self, job: began.append(job.name))
     monkeypatch.setattr("hone.dashboard.jobs.os.kill", lambda pid, number: killed.append(pid) if number else None)
     root = tmp_path / "root"
     root.mkdir()
@@ -405,20 +405,20 @@ def test_jobs_that_somebody_else_wrote_are_shown_and_nothing_more(tmp_path, sign
     job_file(root, "rl-004", name="../..", state="done")
     job_file(root, "evil name", signature="0" * 64)
     jobs = Jobs(root)
-    assert {job["state"] for job in jobs.listed()} == {"foreign"} and len(jobs.listed()) == 5
+    assert {job["state"] for job in jobs.list_jobs()} == {"foreign"} and len(jobs.list_jobs()) == 5
     for name in ("rl-001", "rl-002", "..", "../..", "rl-003", "evil name"):
-        for act in (jobs.stop, jobs.kill, jobs.resume, jobs.remove, jobs.log):
+        for act in (jobs.stop, jobs.kill, jobs.resume, jobs.remove, jobs.read_log):
             with pytest.raises(KeyError):
                 act(name)
     own = Job("rl-010", "rl", "outputs/y")
     job_file(root, "rl-010")
-    jobs._write(own)
+    jobs._write_job(own)
     with jobs._lock:
-        queued = [job.name for job in jobs._all() if job.state == "queued"]
+        queued = [job.name for job in jobs._read_jobs() if job.state == "queued"]
     assert queued == ["rl-010"] and (root / "precious").exists() and not killed
-    assert [job.name for job in Jobs(root)._all() if job.state == "queued"] == ["rl-010"]  # another dashboard's
+    assert [job.name for job in Jobs(root)._read_jobs() if job.state == "queued"] == ["rl-010"]  # another dashboard's
     (root / ".hone" / "jobs" / "rl-010" / "rl.toml").write_text("# changed by somebody")
-    assert all(job.state == "foreign" for job in Jobs(root)._all())
+    assert all(job.state == "foreign" for job in Jobs(root)._read_jobs())
     assert (tmp_path / "data" / "hone" / "dashboard.key").stat().st_mode & 0o777 == 0o600
 
 

@@ -90,7 +90,7 @@ def completion_of(rng, tokenizer, ids):
 
 def cut_anywhere(rng, completion):
     ends = sorted(rng.sample(range(1, len(completion.ids)), min(3, len(completion.ids) - 1))) if completion.ids else []
-    pieces = [completion.part(a, b) for a, b in zip([0, *ends], [*ends, None], strict=True)]
+    pieces = [completion.token_range(a, b) for a, b in zip([0, *ends], [*ends, None], strict=True)]
     for piece in pieces[:-1]:
         piece.finish_reason = ""
     return pieces
@@ -118,7 +118,7 @@ def test_echo_is_the_text_of_prompt_and_completion_with_an_offset_for_each_token
         prompt, done = ids[:place], completion_of(rng, ours, ids[place:])
         request = CompletionRequest.model_validate({"model": "m", "prompt": prompt, "echo": True, "logprobs": 3})
         echoed = [Completion(prompt, [None, *[-0.1] * (place - 1)], [0] * place, "", [[] for _ in prompt])]
-        choice = TextAnswer(request, [prompt], ours, echoed).choice(0, done)
+        choice = TextAnswer(request, [prompt], ours, echoed).build_choice(0, done)
         whole = theirs.decode(ids)
         if not theirs.decode(prompt).endswith("\ufffd"):
             assert choice["text"] == whole, seed
@@ -130,12 +130,12 @@ def test_echo_is_the_text_of_prompt_and_completion_with_an_offset_for_each_token
 
         request = CompletionRequest.model_validate({"model": "m", "prompt": prompt, "logprobs": 3, "stream": True})
         answer = TextAnswer(request, [prompt], ours)
-        spelling, shown, offsets, pieces = answer.spelling(0), "", [], cut_anywhere(rng, done)
+        spelling, shown, offsets, pieces = answer.start_spelling(0), "", [], cut_anywhere(rng, done)
         for piece in pieces[:-1]:
-            chunk = answer.piece(0, spelling.more(piece.ids), piece)
+            chunk = answer.build_delta(0, spelling.decode_more(piece.ids), piece)
             shown, offsets = shown + chunk["text"], offsets + chunk["logprobs"]["text_offset"]
-        chunk = answer.last(0, spelling, pieces[-1], joined_pieces(pieces))
-        whole_answer = TextAnswer(request, [prompt], ours).choice(0, done)
+        chunk = answer.build_last_delta(0, spelling, pieces[-1], joined_pieces(pieces))
+        whole_answer = TextAnswer(request, [prompt], ours).build_choice(0, done)
         assert shown + chunk["text"] == whole_answer["text"], seed
         assert offsets + chunk["logprobs"]["text_offset"] == whole_answer["logprobs"]["text_offset"], seed
 
@@ -151,13 +151,13 @@ def test_special_tokens_within_an_answer_take_no_space_from_its_text(both):
         done = completion_of(rng, ours, ids)
         body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
         request = ChatRequest.model_validate(body)
-        answer = ChatAnswer(request, request.prompt(), [1], ours)
-        whole = answer.choice(0, done)["message"]["content"]
+        answer = ChatAnswer(request, request.build_prompt(), [1], ours)
+        whole = answer.build_choice(0, done)["message"]["content"]
         assert whole == theirs.decode(ids, skip_special_tokens=True)
-        spelling, shown, pieces = answer.spelling(0), "", cut_anywhere(rng, done)
+        spelling, shown, pieces = answer.start_spelling(0), "", cut_anywhere(rng, done)
         for piece in pieces[:-1]:
-            shown += spelling.more(piece.ids)
-        assert whole.startswith(shown) and shown + spelling.rest(whole) == whole, (seed, ids)
+            shown += spelling.decode_more(piece.ids)
+        assert whole.startswith(shown) and shown + spelling.finish_text(whole) == whole, (seed, ids)
 
 
 def test_a_stop_string_may_begin_with_the_first_token(both):
@@ -188,15 +188,15 @@ def test_a_chat_s_entries_are_the_bytes_of_its_text_whole_and_in_pieces(both):
         done = completion_of(rng, ours, ours.encode(draw_text(rng)))
         body = {"model": "m", "messages": [{"role": "user", "content": "?"}], "logprobs": True, "top_logprobs": 3}
         request = ChatRequest.model_validate(body)
-        answer = ChatAnswer(request, request.prompt(), [1], ours)
-        choice = answer.choice(0, done)
+        answer = ChatAnswer(request, request.build_prompt(), [1], ours)
+        choice = answer.build_choice(0, done)
         entries = choice["logprobs"]["content"]
         assert bytes(b for one in entries for b in one["bytes"]).decode() == choice["message"]["content"], seed
         assert choice["message"]["content"] == theirs.decode(done.ids, skip_special_tokens=True)
-        answer, streamed = ChatAnswer(request, request.prompt(), [1], ours), []
-        spelling = answer.spelling(0)
+        answer, streamed = ChatAnswer(request, request.build_prompt(), [1], ours), []
+        spelling = answer.start_spelling(0)
         for piece in cut_anywhere(rng, done):
-            streamed += answer.piece(0, spelling.more(piece.ids), piece)["logprobs"]["content"]
+            streamed += answer.build_delta(0, spelling.decode_more(piece.ids), piece)["logprobs"]["content"]
         assert streamed == entries, seed
 
 

@@ -11,14 +11,14 @@ import torch
 from hone.engine.engine import Engine, _Look
 from hone.engine.graphs import PAYS_FOR_GRAPH, DecodeGraphs, Key
 from hone.engine.prefill import Prefill, Shape
-from hone.engine.rehearsal import capture
-from hone.engine.sampler import draw, pick, thresholds, uniforms
+from hone.engine.rehearsal import capture_graphs
+from hone.engine.sampler import draw_tokens, filter_thresholds, pick_tokens, uniform_numbers
 from hone.engine.slots import Slots
 from hone.kernels import cpu
 from hone.kernels import row_state as column
 from hone.kernels.captured import Captured
 from hone.models.attention import PackedAttention
-from hone.models.proof import score
+from hone.models.proof import score_sequence
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import GenerateRequest, Sampling
@@ -51,7 +51,7 @@ def request(prompt, seed=0, temperature=1.0, max_tokens=20, stop=STOP):
 def plain_logprobs(model, prompt, ids, temperature=1.0):
     tokens = torch.tensor(prompt + ids[:-1])
     packed = PackedAttention([len(tokens)])
-    logits = model.logits(model(tokens, packed.positions(), packed))[len(prompt) - 1 :].float()
+    logits = model.logits(model(tokens, packed.token_positions(), packed))[len(prompt) - 1 :].float()
     return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
 
 
@@ -73,13 +73,13 @@ def test_progress_is_what_was_written_since(model, one_by_one):
     for i in range(3):
         named = replace(request([5, 6, 7 + i], seed=i, stop=frozenset()), name=f"run/{i}" if i else "")
         engine.add(named, done.append)
-    assert engine.progress({"run/1": 0}) == {}
+    assert engine.named_progress({"run/1": 0}) == {}
     for _ in range(6):
         engine.step()
     engine.set_version(1)
     for _ in range(4):
         engine.step()
-    first = engine.progress({"run/1": 0, "run/2": 4, "elsewhere/0": 0})
+    first = engine.named_progress({"run/1": 0, "run/2": 4, "elsewhere/0": 0})
     engine.step()
     while not engine.is_idle:
         engine.step()
@@ -97,7 +97,7 @@ def test_greedy_equals_argmax_of_plain_forwards(model):
     for i, token in enumerate(ids):
         packed = PackedAttention([len(prompt) + i])
         with torch.no_grad():
-            logits = model.logits(model(torch.tensor(prompt + ids[:i]), packed.positions(), packed))[-1]
+            logits = model.logits(model(torch.tensor(prompt + ids[:i]), packed.token_positions(), packed))[-1]
         assert token == int(logits.argmax())
 
 
@@ -145,18 +145,18 @@ def test_versions_follow_an_update_in_flight_and_abort_returns_what_there_is(mod
     dropped = engine.add(request([6], max_tokens=6, stop=frozenset()), done.append)
     engine.step()  # prefill and one decode: two tokens each
     engine.set_version(1)
-    engine.abort(dropped)
+    engine.abort_request(dropped)
     assert done[0].finish_reason == "abort" and done[0].versions == [0, 0] and len(done[0].ids) == 2
     while not engine.is_idle:
         engine.step()
-    assert done[1].versions == [0, 0, 1, 1, 1, 1] and kept not in engine.running
+    assert done[1].versions == [0, 0, 1, 1, 1, 1] and kept not in engine.running_sequences
 
 
 def test_cache_budget_bounds_what_runs(model):
     engine = Engine(model, kv_cache_gib=ONE_SEQUENCE)
     done = engine.generate([request([5, 6], seed=s, max_tokens=90) for s in range(3)])
     assert engine.pool.pages == 1 + 96 // 16 and len(done) == 3
-    assert engine.pool.available == 96 // 16 and sorted(engine.slots.free) == list(range(256))
+    assert engine.pool.available_count == 96 // 16 and sorted(engine.slots.free) == list(range(256))
 
 
 def test_the_cache_keeps_to_what_it_is_allowed(model):
@@ -171,8 +171,8 @@ def test_the_cache_keeps_to_what_it_is_allowed(model):
 def test_uniforms_are_pinned_and_uniform():
     # The published splitmix64 stream from state 0: 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4.
     expected = [(0xE220A8397B1DCDAF >> 11) / 2**53, (0x6E789E6AA1B965F4 >> 11) / 2**53]
-    assert uniforms(torch.tensor([0]), torch.arange(2)).tolist() == expected
-    draws = uniforms(torch.arange(1000)[:, None], torch.arange(100)[None]).ravel().numpy()
+    assert uniform_numbers(torch.tensor([0]), torch.arange(2)).tolist() == expected
+    draws = uniform_numbers(torch.arange(1000)[:, None], torch.arange(100)[None]).ravel().numpy()
     assert draws.min() >= 0 and draws.max() < 1
     counts = np.histogram(draws, bins=50, range=(0, 1))[0]
     assert ((counts - 2000) ** 2 / 2000).sum() < 100  # chi-squared, 49 degrees of freedom
@@ -225,7 +225,9 @@ def test_a_group_stores_its_prompt_once(model):
     engine.step()
     pages = [s.pages for s in engine.decoding]
     assert len({tuple(p[:2]) for p in pages}) == 1 and len({p[2] for p in pages}) == 8
-    assert engine.pool.pages - 1 - engine.pool.available == 2 + 8 * 3  # 70 tokens: five pages, of which two are shared
+    assert (
+        engine.pool.pages - 1 - engine.pool.available_count == 2 + 8 * 3
+    )  # 70 tokens: five pages, of which two are shared
     drain(engine)
     assert_all_returned(engine)
 
@@ -233,7 +235,7 @@ def test_a_group_stores_its_prompt_once(model):
 def test_a_prompt_that_starts_like_an_earlier_one_is_not_computed_again(model, monkeypatch):
     engine = Engine(model)
     computed = []
-    prefill = Engine._prefill
+    prefill = Engine._run_prefill
 
     def counting(self, planned):
         computed.append(sum(stretch.end - stretch.start for _, stretch in planned))
@@ -271,7 +273,7 @@ def test_the_next_turn_of_a_conversation_finds_its_own_tokens(model, prompt, pag
     """43, 48 and 49 tokens, of which the last has no key; a page has 16."""
     engine = Engine(model)
     first = engine.generate([request(prompt, seed=1, max_tokens=40, stop=frozenset())])[0]
-    assert len(engine.pool.match([*prompt, *first.ids, 8, 9])) == pages
+    assert len(engine.pool.match_prefix([*prompt, *first.ids, 8, 9])) == pages
 
 
 @pytest.mark.parametrize("then", ["go on", "abort", "new weights"])
@@ -283,11 +285,11 @@ def test_what_is_read_ahead_is_what_is_handed_over(model, then, one_by_one):
     for _ in range(30):
         engine.step()
     slots = np.array([s.slot for s in running])
-    engine._read_ahead(_Look(running, slots, [], engine.slots.snapshot()))
+    engine._read_ahead(_Look(running, slots, [], engine.slots.take_snapshot()))
     count = len(running[0].ids)
-    assert count >= 30 and len(engine.pool.match([*prompts[1], *running[1].ids])) == (20 + count - 1) // 16
+    assert count >= 30 and len(engine.pool.match_prefix([*prompts[1], *running[1].ids])) == (20 + count - 1) // 16
     if then == "abort":
-        engine.abort(running[0])
+        engine.abort_request(running[0])
     elif then == "new weights":
         engine.set_version(1)
     drain(engine)
@@ -295,7 +297,7 @@ def test_what_is_read_ahead_is_what_is_handed_over(model, then, one_by_one):
         n = count if then == "abort" and i == 0 else 40
         assert done[i].ids == whole.ids[:n]
         torch.testing.assert_close(torch.tensor(done[i].logprobs), torch.tensor(whole.logprobs[:n]), rtol=0, atol=1e-4)
-    assert bool(engine.pool.match([*prompts[1], 9])) is (then != "new weights")
+    assert bool(engine.pool.match_prefix([*prompts[1], 9])) is (then != "new weights")
 
 
 def test_prompts_longer_than_a_pass_are_computed_in_pieces(model, monkeypatch):
@@ -315,13 +317,13 @@ def test_keys_of_two_policies_are_never_used_again(model, monkeypatch):
     for seed in range(2):
         engine.add(request(prompt, seed=seed, max_tokens=20, stop=frozenset()), lambda done: None)
     engine.step()  # a page of the prompt
-    assert engine.admission.prefilling and len(engine.pool.match(prompt)) == 1
+    assert engine.admission.prefilling and len(engine.pool.match_prefix(prompt)) == 1
     engine.set_version(1)
     engine.add(request(prompt, seed=2, max_tokens=20, stop=frozenset()), lambda done: None)  # joins the two
     drain(engine)
-    assert engine.pool.match([*prompt, 9]) == []
+    assert engine.pool.match_prefix([*prompt, 9]) == []
     engine.generate([request(prompt, max_tokens=1)])
-    assert len(engine.pool.match(prompt)) == 2
+    assert len(engine.pool.match_prefix(prompt)) == 2
 
 
 def test_requests_are_admitted_in_the_order_they_came(model):
@@ -338,10 +340,10 @@ def test_who_has_just_come_does_not_wait_for_room(model, lacks, one_by_one):
     engine = Engine(model, **room)
     for i in range(5):
         engine.add(request([5], seed=i, max_tokens=90, stop=frozenset()), lambda done: None)
-    assert not engine.running and engine.admission.without_room == 0
+    assert not engine.running_sequences and engine.admission.without_room == 0
     engine.step()
     left = 0 if lacks == "nothing" else 3
-    assert len(engine.running) == 5 - left and engine.admission.without_room == left
+    assert len(engine.running_sequences) == 5 - left and engine.admission.without_room == left
     engine.add(request([6], max_tokens=90), lambda done: None)
     assert engine.admission.without_room == left  # until it has been looked at
     engine.step()
@@ -394,7 +396,7 @@ def test_ten_thousand_random_requests_with_aborts_return_everything(model):
             sent += 1
         for _ in range(int(rng.integers(0, 4))):
             if alive:
-                engine.abort(alive.pop(int(rng.integers(len(alive)))))  # also such as have ended
+                engine.abort_request(alive.pop(int(rng.integers(len(alive)))))  # also such as have ended
         if rng.random() < 0.02:
             engine.set_version(engine.version + 1)
         engine.step()
@@ -450,7 +452,7 @@ def plain_distributions(model, ids, temperature=1.0):
     tokens = torch.tensor([5, 6, 7, *ids[:-1]])
     packed = PackedAttention([len(tokens)])
     with torch.no_grad():
-        return model.logits(model(tokens, packed.positions(), packed))[2:] / temperature
+        return model.logits(model(tokens, packed.token_positions(), packed))[2:] / temperature
 
 
 def test_filters_draw_from_what_they_leave_and_report_the_models_logprob(model):
@@ -527,7 +529,7 @@ def test_tokens_that_are_not_allowed_are_not_drawn_and_logprobs_are_the_model_s(
     beside = GenerateRequest(prompt, Sampling(max_tokens=20, seed=3), frozenset())
     done, other = Engine(model).generate([told, beside])
     assert done.ids == [3, 4, 5, 6, 7] and done.finish_reason == "stop" and other.ids == free.ids
-    assert done.logprobs == pytest.approx(score(model, prompt + done.ids)[-5:], abs=1e-4)
+    assert done.logprobs == pytest.approx(score_sequence(model, prompt + done.ids)[-5:], abs=1e-4)
 
 
 LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -3.0]
@@ -557,17 +559,17 @@ def test_frequencies_of_200000_draws(name, is_one_seed):
     slots.parameters[:, column.MIN_P] = sampling.get("min_p", 0.0)
     logits_BV = logits.expand(n, -1).contiguous()
     if is_one_seed:  # draw i of the stream, one after the other: the counter moves, the logits stay
-        tokens = pick(logits_BV, torch.full((n,), T), uniforms(torch.tensor([7]), rows))
+        tokens = pick_tokens(logits_BV, torch.full((n,), T), uniform_numbers(torch.tensor([7]), rows))
         if name not in ("plain", "temperature"):
-            keep = logits_BV >= thresholds(logits_BV[:1], slots.parameters[:1])[:, None]
+            keep = logits_BV >= filter_thresholds(logits_BV[:1], slots.parameters[:1])[:, None]
             masked = logits_BV.masked_fill(~keep, -1e30)
-            tokens = pick(masked, torch.full((n,), T), uniforms(torch.tensor([7]), rows))
+            tokens = pick_tokens(masked, torch.full((n,), T), uniform_numbers(torch.tensor([7]), rows))
     else:
         is_filtered = name not in ("plain", "temperature")
-        draw(
+        draw_tokens(
             logits_BV,
             logits_BV,
-            thresholds(logits_BV, slots.parameters[:n]) if is_filtered else None,
+            filter_thresholds(logits_BV, slots.parameters[:n]) if is_filtered else None,
             slots,
             rows,
             False,
@@ -598,14 +600,14 @@ def test_a_graph_of_more_rows_stands_in_until_its_spare_rows_have_paid(stand_in,
     graphs.captured = Named(stand_in).has(many, few._replace(rows=256), few._replace(rows=32), *unlike)
     monkeypatch.setattr(graphs, "capture", lambda key: graphs.captured.has(key))
     steps = PAYS_FOR_GRAPH // 2  # of which each has half of its rows for nobody
-    chosen = [graphs._graph(few, steps) for _ in range(5)]
+    chosen = [graphs._choose_graph(few, steps) for _ in range(5)]
     assert chosen == ([many] * 3 + [few] * 2 if stand_in else [few] * 5)
     graphs.captured.clear()
     graphs.captured.has(many)
-    assert graphs._graph(few, steps) == (many if stand_in else few)  # begins anew
+    assert graphs._choose_graph(few, steps) == (many if stand_in else few)  # begins anew
     shared = few._replace(stretches=8, parts=1)
     graphs.captured.has(shared._replace(rows=128))
-    assert graphs._graph(shared, 1) == shared
+    assert graphs._choose_graph(shared, 1) == shared
 
 
 @pytest.mark.parametrize(
@@ -620,12 +622,12 @@ def test_a_graph_of_more_rows_stands_in_until_its_spare_rows_have_paid(stand_in,
 def test_graphs_for_prompts_are_of_the_sizes_that_may_come(sequences, length, most_tokens, found):
     prefill, captured = Prefill.__new__(Prefill), []
     prefill.captured, prefill.most_tokens = Captured(True), most_tokens
-    prefill.capture = captured.append
+    prefill.capture_graph = captured.append
     engine = SimpleNamespace(graphs=None, prefill=prefill, max_batch_size=sequences, max_model_len=length)
-    capture(engine)
+    capture_graphs(engine)
     assert captured == [Shape(*numbers) for numbers in found]
     prefill.captured = None
-    capture(engine)
+    capture_graphs(engine)
     assert len(captured) == len(found)
 
 
@@ -637,9 +639,13 @@ def test_a_larger_pass_stands_in_as_long_as_its_spare_tokens_hide_launches(stand
     captured = Named(stand_in).has(Shape(512, 16, 64), Shape(768, 16, 64), few_prompts, decoding)
     monkeypatch.setattr(prefill, "capture", lambda shape: captured.has(shape))
     small, longer = Shape(128, 4, 32), Shape(128, 4, 128)
-    chosen = [prefill._graph(captured, small) for _ in range(4)]
+    chosen = [prefill._choose_graph(captured, small) for _ in range(4)]
     assert chosen == ([Shape(512, 16, 64)] * 2 + [small] * 2 if stand_in else [None] + [small] * 3)
-    assert [prefill._graph(captured, longer) for _ in range(3)] == [None, longer, longer]  # nothing has room for it
+    assert [prefill._choose_graph(captured, longer) for _ in range(3)] == [
+        None,
+        longer,
+        longer,
+    ]  # nothing has room for it
     captured.clear()
     captured.has(Shape(512, 16, 64))
-    assert prefill._graph(captured, small) == (Shape(512, 16, 64) if stand_in else small)
+    assert prefill._choose_graph(captured, small) == (Shape(512, 16, 64) if stand_in else small)

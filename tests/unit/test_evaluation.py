@@ -10,13 +10,13 @@ import pytest
 
 import hone.environments as vf
 from hone.evals import vf_eval
-from hone.evals.arguments import entries, parse_arguments
-from hone.evals.compare import compare
-from hone.evals.held_out import attempts
+from hone.evals.arguments import list_evaluations, parse_arguments
+from hone.evals.compare import compare_results
+from hone.evals.held_out import attempt_rollouts
 from hone.evals.page import write_page
 from hone.evals.results import Folder
-from hone.evals.statistics import clustered_error, paired, pass_at_k
-from hone.evals.vf_eval import summarise
+from hone.evals.statistics import clustered_error, paired_difference, pass_at_k
+from hone.evals.vf_eval import summarize_rollouts
 from hone.records import Completion, Sampling, Turn
 
 
@@ -36,12 +36,12 @@ def test_pass_at_k():
 
 
 def test_a_paired_difference():
-    found = paired({"a": 0.0, "b": 0.5, "c": 1.0, "x": 9.0}, {"a": 0.5, "b": 1.0, "c": 1.5, "y": 0.0})
+    found = paired_difference({"a": 0.0, "b": 0.5, "c": 1.0, "x": 9.0}, {"a": 0.5, "b": 1.0, "c": 1.5, "y": 0.0})
     assert (found.mean, found.better, found.worse, found.count) == (0.5, 3, 0, 3)
-    differs = paired({str(i): 0.0 for i in range(4)}, {"0": 1.0, "1": 1.0, "2": 0.0, "3": 0.0})
+    differs = paired_difference({str(i): 0.0 for i in range(4)}, {"0": 1.0, "1": 1.0, "2": 0.0, "3": 0.0})
     assert differs.error == pytest.approx(math.sqrt(1 / 3) / 2) and differs.p == pytest.approx(0.0833, abs=1e-3)
     with pytest.raises(ValueError, match="no example in common"):
-        paired({"a": 1.0}, {"b": 1.0})
+        paired_difference({"a": 1.0}, {"b": 1.0})
 
 
 class Digits:
@@ -73,38 +73,38 @@ SETTINGS = {
 def evaluate(client, folder=None, known=None):
     env, sampling = environment(), Sampling()
     done = None if folder is None else folder.add
-    return asyncio.run(attempts(env, client, env.get_dataset(), 2, sampling, known=known, done=done))
+    return asyncio.run(attempt_rollouts(env, client, env.get_dataset(), 2, sampling, known=known, done=done))
 
 
 def test_results_that_were_begun_are_gone_on_with(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    folder = Folder.new(SETTINGS, token_ids=False)
+    folder = Folder.create(SETTINGS, token_ids=False)
     first = evaluate(Digits(fails=lambda seed: seed % 5 == 0), folder)
     failed = [i for i, rollout in enumerate(first) if rollout.error]
     assert failed == [0, 5, 10]
     lines = (folder.path / "results.jsonl").read_text().splitlines()
     (folder.path / "results.jsonl").write_text("\n".join(lines[:-3]) + "\n" + lines[-3][:20])  # it was killed
-    known = Folder.of(folder.path).known(SETTINGS)
+    known = Folder.open(folder.path).read_known(SETTINGS)
     client = Digits()
     whole = evaluate(client, folder, known)
     assert len(client.asked) == 3 * 2 + 2  # groups with one that failed or was not written are made again
     assert [r.reward for r in whole] == [r.reward for r in evaluate(Digits())]
-    folder.rewrite(whole)
-    folder.write_about(SETTINGS | summarise(whole, 2, 1.0))
-    rows = folder.rows()
+    folder.rewrite_rollouts(whole)
+    folder.write_about(SETTINGS | summarize_rollouts(whole, 2, 1.0))
+    rows = folder.read_rows()
     assert [row["rollout"] for row in rows] == list(range(12)) and rows[0]["turns"][0]["prompt_tokens"] == 2
     assert rows[0]["turns"][0]["version"] == 7 and "ids" not in rows[0]["turns"][0]
     with pytest.raises(ValueError, match="--resume: seed is 1, the results have 0"):
-        folder.known(SETTINGS | {"seed": 1})
+        folder.read_known(SETTINGS | {"seed": 1})
     with pytest.raises(ValueError, match="no folder of results"):
-        Folder.of(tmp_path)
-    compare(folder.path, folder.path)
+        Folder.open(tmp_path)
+    compare_results(folder.path, folder.path)
     said = capsys.readouterr().out
     assert "+0.000" in said and "6 examples are in both" in said
 
 
 def test_a_summary_counts_what_failed_and_why_conversations_ended():
-    found = summarise(evaluate(Digits(fails=lambda seed: seed < 2)), 2, 1.0)
+    found = summarize_rollouts(evaluate(Digits(fails=lambda seed: seed < 2)), 2, 1.0)
     assert (found["rollouts"], found["failed"], found["stops"]) == (12, 2, {"max_turns_reached": 10})
     assert found["reward"] == 0.5 and found["pass_at"] == {"1": 0.5, "2": 1.0} and found["reward_error"] == 0.0
 
@@ -113,7 +113,9 @@ def test_nothing_more_is_asked_of_a_server_that_refuses_everything():
     env, client, failed = environment(), Digits(fails=lambda seed: True), []
     done = lambda i, rollout: failed.append(i)  # noqa: E731
     rollouts = asyncio.run(
-        attempts(env, client, env.get_dataset(), 2, Sampling(), at_once=2, done=done, give_up=lambda: len(failed) >= 4)
+        attempt_rollouts(
+            env, client, env.get_dataset(), 2, Sampling(), at_once=2, done=done, give_up=lambda: len(failed) >= 4
+        )
     )
     assert len(client.asked) < 12 and all(rollout.error for rollout in rollouts)
 
@@ -137,7 +139,7 @@ def test_an_evaluation_that_cannot_be_had_does_not_end_those_after_it(tmp_path, 
         done.append(args.env)
         return {"failed": 0, "fail_above": 0.1, "rollouts": 1}
 
-    monkeypatch.setattr(vf_eval, "one", one)
+    monkeypatch.setattr(vf_eval, "run_evaluation", one)
     file = tmp_path / "evals.toml"
     file.write_text('[[eval]]\nenv_id = "a"\n[[eval]]\nenv_id = "b"\n')
     assert vf_eval.main([str(file)]) == 1 and done == ["b"]
@@ -152,14 +154,14 @@ def test_fields_of_the_openai_client_stand_beside_the_others(tmp_path):
     file.write_text(
         '[[eval]]\nenv_id = "a"\nsampling_args = { extra_body = { min_p = 0.1 } }\n[[eval]]\nenv_id = "b"\n'
     )
-    first, second = entries(parse_arguments([str(file), "-S", '{"top_p": 0.5}']))
+    first, second = list_evaluations(parse_arguments([str(file), "-S", '{"top_p": 0.5}']))
     assert first.sampling_args == {"min_p": 0.1} and second.sampling_args == {"top_p": 0.5}
 
 
 def test_several_environments_from_a_file(tmp_path):
     file = tmp_path / "evals.toml"
     file.write_text('model = "m"\n[[eval]]\nenv_id = "a"\nnum_examples = 3\n[[eval]]\nid = "b"\nenv_args = { x = 1 }\n')
-    found = entries(parse_arguments([str(file), "-n", "9", "-r", "2"]))
+    found = list_evaluations(parse_arguments([str(file), "-n", "9", "-r", "2"]))
     assert [(e.env, e.model, e.num_examples, e.rollouts_per_example, e.env_args) for e in found] == [
         ("a", "m", 3, 2, {}), ("b", "m", 9, 2, {"x": 1})
     ]  # fmt: skip
@@ -171,5 +173,5 @@ def test_several_environments_from_a_file(tmp_path):
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=words):
-            entries(Namespace(env=str(file)))
+            list_evaluations(Namespace(env=str(file)))
     assert json.loads(json.dumps(vars(parse_arguments(["a"]))))["num_examples"] == 5

@@ -20,11 +20,11 @@ from hone.models.adapters import Adapter, Adapters
 from hone.models.attention import PackedAttention
 from hone.models.families import parse_model_config
 from hone.models.hf import hf_names
-from hone.models.lora import add_lora, loras
+from hone.models.lora import add_lora, lora_modules
 from hone.models.transformer import Transformer, grouped_linear
 from hone.orchestrator.group import samples_of
 from hone.records import Batch, Completion, Example, GenerateRequest, Rollout, Sample, Sampling, Turn
-from hone.run_directory import appearing
+from hone.run_directory import appearing_directory
 from hone.trainer.rl.trainer import RLTrainer
 from hone.transport.batches import FileBatches
 
@@ -49,7 +49,7 @@ def made(family, seed=0):
 def test_sizes_are_those_of_the_model(family):
     model = made(family)
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
-    assert model.spec.parameters() == matrices
+    assert model.spec.parameter_count() == matrices
     active = matrices - 50 * 32 * (family == "experts")  # the embedding is looked up, not multiplied
     if family == "experts":
         active -= 2 * (6 - 2) * 3 * 32 * 16  # four of six experts in each block are not asked
@@ -63,8 +63,8 @@ def test_the_arithmetic_needs_no_torch():
 
 
 def test_fast_paths_are_refused_by_asking():
-    assert PackedModel.takes(made("dense")) == made("dense").spec.has_fast_paths
-    assert not PackedModel.takes(made("experts")) and Engine(made("experts")).decoder.packed is None
+    assert PackedModel.supports_model(made("dense")) == made("dense").spec.has_fast_paths
+    assert not PackedModel.supports_model(made("experts")) and Engine(made("experts")).decoder.packed is None
 
 
 def test_grouped_products_with_groups_of_none():
@@ -77,12 +77,14 @@ def test_grouped_products_with_groups_of_none():
 def test_adapters_of_a_mixture_are_those_of_attention():
     model = made("experts")
     add_lora(model, LoRAConfig(rank=2), seed=0)
-    assert {name.rsplit(".", 1)[-1] for lora in loras(model) for name in lora.targets} == {*model.spec.linears}
+    assert {name.rsplit(".", 1)[-1] for lora in lora_modules(model) for name in lora.targets} == {
+        *model.spec.linear_shapes
+    }
     with pytest.raises(ValueError, match="lora.targets: up_proj has no adapter in this model; q_proj, k_proj"):
         add_lora(made("experts"), LoRAConfig(targets=["q_proj", "up_proj"]), seed=0)
     expert = Adapter(2, {"model.layers.0.mlp.experts.1.up_proj": (torch.zeros(2, 32), torch.zeros(16, 2))})
     with pytest.raises(ValueError, match=r"the model has no linear model.layers.0.mlp.experts.1.up_proj"):
-        Adapters(made("experts")).load("a", expert)
+        Adapters(made("experts")).load_adapter("a", expert)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "lora"])
@@ -120,7 +122,7 @@ def chosen_in(model, ids):
     """What the routers choose for all tokens of a sequence but the last."""
     attention = PackedAttention([len(ids) - 1])
     with torch.no_grad():
-        model(torch.tensor(ids[:-1]), attention.positions(), attention)
+        model(torch.tensor(ids[:-1]), attention.token_positions(), attention)
     return torch.cat([mixture.chosen_TK for mixture in model.mixtures], 1)
 
 
@@ -160,7 +162,7 @@ def test_batches_carry_routing(tmp_path):
         Sample([1] * 5, [True] * 5, [0.0] * 5, 1.0, 1.0, routing=known),
         Sample([1, 2], [True] * 2, [0.0] * 2, 1.0, 1.0),
     ]
-    with appearing(tmp_path / "step_1") as place:
+    with appearing_directory(tmp_path / "step_1") as place:
         FileBatches(tmp_path, "run").put(Batch(1, samples), place)
     one, two = FileBatches(tmp_path, "run").take(1).samples
     assert np.array_equal(one.routing, known) and two.routing.tolist() == [[-1, -1]]
@@ -179,12 +181,14 @@ def test_training_goes_through_the_experts_that_were_chosen(shared, recomputes):
         model = made("experts")
         if changed:
             with torch.no_grad():
-                model.mixtures[0].router.weight.add_(torch.randn(6, 32, generator=torch.Generator().manual_seed(1)))
+                model.expert_layers[0].router.weight.add_(
+                    torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
+                )
         config = TrainerConfig(replay_routing=replay, activation_checkpointing=recomputes)
         trainer = RLTrainer(model, config, max_steps=1)
         trainer.optimizer.step = lambda lr: 0.0
         values = trainer.step(Batch(1, samples))
-        return values, [p.grad for p in model.parameters()], [mixture.chosen_TK for mixture in model.mixtures]
+        return values, [p.grad for p in model.parameters()], [mixture.chosen_TK for mixture in model.expert_layers]
 
     plain, gradients, own = stepped(False, False)
     replayed, same, _ = stepped(False, True)
@@ -200,7 +204,7 @@ def test_replay_needs_a_mixture_and_sets_what_servers_return():
     with pytest.raises(ValueError, match="trainer.replay_routing: this model is not a mixture of experts"):
         RLTrainer(made("dense"), TrainerConfig(replay_routing=True), max_steps=1)
     given = {"model": {"name": "m"}, "orchestrator": {"env": {"id": "x"}}, "trainer": {"replay_routing": True}}
-    assert RLConfig.model_validate(RLConfig.prepare(given, {}, set())).orchestrator.return_routing
+    assert RLConfig.model_validate(RLConfig.prepare_values(given, {}, set())).orchestrator.return_routing
 
 
 def test_a_bad_step_is_written_down_without_routing(tmp_path):

@@ -17,7 +17,7 @@ def start_child(name, code):
     child.is_elsewhere, child.log, child.said = False, None, []
     child.output_ended_at = float("inf")
     child.process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    child.reader = threading.Thread(target=child._read, daemon=True)
+    child.reader = threading.Thread(target=child._read_output, daemon=True)
     child.reader.start()
     return child
 
@@ -39,7 +39,7 @@ def test_the_first_of_several_failures_is_named(first, how, order):
     started[1].process.wait()
     children = [started[place] for place in order]
     try:
-        assert find_first_failure(children, started[1]).cause().startswith(f"rank 1 {how}")
+        assert find_first_failure(children, started[1]).describe_failure().startswith(f"rank 1 {how}")
     finally:
         started[2].process.send_signal(signal.SIGKILL)
         started[2].process.wait()

@@ -237,5 +237,5 @@ def test_a_server_that_falls_silent_is_lost_and_what_nobody_waits_for_is_given_u
 
     with caplog.at_level(logging.INFO, logger="test"):
         run(program, monkeypatch, 2)
-    lost = f"Lost the server at here (/health did not answer within {machine.silence():.0f} s)"
+    lost = f"Lost the server at here (/health did not answer within {machine.silence_seconds():.0f} s)"
     assert lost in caplog.text and "is back" in caplog.text

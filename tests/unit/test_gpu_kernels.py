@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from hone.engine.sampler import draw_reference, thresholds
+from hone.engine.sampler import draw_reference, filter_thresholds
 from hone.engine.slots import Slots
 from hone.kernels import numerics
 from hone.kernels import row_state as column
@@ -127,7 +127,7 @@ def test_a_model_whose_products_do_what_stands_around_them(which, products_of_fe
         for block in made.blocks:
             block.mlp.gate_up.delta = lambda x: x[:, :1] * 0.1
     tokens, attention, kept = torch.arange(6, device=DEVICE), PackedAttention([6], DEVICE), torch.tensor([1, 4, 5])
-    inputs = (tokens, attention.positions(), attention, kept.to(DEVICE))
+    inputs = (tokens, attention.token_positions(), attention, kept.to(DEVICE))
     expected = made(*inputs)
     calls = []
     monkeypatch.setattr(gpu, "takes", lambda x: True)
@@ -215,7 +215,7 @@ def test_into_how_many_parts_a_sequence_is_cut(rows, length, expected, monkeypat
     from hone.kernels import gpu
 
     monkeypatch.setattr(gpu, "processors", lambda: 132)
-    assert DecodeGraphs._parts(SimpleNamespace(heads=8), rows, length) == expected
+    assert DecodeGraphs._choose_parts(SimpleNamespace(heads=8), rows, length) == expected
 
 
 @pytest.mark.parametrize("rows, heads, queries, head_size, expected", [
@@ -251,7 +251,7 @@ def test_the_longest_sequence_says_whether_a_step_has_long_ones(monkeypatch):
             SimpleNamespace(prompt=[0] * length, first_step=7, pages=range(100 * i, 100 * i + 100))
             for i, length in enumerate([100] * 126 + [longest])
         ]
-        graphs.decode(sequences, 0, False, 7)
+        graphs.set_batch(sequences, 0, False, 7)
         assert graphs.key.is_long == expected and graphs.key.rows == 128
 
 
@@ -385,7 +385,7 @@ def test_thresholds_are_those_of_a_sorted_list():
     parameters[:, column.TOP_P] = torch.tensor([1.0, 1.0, 0.6, 1.0, 0.8])  # the last: 0.8 of what top-3 leaves
     parameters[:, column.MIN_P] = torch.tensor([0.0, 0.0, 0.0, 0.25, 0.0])
     expected = [0.05, 0.2, 0.2, 0.5 * 0.25, 0.2]
-    close(thresholds(logits, parameters), torch.tensor([math.log(p) for p in expected]))
+    close(filter_thresholds(logits, parameters), torch.tensor([math.log(p) for p in expected]))
 
 
 def gradients_like_twin(function, twin, tensors, tolerance=1e-4):
@@ -467,7 +467,7 @@ def sequences_of(lengths, prompts):
         rows = np.stack([starts[:-1], lengths, *np.zeros((2, len(lengths)), dtype=int)], axis=1)
         return Sequences(rows, np.arange(len(rows) + 1)), np.concatenate([np.arange(n) for n in lengths])
     shared = PackedAttention(prompts[0], "cpu", prompts[1])
-    return shared.sequences, shared.positions().numpy()
+    return shared.sequences, shared.token_positions().numpy()
 
 
 @pytest.mark.parametrize(("H", "K", "has_norm"), [(3, 1, True), (4, 2, False)])

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hone.config.orchestrator import BufferConfig, GroupConfig
-from hone.orchestrator.advantage import make_advantage, overlong
-from hone.orchestrator.group import Group, judge, samples_of
+from hone.orchestrator.advantage import make_advantage, penalize_overlong
+from hone.orchestrator.group import Group, judge_group, samples_of
 from hone.orchestrator.schedule import Task
 from hone.records import Completion, Example, Rollout, Turn
 
@@ -20,7 +20,7 @@ def rollout(reward, reason="stop", error=None, ids=(7, 8)):
 def judged(rollouts, buffer=None, **settings):
     group = Group(Task(0, "env", 0), rollouts)
     config = GroupConfig(**settings)
-    judge(group, make_advantage(config), config, BufferConfig(**(buffer or {})))
+    judge_group(group, make_advantage(config), config, BufferConfig(**(buffer or {})))
     return group
 
 
@@ -61,8 +61,8 @@ def test_groups_from_which_nothing_is_learnt_say_why():
 
 def test_overlong_rewards_fall_in_a_line():
     rewards, lengths = np.array([1.0, 1.0, 0.0, 1.0]), np.array([50.0, 90.0, 95.0, 100.0])
-    assert overlong(rewards, lengths, 100, 0.2).tolist() == [1.0, 0.5, -0.75, 0.0]
-    assert overlong(rewards, lengths, 100, 0.0) is rewards
+    assert penalize_overlong(rewards, lengths, 100, 0.2).tolist() == [1.0, 0.5, -0.75, 0.0]
+    assert penalize_overlong(rewards, lengths, 100, 0.0) is rewards
 
 
 def test_turns_become_one_sequence_as_long_as_their_tokens_go_on():
@@ -72,7 +72,7 @@ def test_turns_become_one_sequence_as_long_as_their_tokens_go_on():
     whole = Rollout(Example(0, []), [turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5, 6], [7])], [])
     (sample,) = samples_of(whole, 2.0, 0.8, "env")
     assert sample.ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert sample.mask.tolist() == [False, False, True, True, False, False, True] and sample.targets == 3
+    assert sample.mask.tolist() == [False, False, True, True, False, False, True] and sample.target_count == 3
     assert sample.logprobs == pytest.approx([0, 0, -0.3, -0.4, 0, 0, -0.7])
     assert (sample.advantage, sample.temperature, sample.env) == (2.0, 0.8, "env")
     rewritten = Rollout(Example(0, []), [turn([1, 2], [3, 4]), turn([1, 2, 4, 5], [7])], [])

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from hone import machine
 from hone.config.lora import LoRAConfig
-from hone.engine.sampler import FILTERED_OUT, draw, draw_reference
+from hone.engine.sampler import FILTERED_OUT, draw_reference, draw_tokens
 from hone.engine.slots import Slots
 from hone.kernels import cpu
 from hone.kernels import row_state as column
@@ -33,7 +33,7 @@ from hone.kernels.swiglu import swiglu, swiglu_reference
 from hone.models.lora import add_lora
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Block, Transformer
-from hone.trainer.packing import pack, pack_shared
+from hone.trainer.packing import pack_sequences, pack_shared
 from tests import twins
 
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -72,7 +72,7 @@ def test_compiled_kernels_are_kept_by_their_sources_wherever_these_lie():
     from hone.kernels.cpu import compiling, layers
 
     assert layers.run.stats.cache_path == str(compiling.Kept.directory)
-    assert f"-{machine.isa()}-" in compiling.Kept.directory.name
+    assert f"-{machine.instruction_set()}-" in compiling.Kept.directory.name
     # Two of a kernel, by the types of its arguments, could be mistaken for each other when processes write both.
     assert len(list(compiling.Kept.directory.glob("*.1.nbc"))) > 20
     assert not list(compiling.Kept.directory.glob("*.2.nbc"))
@@ -229,7 +229,7 @@ def test_draw(is_filtered):
         s.parameters[:B, column.LOGPROB_TEMPERATURE] = torch.tensor([1.0, 0.5, 1.0, 2.0]).repeat(100)
         s.stops[:B] = torch.arange(2 * B).view(B, 2) % 151
     threshold = logits.sort(descending=True).values[:, 20] if is_filtered else None
-    draw(logits, logits, threshold, slots[0], active, True)
+    draw_tokens(logits, logits, threshold, slots[0], active, True)
     kept = logits if threshold is None else logits.masked_fill(logits < threshold[:, None], FILTERED_OUT)
     draw_reference(kept, logits, slots[1], active, True)
     assert torch.equal(slots[0].state, slots[1].state) and torch.equal(slots[0].tokens, slots[1].tokens)
@@ -247,7 +247,7 @@ def test_target_logprobs(dtype):
 
 
 @compiled
-@pytest.mark.parametrize("pack_samples", [pack, pack_shared])
+@pytest.mark.parametrize("pack_samples", [pack_sequences, pack_shared])
 @pytest.mark.parametrize("T", [9, 40])
 def test_a_block_in_two_calls_gives_the_bits_of_its_operations(monkeypatch, pack_samples, T):
     model = Transformer(ModelSpec(40, 48, 72, 2, 4, 2, 16, 1e-6, 100.0, True, 64, 0.3, False))

@@ -18,7 +18,7 @@ from hone.models.transformer import Transformer
 from hone.orchestrator.advantage import ADVANTAGES, Scored, has_signal
 from hone.trainer.loss import cross_entropy_sum, make_loss, policy_loss
 from hone.trainer.optim import Optimizer, learning_rate
-from hone.trainer.packing import pack, pack_shared, split_by_prompt, split_by_tokens
+from hone.trainer.packing import pack_sequences, pack_shared, split_by_prompt, split_by_tokens
 
 LN2 = math.log(2)
 
@@ -113,22 +113,22 @@ def test_a_group_has_signal_where_advantages_are_not_0():
 
 
 def test_packing_keeps_the_positions_that_predict_a_target():
-    packed = pack([[1, 2, 3, 4], [5, 6]], [[False, False, True, True], [False, True]])
+    packed = pack_sequences([[1, 2, 3, 4], [5, 6]], [[False, False, True, True], [False, True]])
     assert packed.tokens_T.tolist() == [1, 2, 3, 5]  # a last token predicts nothing
     assert packed.keep_K.tolist() == [1, 2, 3]
     assert packed.targets_N.tolist() == [3, 4, 6]
     assert packed.sequence_N.tolist() == [0, 0, 1]
-    assert packed.attention.positions().tolist() == [0, 1, 2, 0]
+    assert packed.attention.token_positions().tolist() == [0, 1, 2, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # compiled loops where there are some; torch's
 def test_sequences_of_one_token_have_no_targets_and_no_gradient(dtype):
     model = Transformer(ModelSpec(40, 48, 72, 2, 4, 2, 16, 1e-6, 100.0, True, 64, 0.3, False)).to(dtype)
     model.init_weights(torch.Generator().manual_seed(0))
-    packed = pack([[1], [2]], [[True], [True]])
-    loss = packed.loss(model, torch.ones(0), lambda part, logprobs, entropies: logprobs.sum())
+    packed = pack_sequences([[1], [2]], [[True], [True]])
+    loss = packed.compute_loss(model, torch.ones(0), lambda part, logprobs, entropies: logprobs.sum())
     loss.backward()
-    assert loss == 0 and packed.flops(model.spec) == 0
+    assert loss == 0 and packed.count_flops(model.spec) == 0
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
@@ -165,10 +165,10 @@ def test_shared_prompts_give_the_same_logits_and_gradients_as_whole_sequences(co
     if completions[0][0] > 2:
         masks[0][-2] = False  # a hole in the targets, as an environment's turn leaves
     results = []
-    for pack_samples in (pack, pack_shared):
+    for pack_samples in (pack_sequences, pack_shared):
         model = small_model().double()
         packed = pack_samples(ids, masks)
-        logits = model.logits(packed.target_hidden(model))
+        logits = model.compute_logits(packed.target_hidden(model))
         (logits * torch.linspace(-1, 1, logits.numel(), dtype=torch.float64).view_as(logits)).sum().backward()
         results.append((packed, logits, [p.grad for p in model.parameters()]))
     (whole, expected, gradients), (shared, logits, shared_gradients) = results
@@ -193,9 +193,9 @@ def test_gradients_do_not_depend_on_how_a_batch_is_split():
     for groups in ([[0, 1, 2, 3]], [[2], [1, 0], [3]]):
         model.zero_grad()
         for members in groups:
-            packed = pack([sequences[i] for i in members], [masks[i] for i in members])
+            packed = pack_sequences([sequences[i] for i in members], [masks[i] for i in members])
             cross_entropy_sum_64 = torch.nn.functional.cross_entropy(
-                model.logits(packed.target_hidden(model)), packed.targets_N, reduction="sum"
+                model.compute_logits(packed.target_hidden(model)), packed.targets_N, reduction="sum"
             )
             cross_entropy_sum_64.backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
@@ -203,7 +203,7 @@ def test_gradients_do_not_depend_on_how_a_batch_is_split():
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("pack_samples", [pack, pack_shared])
+@pytest.mark.parametrize("pack_samples", [pack_sequences, pack_shared])
 def test_blocks_computed_once_more_give_the_same_gradients(pack_samples):
     ids = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7], [8, 9, 10]]
     masks = [[i > 2 for i in range(6)], [i > 2 for i in range(4)], [False, True, True]]
@@ -235,10 +235,10 @@ def test_optimizer_equals_torch_adamw(max_norm):
     matrices, vectors = ([p for p in theirs.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
-    cross_entropy_sum(pack([[9, 8, 7]], [[True] * 3]), ours).backward()
-    optimizer.rehearse()  # leaves no trace
+    cross_entropy_sum(pack_sequences([[9, 8, 7]], [[True] * 3]), ours).backward()
+    optimizer.compile_kernels()  # leaves no trace
     for step in range(4):
-        packed = pack([[1, 2, 3 + step, 4]], [[True] * 4])
+        packed = pack_sequences([[1, 2, 3 + step, 4]], [[True] * 4])
         for model in (ours, theirs):
             cross_entropy_sum(packed, model).backward()
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
@@ -261,10 +261,10 @@ def test_muon_equals_torchs_on_every_part_of_a_fused_weight(monkeypatch):
     }
     reference = torch.optim.Muon(parts.values(), lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     optimizer = Optimizer(model, OptimConfig(type="muon", lr=1e-2, weight_decay=0.1, max_norm=1e9))
-    assert not any(name.startswith("exp_avg_sq.blocks.0.mlp.") for name in optimizer.state())
+    assert not any(name.startswith("exp_avg_sq.blocks.0.mlp.") for name in optimizer.state_tensors())
     embedding = model.embed.weight.clone()
     for step in range(3):
-        cross_entropy_sum(pack([[1, 2, 3 + step, 4]], [[True] * 4]), model).backward()
+        cross_entropy_sum(pack_sequences([[1, 2, 3 + step, 4]], [[True] * 4]), model).backward()
         for name, parameter in model.named_parameters():
             if f"{name} 0" in parts:
                 for i, grad in enumerate(split_rows(spec, name, parameter.grad)):
@@ -284,7 +284,7 @@ def test_half_precision_weights_follow_fp32_masters_at_fixed_addresses():
     optimizer = Optimizer(model, OptimConfig(lr=1e-5, weight_decay=0.0))
     before = [m.clone() for m in optimizer.masters]
     for _ in range(3):
-        packed = pack([[1, 2, 3, 4]], [[True] * 4])
+        packed = pack_sequences([[1, 2, 3, 4]], [[True] * 4])
         cross_entropy_sum(packed, model).backward()
         optimizer.step(1e-5)
     assert model.embed.weight.data_ptr() == address
@@ -332,9 +332,11 @@ def test_an_optimizer_with_moments_in_bfloat16_stays_near_the_exact_one():
     ]
     for step in range(6):
         for model, optimizer in zip(models, optimizers, strict=True):
-            cross_entropy_sum(pack([[1, 2, 3 + step, 4]], [[True] * 4]), model).backward()
+            cross_entropy_sum(pack_sequences([[1, 2, 3 + step, 4]], [[True] * 4]), model).backward()
             optimizer.step(1e-2)
-    assert all(t.dtype == torch.bfloat16 for name, t in optimizers[1].state().items() if name.startswith("exp_avg"))
+    assert all(
+        t.dtype == torch.bfloat16 for name, t in optimizers[1].state_tensors().items() if name.startswith("exp_avg")
+    )
     for one, two in zip(*(model.parameters() for model in models), strict=True):
         assert float((one - two).detach().abs().max()) < 3e-3  # of 0.06 that they have moved
 
@@ -360,6 +362,6 @@ def test_offload_changes_nothing_on_a_cpu(kind):
     models = [small_model(), small_model()]
     for model, offload in zip(models, (False, True), strict=True):
         optimizer = Optimizer(model, OptimConfig(type=kind, lr=1e-2, offload=offload))
-        cross_entropy_sum(pack([[1, 2, 3, 4]], [[True] * 4]), model).backward()
+        cross_entropy_sum(pack_sequences([[1, 2, 3, 4]], [[True] * 4]), model).backward()
         optimizer.step(1e-2)
     assert all(torch.equal(one, two) for one, two in zip(*(model.parameters() for model in models), strict=True))

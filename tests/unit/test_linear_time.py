@@ -8,7 +8,7 @@ import pytest
 from hone.environments.parsers import MaybeThinkParser, ThinkParser, XMLParser, extract_boxed_answer
 from hone.inference.streams import Spelling
 from hone.text.chat import ChatTemplate
-from hone.text.stops import StopStrings, cut, held_back
+from hone.text.stops import StopStrings, cut_at_stop, held_back
 from hone.text.tokenizer import Tokenizer
 from hone.text.tool_calls import FORMATS, parse_tool_calls
 from tests.unit.test_text import CHATML
@@ -44,7 +44,7 @@ def readers():
         spelling = Spelling(tokenizer, True, ["</s>"], ["<tool_call>"])
         ids = tokenizer.encode(text[: len(text) // 8])
         for i in range(0, len(ids), 8):
-            spelling.more(ids[i : i + 8])
+            spelling.decode_more(ids[i : i + 8])
 
     def stop(text):
         ends = StopStrings(tokenizer.decode, ["never said"])
@@ -57,10 +57,10 @@ def readers():
         "xml": lambda t: (xml.parse(t), xml.parse_answer(t), xml.get_format_reward_func()(t)),
         "boxed": extract_boxed_answer,
         "thinking": lambda t: (ThinkParser().parse(t), MaybeThinkParser().parse(t)),
-        "stop strings": lambda t: (cut(t, ["</s>", "never"]), held_back(t, ["</s>", "<tool_call>"])),
+        "stop strings": lambda t: (cut_at_stop(t, ["</s>", "never"]), held_back(t, ["</s>", "<tool_call>"])),
         "a stream": stream,
         "stops of a stream": stop,
-        "template": lambda t: template.render([{"role": "user", "content": t}]),
+        "template": lambda t: template.render_conversation([{"role": "user", "content": t}]),
     }
 
 

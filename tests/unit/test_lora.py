@@ -17,7 +17,7 @@ from hone.inference.service import EngineService
 from hone.models.adapters import Adapters, read_adapter
 from hone.models.attention import PackedAttention
 from hone.models.hf import hf_names, load_model, split_rows
-from hone.models.proof import likeliest
+from hone.models.proof import find_likeliest
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import GenerateRequest, Sampling
@@ -160,13 +160,13 @@ def test_logprobs_of_a_prompt_are_those_of_its_adapter(model, tmp_path):
 
     async def look():
         for adapter in (None, "a"):
-            found.append(await sampler.likeliest(ids, 3, adapter))
+            found.append(await sampler.find_likeliest(ids, 3, adapter))
         with pytest.raises(ValueError, match="no adapter 'b' is loaded"):
-            await sampler.likeliest(ids, 3, "b")
+            await sampler.find_likeliest(ids, 3, "b")
 
     service.run_beside(look())
     for (own, others), expected in zip(found, (model, merged(model, tmp_path / "a")), strict=True):
-        exact, tops = likeliest(expected, ids, 3)
+        exact, tops = find_likeliest(expected, ids, 3)
         assert own == pytest.approx(exact, abs=1e-5)
         assert [[i for i, _ in one] for one in others] == [[i for i, _ in one] for one in tops]
 
@@ -217,14 +217,14 @@ def test_an_adapter_gives_what_peft_gives_or_is_refused_by_its_key(tmp_path):
         ours = load_model(tmp_path / "base")
         adapters = Adapters(ours)
         try:
-            adapters.load("a", read_adapter(tmp_path / "a"))
+            adapters.load_adapter("a", read_adapter(tmp_path / "a"))
         except ValueError as error:
             counts[next(key for key in REFUSED if key in str(error))] += 1
             shutil.rmtree(tmp_path / "a")
             continue
         packed = PackedAttention([len(ids)], "cpu")
         with torch.no_grad(), adapters.used_by_all("a", len(ids)):
-            found = ours.logits(ours(ids, packed.positions(), packed))
+            found = ours.compute_logits(ours(ids, packed.token_positions(), packed))
         assert torch.allclose(found, expected, atol=2e-5), (seed, (found - expected).abs().max())
         counts["equal"] += 1
         shutil.rmtree(tmp_path / "a")

@@ -13,7 +13,7 @@ from hone.engine.engine import Engine
 from hone.models.attention import PackedAttention
 from hone.models.families import parse_model_config
 from hone.models.hf import write_model
-from hone.models.lora import Merged, adapter_tensors, add_lora, loras, without_lora, write_adapter
+from hone.models.lora import Merged, adapter_tensors, add_lora, lora_modules, without_lora, write_adapter
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.trainer.ranks import Ranks
@@ -38,7 +38,7 @@ def made(**changes):
 def logits(model, ids=IDS):
     attention = PackedAttention([len(ids)])
     with torch.no_grad():
-        return model.logits(model(torch.tensor(ids), attention.positions(), attention))
+        return model.logits(model(torch.tensor(ids), attention.token_positions(), attention))
 
 
 def trained(model, steps=3, lr=1e-2, loss=None, **lora):
@@ -93,7 +93,7 @@ def test_only_the_adapter_is_trained_and_has_optimiser_state():
         assert (name not in frozen) == parameter.requires_grad
         if name in frozen:
             assert torch.equal(parameter, frozen[name]) and parameter.grad is None
-    kinds = {name.split(".", 1)[1].rsplit(".delta.", 1)[0] for name in trainer.optimizer.state()}
+    kinds = {name.split(".", 1)[1].rsplit(".delta.", 1)[0] for name in trainer.optimizer.state_tensors()}
     assert kinds == {f"blocks.{i}.attention.{linear}" for i in range(2) for linear in ("qkv", "out")}
     assert sum(p.numel() for p in trainer.optimizer.parameters) == 2 * 2 * ((32 + 64) + (64 + 32))
 
@@ -114,7 +114,7 @@ def test_the_sampler_follows_the_adapter_as_it_is_trained():
     model = made()
     trainer = trained(model, steps=0)
     sampled = Merged(model)
-    assert sampled.model.embed.weight is model.embed.weight and not any(loras(sampled.model))
+    assert sampled.model.embed.weight is model.embed.weight and not any(lora_modules(sampled.model))
     engine = Engine(sampled.model, max_batch_size=4, max_model_len=32, kv_cache_gib=0.1)
     request = GenerateRequest(IDS[:3], Sampling(1.0, 12, seed=7), frozenset())
     seen = []
@@ -125,7 +125,7 @@ def test_the_sampler_follows_the_adapter_as_it_is_trained():
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=1e-4, atol=1e-4)
         seen.append(completion.logprobs)
         trainer.step(Batch(step, [Sample(IDS, [False] + [True] * 7, [0.0] * 8, 1.0, 1.0)]))
-        sampled.follow()
+        sampled.follow_step()
         engine.set_version(step)
     assert seen[0] != seen[1]
     for own, copied in zip(
@@ -153,7 +153,7 @@ def test_dropout_drops_in_training_alone_and_the_same_when_a_step_is_taken_again
     torch.rand(100)  # what came between does not matter
     assert trained(made(), dropout=0.5).last["loss/mean"] == first["loss/mean"]
     x = torch.randn(200, 32)
-    lora = next(loras(model))
+    lora = next(lora_modules(model))
     assert not torch.equal(lora(x), lora(x))
     with torch.no_grad():
         assert torch.equal(lora(x), lora(x))

@@ -11,7 +11,7 @@ from hone.config.sft import DataConfig
 from hone.records import Prompt
 from hone.text.tokenizer import Tokenizer
 from hone.trainer.sft.data import Conversations
-from hone.trainer.sft.survey import row_tokens_of_data, survey
+from hone.trainer.sft.survey import row_tokens_of_data, survey_data
 from tests.unit.test_messages import draw_text
 
 SEEDS = range(200)
@@ -137,7 +137,7 @@ def test_what_is_left_out_is_counted_named_and_ends_the_run_only_above_the_share
     silent = [{"messages": [{"role": "user", "content": "only a question"}]}]
     data = Conversations([[*rows(9), *broken, *silent, *rows(2, 99), *rows(9)]], tokenizer, 40)
     said = []
-    survey(data, config, "data.name", lambda line, is_warning=False: said.append((line, is_warning)))
+    survey_data(data, config, "data.name", lambda line, is_warning=False: said.append((line, is_warning)))
     assert said[0] == ("Data (data.name): 22 rows, 18 samples, 432 tokens", False)
     assert said[1][1] and said[1][0].startswith("Data (data.name): 4 of 22 rows left out (18.2 % of the rows, 50.0 %")
     for words in (
@@ -148,7 +148,7 @@ def test_what_is_left_out_is_counted_named_and_ends_the_run_only_above_the_share
         assert words in said[1][0], said[1][0]
     strict = DataConfig(name="x", seq_len=40, max_left_out=0.1)
     with pytest.raises(ValueError, match=r"4 of 22 rows would be left out: .*data.max-left-out allows 0.1"):
-        survey(data, strict, "data.name", lambda *_, **__: None)
+        survey_data(data, strict, "data.name", lambda *_, **__: None)
 
 
 def test_the_length_of_a_row_follows_data_and_model(make):

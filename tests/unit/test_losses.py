@@ -53,7 +53,7 @@ def test_dppo_drops_what_has_moved_far_enough():
     assert out.total.item() == pytest.approx(-1.25 + 0.0 + 2.0 + sum(kl))
     assert out.is_masked.tolist() == [0, 1, 0]
     assert grad == pytest.approx([-1.25 + 0.2 * math.log(1.25), 0.2 * LN2, 2.0 + 0.2 * LN2])
-    assert LossConfig(type="dppo").tau == 1e-3 and LossConfig().tau == 0.0
+    assert LossConfig(type="dppo").kl_coefficient == 1e-3 and LossConfig().kl_coefficient == 0.0
 
 
 def test_ppo_clips_each_side_by_its_own_bound():
@@ -264,7 +264,7 @@ def test_gradients_do_not_depend_on_micro_batches(kind, normalize):
         config = TrainerConfig(loss=LossConfig(type=kind, normalize=normalize), micro_batch_tokens=budget)
         trainer = RLTrainer(made(), config, max_steps=1)
         trainer.optimizer.step = lambda lr: 0.0
-        assert (len(trainer._split(samples())) > 1) == (budget == 12)
+        assert (len(trainer._split_samples(samples())) > 1) == (budget == 12)
         trainer.step(Batch(1, samples()))
         gradients.append([p.grad for p in trainer.model.parameters()])
     for one, two in zip(*gradients, strict=True):

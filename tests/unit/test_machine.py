@@ -23,13 +23,13 @@ def run(code, **environment):
 
 def test_threads_follow_affinity_and_what_the_user_says(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert 1 <= machine.cores() <= (os.cpu_count() or 1)
+    assert 1 <= machine.usable_cores() <= (os.cpu_count() or 1)
     if hasattr(os, "sched_setaffinity"):
         one = sorted(os.sched_getaffinity(0))[0]
         done = run(f"import os; os.sched_setaffinity(0, [{one}]); from hone import machine; print(machine.cores())")
         assert done.stdout.strip() == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert machine.cores() == 7
+    assert machine.usable_cores() == 7
 
 
 @pytest.mark.parametrize(
@@ -47,17 +47,17 @@ def test_the_time_that_a_control_group_leaves_counts(files, quota, tmp_path):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    assert machine._quota(tmp_path) == quota
+    assert machine._cpu_quota(tmp_path) == quota
 
 
 def test_a_thread_that_waits_soon_sleeps_unless_the_user_says_otherwise(monkeypatch):
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    machine.prepare()
-    assert "GOMP_SPINCOUNT" not in os.environ and os.environ["OMP_NUM_THREADS"] == str(machine.cores())
+    machine.prepare_environment()
+    assert "GOMP_SPINCOUNT" not in os.environ and os.environ["OMP_NUM_THREADS"] == str(machine.usable_cores())
     monkeypatch.delenv("OMP_WAIT_POLICY")
-    machine.prepare()
+    machine.prepare_environment()
     tells = Path("/proc/self/schedstat").exists()  # then `Neighbours` switches
     assert os.environ.get("GOMP_SPINCOUNT") == (None if tells else "1000")
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
@@ -67,11 +67,11 @@ def test_a_thread_that_waits_soon_sleeps_unless_the_user_says_otherwise(monkeypa
 def test_deadlines_are_longer_where_starting_takes_longer(monkeypatch):
     monkeypatch.setattr(machine, "_slowness", 1.0)
     machine.started_in(0.5)
-    assert machine.silence() == 15.0
+    assert machine.silence_seconds() == 15.0
     machine.started_in(6.0)
-    assert machine.silence() == 30.0
+    assert machine.silence_seconds() == 30.0
     machine.started_in(100.0)
-    assert machine.silence() == 45.0
+    assert machine.silence_seconds() == 45.0
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not tell how long threads wait")
@@ -83,12 +83,12 @@ def test_waiting_threads_sleep_while_other_programs_want_the_cores(monkeypatch):
     neighbours = machine.Neighbours()
     computed = neighbours.before[0]
     sum(range(10**6))
-    assert neighbours._times()[0] > computed
+    assert neighbours._thread_times()[0] > computed
     for share, count in ((0.05, 0), (0.3, 1), (0.3, 1), (0.05, 1)):
-        neighbours.follow(share)
+        neighbours.adapt_threads(share)
         assert len(spares()) == count
     (spare,) = spares()
-    neighbours.follow(0.01)
+    neighbours.adapt_threads(0.01)
     spare.join(HANG_SECONDS)
     assert not spares()
 

@@ -3,7 +3,7 @@
 import pytest
 
 from hone.config.sections import EngineConfig
-from hone.engine.memory import share
+from hone.engine.memory import plan_gpu_cache
 
 GIB = 2**30
 
@@ -11,7 +11,7 @@ GIB = 2**30
 def shared(of_sequence, reserved=0, free=100, least=None, **config):
     least = of_sequence if least is None else least
     sizes = [int(size * GIB) for size in (of_sequence, free, 140, reserved, least)]
-    room = share(EngineConfig(**config), *sizes)
+    room = plan_gpu_cache(EngineConfig(**config), *sizes)
     return room["max_batch_size"], round(room["kv_cache_gib"], 6)
 
 

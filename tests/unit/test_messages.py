@@ -92,12 +92,12 @@ def test_all_entrances_give_the_tokens_that_transformers_gives_for_the_plain_for
         written = [disguise(rng, message) for message in plain]
         environment = _Env(dataset=[{"prompt": written}])
         (example,) = environment.get_dataset()
-        asked = ChatRequest.model_validate({"model": "m", "messages": written}).prompt()
+        asked = ChatRequest.model_validate({"model": "m", "messages": written}).build_prompt()
         found = [ours.prompt_ids(Prompt(example.prompt)), ours.prompt_ids(asked)]
         if all("tool_calls" not in message for message in plain):
             items = [{"role": m["role"], "content": m["content"]} for m in written]
             request = ResponsesRequest.model_validate({"model": "m", "input": items})
-            found.append(ours.prompt_ids(request.as_chat().prompt()))
+            found.append(ours.prompt_ids(request.as_chat().build_prompt()))
         for ids in found:
             assert ids == expected, (seed, written)
         whole = [*plain, {"role": "assistant", "content": "end"}]
@@ -136,7 +136,7 @@ def test_arrow_columns_add_nothing_to_a_conversation(save, tmp_path):  # noqa: F
     for row, *read in zip(rows, *found, strict=True):
         expected = theirs.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
         for one in read:
-            assert ours.template.render(to_messages(one), **to_tools(one)) == expected
+            assert ours.template.render_conversation(to_messages(one), **to_tools(one)) == expected
 
 
 def test_nulls_that_a_row_wrote_itself_stay(save, tmp_path):  # noqa: F811
@@ -145,7 +145,7 @@ def test_nulls_that_a_row_wrote_itself_stay(save, tmp_path):  # noqa: F811
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     (read,) = load_rows(str(tmp_path / "a.jsonl"), "train")
     template = Tokenizer(save(PICKY)).template
-    assert '{"a": null, "b": [null, 1]}' in template.render(to_messages(read))
+    assert '{"a": null, "b": [null, 1]}' in template.render_conversation(to_messages(read))
 
 
 @pytest.mark.parametrize(
@@ -170,24 +170,26 @@ def test_nulls_that_a_row_wrote_itself_stay(save, tmp_path):  # noqa: F811
 def test_what_no_template_can_be_given_is_refused_by_its_place(message, words):
     template = ChatTemplate(CHATML, {})
     with pytest.raises(MessageError, match=words):
-        template.render([{"role": "user", "content": "hi"}, message])
+        template.render_conversation([{"role": "user", "content": "hi"}, message])
 
 
 def test_a_message_that_the_template_has_no_place_for_is_refused_and_never_lost():
     template = ChatTemplate(FOUR_ROLES, {})
     user, answer = {"role": "user", "content": "5"}, {"role": "assistant", "content": "5"}
     developer = {"role": "developer", "content": "5"}
-    assert template.render([developer, user]) == template.render([{**developer, "role": "system"}, user])
-    assert template.render([user, answer, user]) == "[U]5[A]5</s>[U]5"
+    assert template.render_conversation([developer, user]) == template.render_conversation(
+        [{**developer, "role": "system"}, user]
+    )
+    assert template.render_conversation([user, answer, user]) == "[U]5[A]5</s>[U]5"
     for role in ("tool", "function", "ipython"):
         with pytest.raises(MessageError, match=rf"leaves out message 2: it has no place for role '{role}' there"):
-            template.render([user, answer, {"role": role, "content": "5"}])
+            template.render_conversation([user, answer, {"role": role, "content": "5"}])
 
 
 def test_a_template_of_text_parts_is_given_parts():
     source = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
     template = ChatTemplate(source, {})
-    assert template.render([{"role": "user", "content": "hi"}]) == "[user]hi"
+    assert template.render_conversation([{"role": "user", "content": "hi"}]) == "[user]hi"
 
 
 def test_arguments_are_json_for_a_template_that_joins_them_to_its_text():
@@ -198,13 +200,13 @@ def test_arguments_are_json_for_a_template_that_joins_them_to_its_text():
     for arguments in ({"a": "é"}, '{"a": "é"}'):
         call = {"function": {"name": "f", "arguments": arguments}}
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
-        assert template.render(messages) == 'x({"a": "é"})'
+        assert template.render_conversation(messages) == 'x({"a": "é"})'
 
 
 def test_reasoning_is_known_by_each_of_its_names():
     template = ChatTemplate("{% for m in messages %}{{ m.reasoning_content or '' }}|{{ m.content }}{% endfor %}", {})
     for name in ("reasoning_content", "reasoning", "thinking"):
-        assert template.render([{"role": "assistant", "content": "a", name: "because"}]) == "because|a"
+        assert template.render_conversation([{"role": "assistant", "content": "a", name: "because"}]) == "because|a"
 
 
 BESIDE = """{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}
@@ -223,10 +225,10 @@ def test_no_part_of_a_message_is_lost(message, words):
     template = ChatTemplate(BESIDE, {})
     user = {"role": "user", "content": "?"}
     with pytest.raises(MessageError, match=words):
-        template.render([user, {"role": "assistant", **message}])
+        template.render_conversation([user, {"role": "assistant", **message}])
     assert template.most_calls == 1
     assert (
-        template.render([user, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}])
+        template.render_conversation([user, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}])
         == "[user]?[assistant]f"
     )
 
@@ -235,7 +237,7 @@ def test_no_part_of_a_message_is_lost(message, words):
 def test_deep_nesting_is_refused_or_stays_text(tmp_path, depth):
     template = ChatTemplate(PICKY, {})
     call = {"function": {"name": "f", "arguments": "[" * depth}}
-    text = template.render([{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}])
+    text = template.render_conversation([{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}])
     assert "[" * depth in text
     (tmp_path / "a.jsonl").write_text('{"messages": ' + "[" * depth)
     with pytest.raises(ValueError, match="a.jsonl, line 1 is not valid JSON"):

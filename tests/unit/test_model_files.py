@@ -117,7 +117,7 @@ def test_what_ends_a_turn_in_the_template_ends_a_generation(tmp_path, caplog):
         config = {"eos_token": eos, "chat_template": CHATML.replace("<|im_end|>", mark)}
         (directory / "tokenizer_config.json").write_text(json.dumps(config))
         tokenizer = Tokenizer(directory)
-        assert set(map(tokenizer.token, tokenizer.stop_ids)) == {eos, mark}
+        assert set(map(tokenizer.token_text, tokenizer.stop_ids)) == {eos, mark}
         said = f"the chat template ends a turn with {mark}, which the model's files do not name as an end"
         assert (said in caplog.text) == (eos != mark)
         caplog.clear()
@@ -150,7 +150,7 @@ def test_shipped_templates_append_and_end_their_turns(tmp_path, name):
     tokenizer = Tokenizer(write_tokenizer(tmp_path / "t", random.Random(4)), resolve_template(name))
     turns = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user", "assistant")]
     ((ids, mask),) = tokenizer.conversation_ids(turns)
-    written = "".join(tokenizer.token(i) for i, is_target in zip(ids, mask, strict=True) if is_target)
+    written = "".join(tokenizer.token_text(i) for i, is_target in zip(ids, mask, strict=True) if is_target)
     end = tokenizer.template.turn_end().strip()
     assert end and written == f"assistant{end}" * 2
 
@@ -163,7 +163,7 @@ def test_template_arguments_reach_every_rendering(tmp_path):
     assert tokenizer.decode(tokenizer.prompt_ids(Prompt(asked))) == "Ta"
     off = Prompt(asked, template_arguments={"enable_thinking": False})
     assert tokenizer.decode(tokenizer.prompt_ids(off)) == "Fa"
-    assert tokenizer.decode(tokenizer.reload(directory).prompt_ids(Prompt(asked))) == "Ta"
+    assert tokenizer.decode(tokenizer.reload_from(directory).prompt_ids(Prompt(asked))) == "Ta"
     assert tokenizer.decode(tokenizer.conversation_ids([*asked, {"role": "assistant", "content": "b"}])[0][0]) == "Tab"
 
 
@@ -269,14 +269,14 @@ def test_tokens_that_the_model_has_no_embedding_for_are_refused_where_they_are_u
     (directory / "special_tokens_map.json").unlink(missing_ok=True)
     tokenizer = Tokenizer(directory)
     size = tokenizer.encoder.token_to_id("[PAD]")
-    tokenizer.fit(size)
+    tokenizer.fit_vocabulary(size)
     assert "the model has no embedding for tokens of its tokenizer: [PAD]" in caplog.text
-    assert tokenizer.prompt_ids(Prompt(ASKED)) and tokenizer.reload(directory).encode("PAD")
-    for given in (tokenizer, tokenizer.reload(directory)):
+    assert tokenizer.prompt_ids(Prompt(ASKED)) and tokenizer.reload_from(directory).encode("PAD")
+    for given in (tokenizer, tokenizer.reload_from(directory)):
         with pytest.raises(ValueError, match=r"the text has the token \[PAD\], for which the model has no embedding"):
             given.prompt_ids(Prompt([{"role": "user", "content": "a [PAD] b"}]))
     with pytest.raises(ValueError, match="the tokenizer has 256 tokens, the model's vocab_size is 100"):
-        tokenizer.fit(100)
+        tokenizer.fit_vocabulary(100)
 
 
 def test_links_out_of_a_model_s_directory_are_refused_and_never_copied(tmp_path, caplog):

@@ -51,13 +51,13 @@ class Digits(SingleTurnEnv):
 def orchestrator(model, env=None, level=0, **config):
     settings = {"env": {"id": "digits"}, "batch_size": 16, "rollouts_per_example": 4, **config}
     made = Orchestrator(OrchestratorConfig.model_validate(settings), {"digits": env or Digits()}, model, 0, level)
-    adopt = made.adopted
+    adopt = made.on_adopted
 
     def adopted(version):
         model.version = version
         adopt(version)
 
-    made.adopted = adopted
+    made.on_adopted = adopted
     return made
 
 
@@ -78,10 +78,10 @@ def test_an_error_of_a_group_is_not_forgotten_for_the_next_that_is_well():
         made = orchestrator(Model())
         made.teacher = Teacher()
         made.settings = {name: one.model_copy(update={"teacher_logprobs": True}) for name, one in made.settings.items()}
-        made.adopted(0)
+        made.on_adopted(0)
         await asyncio.sleep(0.05)
         with pytest.raises(ConnectionError, match="the teacher is gone"):
-            await made.collect(1)
+            await made.collect_step(1)
         await made.close()
 
     run(program())
@@ -101,8 +101,8 @@ def test_an_environment_that_gives_no_rollout_fails_that_rollout(answer):
 
     async def program():
         made = orchestrator(Model(), Odd())
-        made.adopted(0)
-        collected = await made.collect(1)
+        made.on_adopted(0)
+        collected = await made.collect_step(1)
         await made.close()
         return collected
 
@@ -115,8 +115,8 @@ def test_on_policy_the_groups_of_a_step_follow_from_its_number():
         made.go_on(first, progress)
         found = []
         for step in range(first, first + count):
-            made.adopted(step - 1)
-            found.append(await made.collect(step))
+            made.on_adopted(step - 1)
+            found.append(await made.collect_step(step))
         await made.close()
         return found
 
@@ -142,15 +142,15 @@ def test_ahead_of_training_nothing_is_older_than_allowed_lost_or_doubled(level, 
     async def steps(first, count, progress):
         made = orchestrator(Model(seconds), level=level, oversampling_factor=oversampling, max_off_policy_steps=bound)
         made.go_on(first, progress)
-        made.adopted(first - 1)
+        made.on_adopted(first - 1)
         found, trained = [], first - 1
         for step in range(first, first + count):
             while trained < step - 1 - level:
                 await asyncio.sleep(0.003)
                 trained += 1
-                made.adopted(trained)
+                made.on_adopted(trained)
             assert len(made.under_way) + len(made.ready) <= 4 * (level + 1) + math.ceil(4 * (oversampling - 1))
-            found.append(await made.collect(step))
+            found.append(await made.collect_step(step))
         await made.close()
         return found
 
@@ -169,7 +169,7 @@ def test_a_step_more_is_under_way_with_each_version_that_training_gives():
         made.go_on(first, None)
         found = []
         for version in range(first - 1, first + 2):
-            made.adopted(version)
+            made.on_adopted(version)
             found.append(len(made.under_way))
         await made.close()
         return found
@@ -178,7 +178,7 @@ def test_a_step_more_is_under_way_with_each_version_that_training_gives():
 
     async def ending():
         made = orchestrator(Model(), level=2, oversampling_factor=1.25)
-        made.adopted(0)
+        made.on_adopted(0)
         async with asyncio.timeout(10.0):
             while len(made.ready) < 3 * 4 + 1:  # all that this version may be used for
                 await asyncio.sleep(0.002)
@@ -194,11 +194,11 @@ def test_what_has_become_too_old_is_begun_again():
             max_off_policy_steps=2,
         )  # fmt: skip
         model = made.client
-        made.adopted(0)
+        made.on_adopted(0)
         found = []
         for step in range(1, 7):
-            found.append(await made.collect(step))
-            made.adopted(step)
+            found.append(await made.collect_step(step))
+            made.on_adopted(step)
         await made.close()
         return found
 
@@ -217,16 +217,16 @@ def test_what_is_cancelled_from_outside_ends_in_silence_and_from_inside_is_a_fai
 
     async def inside():
         made = orchestrator(Model(), Cancels())
-        made.adopted(0)
-        return await made.collect(1)
+        made.on_adopted(0)
+        return await made.collect_step(1)
 
     assert run(inside()).measure()["progress/failed"] == 4
 
     async def outside():
         made = orchestrator(Model(lambda seed: 30.0))
-        made.adopted(0)
+        made.on_adopted(0)
         asyncio.get_running_loop().call_later(0.05, asyncio.current_task().cancel)
-        await made.collect(1)
+        await made.collect_step(1)
 
     with pytest.raises(asyncio.CancelledError), caplog.at_level(logging.ERROR):
         run(outside())
@@ -238,9 +238,9 @@ def test_groups_without_signal_are_replaced_up_to_a_limit():
 
     async def program(env, **config):
         made = orchestrator(Model(), env, refill=True, **config)
-        made.adopted(0)
-        collected = await made.collect(1)
-        return collected, made.progress()
+        made.on_adopted(0)
+        collected = await made.collect_step(1)
+        return collected, made.progress_state()
 
     collected, progress = run(program(rare))
     used = [g for g in collected.groups if not g.unused]
@@ -285,8 +285,8 @@ def test_failures_of_ten_thousand_rollouts_are_counted_by_cause():
             rollout_retries=0,
             rollout_timeout=1.5,
         )
-        made.adopted(0)
-        return [await made.collect(1, last_step=1)]
+        made.on_adopted(0)
+        return [await made.collect_step(1, last_step=1)]
 
     found = run(program())
     expected = Counter(fate(seed) for seed in range(10_000))
@@ -309,8 +309,8 @@ def test_a_rollout_that_fails_once_is_tried_again_with_its_seed():
 
     async def collected(env):
         made = orchestrator(Model(), env)
-        made.adopted(0)
-        return await made.collect(1)
+        made.on_adopted(0)
+        return await made.collect_step(1)
 
     again, plain = run(collected(Once())), run(collected(Digits()))
     assert again.measure()["failures/raised"] == 6 and again.measure()["progress/failed"] == 0
@@ -320,7 +320,7 @@ def test_a_rollout_that_fails_once_is_tried_again_with_its_seed():
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_sets_what_is_not_given(name):
     given = {"model": {"name": "m"}, "orchestrator": {"env": {"id": "digits"}, "teacher": {"model": "t"}}}
-    config = RLConfig.model_validate(RLConfig.prepare({**given, "algorithm": name}, {}, set()))
+    config = RLConfig.model_validate(RLConfig.prepare_values({**given, "algorithm": name}, {}, set()))
     for section, values in ALGORITHMS[name].items():
         for key, value in values.items():
             found = getattr(getattr(config, section), key)
@@ -328,17 +328,17 @@ def test_an_algorithm_sets_what_is_not_given(name):
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     assert page.count(f"| `{name}` |") == 2  # its formula and its source
     alone = {"id": "digits", "name": "alone", "algorithm": name}
-    several = RLConfig.prepare(
+    several = RLConfig.prepare_values(
         {**given, "orchestrator": {"env": [{"id": "digits"}, alone], "teacher": {"model": "t"}}}, {}, set()
     )
     several = RLConfig.model_validate(several)
     assert several.trainer.loss_of == {"alone": config.trainer.loss} and several.trainer.loss == LossConfig()
-    assert several.orchestrator.of("alone") == config.orchestrator.of("digits")
+    assert several.orchestrator.group_config_of("alone") == config.orchestrator.group_config_of("digits")
     own = {**given, "algorithm": name, "trainer": {"loss": {"type": "tis", "ratio_cap": 3.0}}}
-    own = RLConfig.model_validate(RLConfig.prepare(own, {}, set()))
+    own = RLConfig.model_validate(RLConfig.prepare_values(own, {}, set()))
     assert own.trainer.loss.type == "tis" and own.trainer.loss.ratio_cap == 3.0
     more = {**given, "algorithm": name, "orchestrator": {**given["orchestrator"], "advantage": "rloo"}}
-    assert RLConfig.model_validate(RLConfig.prepare(more, {}, set())).orchestrator.advantage == "rloo"
+    assert RLConfig.model_validate(RLConfig.prepare_values(more, {}, set())).orchestrator.advantage == "rloo"
 
 
 def test_a_step_without_signal_says_why():
@@ -358,14 +358,14 @@ def test_the_orchestrator_starts_without_torch():
 def test_what_blocks_the_event_loop_is_seen(caplog):
     async def program():
         lag = Lag(logging.getLogger("hone"))
-        task = asyncio.create_task(lag.watch())
+        task = asyncio.create_task(lag.watch_loop())
         await asyncio.sleep(0.2)
-        calm = lag.take()
+        calm = lag.take_metrics()
         await asyncio.sleep(0.01)
         time.sleep(1.1)
         await asyncio.sleep(0.05)
         task.cancel()
-        return calm, lag.take()
+        return calm, lag.take_metrics()
 
     with caplog.at_level(logging.WARNING, logger="hone"):
         calm, blocked = run(program())
@@ -391,8 +391,8 @@ def test_each_environment_has_its_share_its_group_size_and_its_sampling():
         made = Orchestrator(config, {"digits": Digits(), "few": Digits()}, Seen(), 0)
         found = []
         for step in range(1, 5):
-            made.adopted(step - 1)
-            found.append(await made.collect(step))
+            made.on_adopted(step - 1)
+            found.append(await made.collect_step(step))
         return found
 
     found = run(program())
@@ -421,8 +421,8 @@ def test_useful_groups_of_earlier_steps_stand_in_also_in_a_run_that_goes_on(tmp_
         found = []
         for step in range(first, first + count):
             environment.step = step
-            made.adopted(step - 1)
-            found.append(await made.collect(step, last_step=step))
+            made.on_adopted(step - 1)
+            found.append(await made.collect_step(step, last_step=step))
             if not (tmp_path / f"step_{step}").exists():
                 write_rollouts(found[-1].groups, tmp_path / f"step_{step}")
         return found

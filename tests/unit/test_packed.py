@@ -28,7 +28,7 @@ def made(spec):
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.1, generator=generator)
-    if not PackedModel.takes(model):
+    if not PackedModel.supports_model(model):
         pytest.skip("needs the compiled kernels")
     return model
 
@@ -58,7 +58,7 @@ def test_weights_that_change_in_place_are_packed_again():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    engine.pool.forget()
+    engine.pool.forget_prefixes()
     assert engine.generate(requests()) == Engine(model).generate(requests()) != first
     for parameter in model.parameters():
         parameter.data.mul_(0.9)  # torch does not count this
@@ -70,8 +70,8 @@ def test_the_quickest_way_is_found_though_work_grows():
     way = Quickest(3)
     tried, cost = [], 1.0
     for _ in range(12 + Quickest.KEPT):
-        tried.append(way.way())
-        way.took((3.0, 1.5, 2.0)[tried[-1]] * cost)
+        tried.append(way.choose_way())
+        way.record_time((3.0, 1.5, 2.0)[tried[-1]] * cost)
         cost *= 1.02 if len(tried) < 12 else 1.0
     assert sorted(tried[:12]) == [0] * 4 + [1] * 4 + [2] * 4 and set(tried[12:]) == {1}
-    assert way.way() == 0  # and they are tried again
+    assert way.choose_way() == 0  # and they are tried again

@@ -14,9 +14,9 @@ from hone.config.probe import ProbeConfig
 from hone.config.sections import ModelConfig
 from hone.kernels.gpu import Scaled
 from hone.launch import probe as probing
-from hone.launch.probe import first_layer, probe, sample
+from hone.launch.probe import first_layer, probe_model, sample_waves
 from hone.models.hf import load_model
-from hone.models.loading import load
+from hone.models.loading import load_configured
 from hone.models.lora import add_lora
 
 TINY_MODEL = Path(__file__).parents[2] / "examples" / "reverse_text_tiny" / "model"
@@ -31,9 +31,9 @@ def test_the_two_sides_of_a_cpu_agree_closely(has_adapter):
     one = model()
     if has_adapter:
         add_lora(one, LoRAConfig(rank=4), 0)
-    found = probe(one, 60, 40)
+    found = probe_model(one, 60, 40)
     assert found.tokens > 500 and found.largest < 1e-4 and abs(found.mismatch) < 1e-9
-    assert "logprobs differ between sampler and trainer" in found.words()
+    assert "logprobs differ between sampler and trainer" in found.describe_result()
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -55,7 +55,7 @@ def test_a_changed_block_is_named(adds, monkeypatch):
     if adds:
         monkeypatch.setattr(probing, "outputs_of", added)
     engine = probing.Engine(trained, max_batch_size=8, max_model_len=64, kv_cache_gib=0.1)
-    rollouts = [one for one in sample(engine, 4, 16, 1.0, random.Random(0)) if len(one[1]) > 2][:1]
+    rollouts = [one for one in sample_waves(engine, 4, 16, 1.0, random.Random(0)) if len(one[1]) > 2][:1]
     assert first_layer(trained, sampled, rollouts) == ""
     with torch.no_grad():
         sampled.blocks[1].mlp.down.weight.mul_(1.1)
@@ -64,5 +64,5 @@ def test_a_changed_block_is_named(adds, monkeypatch):
 
 def test_exact_numerics_are_for_a_gpu():
     with pytest.raises(ValueError, match=r"model.numerics exact is for a GPU.*take fast"):
-        load(ModelConfig(name=str(TINY_MODEL), random_init=True, device="cpu", numerics="exact"))
+        load_configured(ModelConfig(name=str(TINY_MODEL), random_init=True, device="cpu", numerics="exact"))
     assert load_config(ProbeConfig, ["--model.name", "m", "--lora.rank", "4"]).lora.rank == 4

@@ -9,10 +9,10 @@ import pytest
 from hone.config.base import load_config
 from hone.config.help import to_toml
 from hone.config.rl import RLConfig
-from hone.config.secrets import LEFT_OUT, collect_secrets, redact, restore_secrets, secrets_variable
+from hone.config.secrets import LEFT_OUT, collect_secrets, redact_secrets, restore_secrets, secrets_variable
 from hone.environments.isolated import Isolated
 from hone.environments.turns import SingleTurnEnv
-from hone.run_directory import RunDirectory, rewrite
+from hone.run_directory import RunDirectory, rewrite_file
 
 SECRETS = {
     "api_key": "abc", "judge_api_key": "x1", "openai-api-key": "x2", "password": "x3", "client_secret": "x4",
@@ -28,11 +28,11 @@ HARMLESS = {
 
 
 def test_whatever_looks_like_a_secret_is_left_out_and_can_be_put_back():
-    found = redact(SECRETS)
+    found = redact_secrets(SECRETS)
     text = json.dumps(found)
     assert not any(f'"x{i}"' in text for i in range(10)) and "abc" not in text
     assert found["url"] == found["note"] == LEFT_OUT and found["head"] == [LEFT_OUT]
-    assert redact(HARMLESS) == {key: value for key, value in HARMLESS.items() if key != "api_key"}
+    assert redact_secrets(HARMLESS) == {key: value for key, value in HARMLESS.items() if key != "api_key"}
     assert collect_secrets(HARMLESS) == []
     os.environ |= secrets_variable(SECRETS)
     restore_secrets(found)
@@ -66,7 +66,7 @@ def test_a_written_configuration_has_none_and_its_process_has_them(config, tmp_p
     again = load_config(RLConfig, ["@", str(file)])
     assert again.orchestrator.env[1].args == config.orchestrator.env[1].args
     kept = tmp_path / "job.toml"
-    rewrite(kept, to_toml(config, with_secrets=True), mode=0o600)
+    rewrite_file(kept, to_toml(config, with_secrets=True), mode=0o600)
     assert load_config(RLConfig, ["@", str(kept)]).orchestrator.env[1].args == config.orchestrator.env[1].args
 
 

@@ -120,7 +120,7 @@ def test_weights_come_from_the_working_directory_or_beside_the_model_unless_told
         config = InferenceConfig(model={"name": str(tmp_path / "models" / "base")}, **keys)
         served = Served(Sampler(), Tokenizer(), "m", find_allowed_directories(config))
         try:
-            served._check(tmp_path / directory)
+            served._check_directory(tmp_path / directory)
         except ValueError as error:
             assert "allowed_dirs" in str(error)
             return False

@@ -15,8 +15,8 @@ from hone.trainer.sft.data import (
     Conversations,
     Renderer,
     StreamedConversations,
-    epoch,
-    steps,
+    iterate_epoch,
+    iterate_steps,
 )
 from hone.trainer.sft.data_sources import Source, load_rows, to_messages
 
@@ -82,11 +82,11 @@ def test_other_roles_may_be_learnt_too(tokenizer):
 def test_rows_are_filled_with_whole_conversations(tokenizer):
     config = DataConfig(name="x", seq_len=20, batch_size=2, shuffle=False)
     data = Conversations([rows(8, 8, 8, 20, 5)], tokenizer, 20)
-    packed = [[len(ids) for ids, _ in row] for row in epoch(data, config, 0, 0)]
+    packed = [[len(ids) for ids, _ in row] for row in iterate_epoch(data, config, 0, 0)]
     assert packed == [[8, 8], [8], [20], [5]]
     stacked = config.model_copy(update={"pack": "stack"})
-    assert [len(row) for row in epoch(data, stacked, 0, 0)] == [1] * 5
-    assert [len(batch) for batch in steps(data, config, 0, epochs=1)] == [2, 2]
+    assert [len(row) for row in iterate_epoch(data, stacked, 0, 0)] == [1] * 5
+    assert [len(batch) for batch in iterate_steps(data, config, 0, epochs=1)] == [2, 2]
 
 
 def test_messages_that_are_none_are_named(tokenizer):
@@ -99,7 +99,7 @@ def test_every_epoch_has_every_conversation_in_an_order_of_its_own(tokenizer):
     config = DataConfig(name="x", seq_len=20, batch_size=1, pack="stack")
     data = Conversations([rows(*range(5, 21))], tokenizer, 20)
     orders = [
-        [len(row[0][0]) for row in epoch(data, config, seed, number)]
+        [len(row[0][0]) for row in iterate_epoch(data, config, seed, number)]
         for seed, number in ((0, 0), (0, 1), (0, 0), (1, 0))
     ]
     assert orders[0] == orders[2] != orders[1] and orders[0] != orders[3]
@@ -110,14 +110,14 @@ def test_data_sets_are_mixed_by_their_weights(tokenizer):
     sizes = (range(5, 15), range(15, 19))
     config = DataConfig(name=["x", "y"], weights=[0.5, 2], seq_len=20, pack="stack")
     data = Conversations([rows(*size) for size in sizes], tokenizer, 20)
-    orders = [[len(row[0][0]) for row in epoch(data, config, 0, number)] for number in (0, 2)]
+    orders = [[len(row[0][0]) for row in iterate_epoch(data, config, 0, number)] for number in (0, 2)]
     for order in orders:
         assert sorted(n for n in order if n >= 15) == sorted([*sizes[1]] * 2)
         assert len({n for n in order if n < 15}) == len(order) - 8 == 5
     assert {n for n in orders[0] if n < 15} != {n for n in orders[1] if n < 15}  # another half
     nothing = DataConfig(name=["x"], weights=[0.01], seq_len=20)
     with pytest.raises(ValueError, match=r"data.weights \[0.01\] of \[10\] rows leave no conversation"):
-        next(steps(Conversations([rows(*sizes[0])], tokenizer, 20), nothing, 0))
+        next(iterate_steps(Conversations([rows(*sizes[0])], tokenizer, 20), nothing, 0))
     with pytest.raises(ValidationError, match="data.weights has 1 values, data.name 2 data sets"):
         DataConfig(name=["x", "y"], weights=[1])
 
@@ -125,9 +125,9 @@ def test_data_sets_are_mixed_by_their_weights(tokenizer):
 def test_overlong_conversations_are_dropped_and_counted(tokenizer):
     config = DataConfig(name="x", seq_len=10, shuffle=False)
     data = Conversations([[*rows(10, 11), {"messages": [{"role": "user", "content": "only"}]}]], tokenizer, 10)
-    assert len(list(epoch(data, config, 0, 0))) == 1 and data.dropped == 2 == len(data.left_out)
+    assert len(list(iterate_epoch(data, config, 0, 0))) == 1 and data.dropped_count == 2 == len(data.left_out)
     with pytest.raises(ValueError, match="no conversation fits into data.seq-len 5"):
-        next(steps(Conversations([rows(9)], tokenizer, 5), config.model_copy(update={"seq_len": 5}), 0))
+        next(iterate_steps(Conversations([rows(9)], tokenizer, 5), config.model_copy(update={"seq_len": 5}), 0))
 
 
 def test_a_stream_has_no_end_follows_from_the_seed_and_mixes_by_weight(tokenizer, tmp_path):
@@ -145,18 +145,18 @@ def test_a_stream_has_no_end_follows_from_the_seed_and_mixes_by_weight(tokenizer
 
     def lengths(seed, count=100):
         data = StreamedConversations([Source(name, "train") for name in config.name], tokenizer, 40)
-        batches = [[len(row[0][0]) for row in batch] for batch in islice(steps(data, config, seed), count)]
+        batches = [[len(row[0][0]) for row in batch] for batch in islice(iterate_steps(data, config, seed), count)]
         return batches, data
 
     batches, data = lengths(0)
     flat = [n for batch in batches for n in batch]
     assert batches == lengths(0)[0] != lengths(1)[0] and set(flat) == {6, 7, 20}
     assert 0.65 < sum(n < 20 for n in flat) / len(flat) < 0.85
-    assert data.dropped > 0 and data.read - data.dropped - len(flat) in (0, 1)
+    assert data.dropped_count > 0 and data.read - data.dropped_count - len(flat) in (0, 1)
     config = config.model_copy(update={"seq_len": 5})
     with pytest.raises(ValueError, match=r"no conversation fits into data.seq-len 5"):
         next(
-            steps(
+            iterate_steps(
                 StreamedConversations([Source(few, "train")], tokenizer, 5),
                 config.model_copy(update={"name": [few], "weights": None}),
                 0,

@@ -15,14 +15,14 @@ from tokenizers import Tokenizer as Encoder
 
 from hone.clients.http import _json_of
 from hone.engine.engine import Engine
-from hone.inference.answers import ChatAnswer, _json, joined_pieces
+from hone.inference.answers import ChatAnswer, _dump_json, joined_pieces
 from hone.inference.embedded import EmbeddedSampler
 from hone.inference.protocol import ChatRequest
 from hone.inference.served import Served
 from hone.inference.service import EngineService
 from hone.models.families import parse_model_config
 from hone.models.hf import read_model_config, write_description, write_model
-from hone.models.proof import checksum
+from hone.models.proof import model_checksum
 from hone.models.transformer import Transformer
 from hone.records import Completion, Prompt
 from hone.text.chat import ChatTemplate
@@ -113,13 +113,13 @@ def test_rendering_and_ids_equal_transformers(save, template, messages):
     ours = Tokenizer(directory)
     if messages is CALLS and template is not TOOLS:  # transformers leaves the calls out
         with pytest.raises(ValueError, match="leaves out message 1: it has no place for tool calls"):
-            ours.template.render(messages)
+            ours.template.render_conversation(messages)
         return
     for tools in (None, TOOL_LIST):
         for prompt in (True, False):
             kwargs = {"tools": tools, "add_generation_prompt": prompt}
             expected = theirs.apply_chat_template(messages, tokenize=False, **kwargs)
-            assert ours.template.render(messages, **kwargs) == expected
+            assert ours.template.render_conversation(messages, **kwargs) == expected
         ids = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
         assert ours.prompt_ids(Prompt(messages, tools)) == ids
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
@@ -140,7 +140,7 @@ def test_loss_mask_marks_what_the_assistant_wrote_and_equals_transformers(save):
 def test_loss_mask_ends_with_the_end_of_turn_not_with_the_line_break(save):
     tokenizer = Tokenizer(save(CHATML))
     ((ids, mask),) = tokenizer.conversation_ids(CONVERSATION)
-    marked = [tokenizer.token(i) for i, m in zip(ids, mask, strict=True) if m]
+    marked = [tokenizer.token_text(i) for i, m in zip(ids, mask, strict=True) if m]
     assert "".join(marked) == "Hi!<|im_end|>Bye.<|im_end|>"
 
 
@@ -151,7 +151,7 @@ def test_a_template_that_rewrites_history_gives_a_sample_for_each_way_it_writes(
     both = [*thinking, *CONVERSATION[3:]]
 
     def learnt(samples):
-        return ["".join(tokenizer.token(i) for i, m in zip(*one, strict=True) if m) for one in samples]
+        return ["".join(tokenizer.token_text(i) for i, m in zip(*one, strict=True) if m) for one in samples]
 
     split = tokenizer.conversation_ids(both)
     assert split[0] == first and learnt(split) == ["x</think>b</s>", "Bye.</s>"]
@@ -196,7 +196,7 @@ def test_mistakes_are_named(save, tmp_path):
     with pytest.raises(ValueError, match="does not compile"):
         ChatTemplate("{% if %}", {})
     with pytest.raises(ValueError, match="refuses these messages: no system"):
-        ChatTemplate("{{ raise_exception('no system') }}", {}).render([])
+        ChatTemplate("{{ raise_exception('no system') }}", {}).render_conversation([])
     directory = save(None)
     with pytest.raises(ValueError, match="has no chat template"):
         Tokenizer(directory).prompt_ids(Prompt(CONVERSATION))
@@ -233,7 +233,7 @@ def test_a_server_that_joins_later_takes_the_text_of_all_versions(tmp_path):
     served = serving(Engine(model), Tokenizer(base))
     messages = [{"role": "user", "content": "abc"}]
     assert len(served.tokenizer.prompt_ids(Prompt(messages))) == 3
-    assert update(served, version, 7)["checksum"] == checksum(other)
+    assert update(served, version, 7)["checksum"] == model_checksum(other)
     ours = served.tokenizer
     assert ours.prompt_ids(Prompt(messages)) == Tokenizer(MODEL).prompt_ids(Prompt(messages))
     update(served, version, 8)
@@ -303,17 +303,17 @@ def test_pieces_of_an_answer_make_the_whole_one(save, said, stop, size):
     request = ChatRequest(model="m", messages=[{"role": "user", "content": "?"}], tools=ADD, stop=stop)
     ids = tokenizer.encode(said)
     whole = Completion(ids, [-1.0] * len(ids), [0] * len(ids), "stop")
-    answer = ChatAnswer(request, request.prompt(), [1], tokenizer)
-    expected = answer.body([whole])["choices"][0]
-    spelling, shown, pieces = answer.spelling(0), "", []
+    answer = ChatAnswer(request, request.build_prompt(), [1], tokenizer)
+    expected = answer.build_body([whole])["choices"][0]
+    spelling, shown, pieces = answer.start_spelling(0), "", []
     for start in range(0, len(ids), size):
         part = slice(start, start + size)
         piece = Completion(ids[part], whole.logprobs[part], whole.versions[part], "")
         pieces.append(piece)
-        shown += answer.piece(0, spelling.more(piece.ids), piece)["delta"]["content"]
+        shown += answer.build_delta(0, spelling.decode_more(piece.ids), piece)["delta"]["content"]
         assert "\ufffd" not in shown and "<tool_call>" not in shown and "STOP" not in shown
     end = Completion([], [], [], "stop")
-    last = answer.last(0, spelling, end, joined_pieces([*pieces, end]))
+    last = answer.build_last_delta(0, spelling, end, joined_pieces([*pieces, end]))
     shown += last["delta"].get("content", "")
     calls = [{key: call[key] for key in call if key != "index"} for call in last["delta"].get("tool_calls", [])]
     assert shown.strip() == expected["message"]["content"].strip()
@@ -326,20 +326,22 @@ def test_a_conversation_with_calls_goes_on_in_the_tokens_that_were_sampled(save)
     prompt = tokenizer.prompt_ids(Prompt(asked, ADD))
     written = '<tool_call>{"arguments":{"a":1,  "b":2},"name":"add"}</tool_call>'  # not as the template writes it
     sampled = tokenizer.encode(written + "<|im_end|>")
-    turn = tokenizer.turn(Prompt(asked, ADD), prompt, Completion(sampled, [0.0] * len(sampled), [0], "stop"), written)
+    turn = tokenizer.build_turn(
+        Prompt(asked, ADD), prompt, Completion(sampled, [0.0] * len(sampled), [0], "stop"), written
+    )
     assert turn.text == "" and turn.tool_calls[0]["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
     answer = {"role": "tool", "content": "3", "tool_call_id": turn.tool_calls[0]["id"]}
-    messages = [*asked, turn.message, answer]
+    messages = [*asked, turn.assistant_message, answer]
     ids = tokenizer.prompt_ids(Prompt(messages, ADD, prompt + sampled, 2))
     assert ids == prompt + sampled + tokenizer.encode("\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n")
     body = {"model": "m", "messages": messages, "tools": ADD}
-    fresh = tokenizer.prompt_ids(ChatRequest(**body).prompt())
+    fresh = tokenizer.prompt_ids(ChatRequest(**body).build_prompt())
     assert fresh != ids and "add" in tokenizer.decode(fresh)  # as the template writes it
-    answered = ChatAnswer(ChatRequest(**body), Prompt(messages, ADD), ids, tokenizer).body([turn.completion])
+    answered = ChatAnswer(ChatRequest(**body), Prompt(messages, ADD), ids, tokenizer).build_body([turn.completion])
     choice = answered["choices"][0]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["tool_calls"][0]["function"]["name"] == "add"
     plain = ChatAnswer(ChatRequest(**body, tool_choice="none"), Prompt(messages), ids, tokenizer)
-    plain = plain.body([turn.completion])
+    plain = plain.build_body([turn.completion])
     assert plain["choices"][0]["finish_reason"] == "stop" and "tool_calls" not in plain["choices"][0]["message"]
 
 
@@ -356,7 +358,7 @@ def test_tags_of_tool_calls_may_be_tokens_of_their_own(tmp_path, is_special):
     text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     ids = tokenizer.encode(text) + tokenizer.stop_ids[:1]
     assert len(ids) < len(text)  # the tags are a token each
-    turn = tokenizer.turn(Prompt([], ADD), [1], Completion(ids, [], [], "stop"))
+    turn = tokenizer.build_turn(Prompt([], ADD), [1], Completion(ids, [], [], "stop"))
     assert [call["function"]["name"] for call in turn.tool_calls] == ["add"] and "tool_call" not in turn.text
     pytest.importorskip("llguidance")
     follows = Following(
@@ -370,9 +372,9 @@ def test_tags_of_tool_calls_may_be_tokens_of_their_own(tmp_path, is_special):
 def test_answers_are_json_whatever_is_in_them():
     numbers = [-0.1, 1e-30, -1e22, 5e-324, 1 / 3]
     for value in ({"said": "NaN, Infinity, \u2028 and \u00e9"}, {"half": "\ud800"}, {"numbers": numbers, "none": None}):
-        text = _json(value)
+        text = _dump_json(value)
         assert json.loads(text) == value and _json_of(httpx.Response(200, content=text.encode())) == value
         assert len(text.splitlines()) == 1
     for bad in (math.nan, math.inf, -math.inf):
         with pytest.raises(ValueError, match="not JSON compliant"):
-            _json({"logprobs": [bad]})
+            _dump_json({"logprobs": [bad]})

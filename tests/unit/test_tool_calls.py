@@ -148,7 +148,7 @@ def test_a_call_that_has_to_be_made_is_made_in_the_format_of_the_template(tmp_pa
             assert follows(ids[:i])[token], (text, tokenizer.decode(ids[: i + 1], False))
         end = follows(ids)
         assert end[tokenizer.stop_ids[0]], text
-        turn = tokenizer.turn(Prompt([], TOOLS), [0], Completion(ids, [], [], "stop"))
+        turn = tokenizer.build_turn(Prompt([], TOOLS), [0], Completion(ids, [], [], "stop"))
         assert json.loads(turn.tool_calls[0]["function"]["arguments"]) == ordered
 
 
@@ -160,19 +160,23 @@ def test_one_call_is_handed_out_where_the_template_or_the_client_allows_one(tmp_
         request = ChatRequest.model_validate(
             {"model": "m", "messages": [{"role": "user", "content": "?"}], "tools": TOOLS, **asked}
         )
-        answer = ChatAnswer(request, request.prompt(), [0], tokenizer)
-        assert len(answer.choice(0, done)["message"]["tool_calls"]) == count
+        answer = ChatAnswer(request, request.build_prompt(), [0], tokenizer)
+        assert len(answer.build_choice(0, done)["message"]["tool_calls"]) == count
     single = make_tokenizer(tmp_path, "json")
     text = '{"name": "add", "parameters": {}};\n{"name": "add", "parameters": {}}'
-    turn = single.turn(Prompt([], TOOLS), [0], Completion(single.encode(text), [], [], "stop"))
+    turn = single.build_turn(Prompt([], TOOLS), [0], Completion(single.encode(text), [], [], "stop"))
     assert len(turn.tool_calls) == 1
-    single.template.render([{"role": "user", "content": "?"}, turn.message, {"role": "tool", "content": "4"}])
+    single.template.render_conversation(
+        [{"role": "user", "content": "?"}, turn.assistant_message, {"role": "tool", "content": "4"}]
+    )
 
 
 def test_a_template_without_tool_calls_loses_none():
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
     with pytest.raises(MessageError, match="message 1: it has no place for tool calls of its messages"):
-        template.render([{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call_of("add", {})]}])
+        template.render_conversation(
+            [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call_of("add", {})]}]
+        )
 
 
 @pytest.mark.parametrize(

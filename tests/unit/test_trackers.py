@@ -13,7 +13,7 @@ from hone.monitors import trackers
 from hone.monitors.log import start_logging
 from hone.monitors.metrics import Metrics, read_rows
 from hone.monitors.report import StepReport
-from hone.monitors.trackers import COLUMNS, TensorBoard, Tracker, Trackers, spread
+from hone.monitors.trackers import COLUMNS, TensorBoard, Tracker, Trackers, spread_by_reward
 from tests.hangs import HANG_SECONDS
 
 
@@ -30,13 +30,13 @@ def run(path, asked, steps=range(1, 13)):
     with Metrics(path, asked) as metrics:
         report = StepReport(None, asked.max_steps, 1, metrics)
         for step in steps:
-            report.rollouts(step, lambda step=step: rows(step))
-            report.row(step, {"reward/mean": step / 10})
+            report.report_samples(step, lambda step=step: rows(step))
+            report.write_row(step, {"reward/mean": step / 10})
 
 
 def test_samples_go_from_the_lowest_reward_to_the_highest():
-    assert [row["reward"] for row in spread(rows(1), 3)] == [0.0, 0.5, 0.95]
-    assert len(spread(rows(1, 2), 8)) == 2 and spread([], 8) == []
+    assert [row["reward"] for row in spread_by_reward(rows(1), 3)] == [0.0, 0.5, 0.95]
+    assert len(spread_by_reward(rows(1, 2), 8)) == 2 and spread_by_reward([], 8) == []
 
 
 def test_tensorboard_reads_numbers_histograms_and_texts(tmp_path):
@@ -133,8 +133,8 @@ def test_a_tracker_that_fails_is_left_out_and_said_once(caplog):
     with caplog.at_level("WARNING", "hone"):
         start_logging().propagate = True
         both = Trackers([("bad", Bad), ("worse", missing)])
-        both.row(1, {})
-        both.row(2, {})
+        both.log_row(1, {})
+        both.log_row(2, {})
         both.close(True)
     assert Bad.asked == 1
     assert [record.message.split(" (")[0] for record in caplog.records] == ["worse failed", "bad failed"]
@@ -144,12 +144,12 @@ def test_a_tracker_that_fails_is_left_out_and_said_once(caplog):
 def test_what_is_not_installed_is_named_before_work_starts(monkeypatch):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"hone-rl\[tensorboard\]"):
-        trackers.check(None, TensorBoardConfig())
+        trackers.check_trackers(None, TensorBoardConfig())
 
 
 def test_nothing_a_model_wrote_ends_the_code_it_is_shown_as(tmp_path):
-    assert trackers._fenced("a ```` b").startswith("`````\n")
-    TensorBoard(tmp_path, TensorBoardConfig(), config()).rollouts(1, rows(1), rows(1))
+    assert trackers._fence_text("a ```` b").startswith("`````\n")
+    TensorBoard(tmp_path, TensorBoardConfig(), config()).log_rollouts(1, rows(1), rows(1))
 
 
 def test_a_rollout_is_logged_every_so_many_steps(caplog):
@@ -157,8 +157,8 @@ def test_a_rollout_is_logged_every_so_many_steps(caplog):
     with caplog.at_level("INFO", "test"):
         report = StepReport(log, 10, 1)
         for step in range(1, 7):
-            report.rollouts(step, lambda step=step: [row | {"completion": "\x1b[2Jx"} for row in rows(step)], 3)
-            report.rollouts(step, lambda: 1 / 0)
+            report.report_samples(step, lambda step=step: [row | {"completion": "\x1b[2Jx"} for row in rows(step)], 3)
+            report.report_samples(step, lambda: 1 / 0)
     assert [record.message.splitlines()[0] for record in caplog.records] == [
         "=== Step 3 Sample ===", "=== Step 6 Sample ===",
     ]  # fmt: skip

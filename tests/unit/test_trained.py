@@ -15,8 +15,8 @@ def test_it_is_found_by_group_and_member_over_all_ranks(tmp_path):
     # The first token of a sequence is no target, even where the mask says that the policy drew it.
     one = [sample(4, 0, [True, True]), sample(4, 1, [False, True, False, True])]
     two = [sample(4, 1, [False, True]), sample(7, 0, [False, False])]
-    Trained(one, np.array([-1, -2, -3], np.float32), np.array([True, False, True])).write(tmp_path)
-    Trained(two, np.array([-4], np.float32), np.array([False])).write(tmp_path, 1)
+    Trained(one, np.array([-1, -2, -3], np.float32), np.array([True, False, True])).write_files(tmp_path)
+    Trained(two, np.array([-4], np.float32), np.array([False])).write_files(tmp_path, 1)
     found = read_trained(tmp_path)
     assert {key: [part[0].tolist() for part in parts] for key, parts in found.items()} == {
         (4, 0): [[-1]],
@@ -29,7 +29,7 @@ def test_it_is_found_by_group_and_member_over_all_ranks(tmp_path):
 def test_what_cannot_be_read_is_nothing(tmp_path):
     (tmp_path / "trainer.0.safetensors").write_bytes(b"half of a fi")
     assert read_trained(tmp_path) == {} and read_trained(tmp_path / "absent") == {}
-    Trained([], np.zeros(0, np.float32), np.zeros(0, bool)).write(tmp_path)
+    Trained([], np.zeros(0, np.float32), np.zeros(0, bool)).write_files(tmp_path)
     assert read_trained(tmp_path) == {}
 
 
@@ -42,7 +42,7 @@ def test_the_trainers_numbers_are_in_the_order_of_its_samples(budget):
     from hone.models.spec import ModelSpec
     from hone.models.transformer import Transformer
     from hone.records import Batch
-    from hone.trainer.packing import pack
+    from hone.trainer.packing import pack_sequences
     from hone.trainer.rl.trainer import RLTrainer
 
     spec = ModelSpec(
@@ -58,7 +58,7 @@ def test_the_trainers_numbers_are_in_the_order_of_its_samples(budget):
         ids = [1, 2, 3, i // 4, *draw.integers(0, 32, 3 + i % 5).tolist()]
         mask = [False] * 4 + [True] * (len(ids) - 4)
         samples.append(Sample(ids, mask, [-3.0] * len(ids), float(i % 3) - 1, 1.0, group=i // 4, member=i % 4))
-    packed = pack([s.ids for s in samples], [s.mask for s in samples])
+    packed = pack_sequences([s.ids for s in samples], [s.mask for s in samples])
     with torch.no_grad():
         expected, _ = packed.target_logprobs(model, torch.ones(len(packed.targets_N)))
     trainer = RLTrainer(model, TrainerConfig(micro_batch_tokens=budget) if budget else TrainerConfig(), 10)

@@ -70,7 +70,7 @@ def test_logits_and_gradients_equal_transformers(tmp_path, family, shape):
     sequences = [torch.randint(0, shape[6], (n,)) for n in lengths]
     attention = PackedAttention(lengths)
     tokens = torch.cat(sequences)
-    logits = ours.logits(ours(tokens, attention.positions(), attention))
+    logits = ours.compute_logits(ours(tokens, attention.token_positions(), attention))
     expected = torch.cat([theirs(s[None]).logits[0] for s in sequences])
     torch.testing.assert_close(logits, expected, rtol=5e-5, atol=5e-5)
 

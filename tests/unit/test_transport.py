@@ -15,12 +15,12 @@ import torch
 from hone import machine
 from hone.config.rl import OrchestratorRunConfig
 from hone.kernels.captured import Captured
-from hone.models.proof import CanaryScorer, canary_ids, checksum, score
+from hone.models.proof import CanaryScorer, canary_ids, model_checksum, score_sequence
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.orchestrator.weights import Weights
 from hone.records import Batch, Sample
-from hone.run_directory import RunDirectory, Steps, appearing, steps_in
+from hone.run_directory import RunDirectory, Steps, appearing_directory, steps_in
 from hone.transport import waiting
 from hone.transport.batches import Batches, FileBatches
 from hone.transport.delivery import Canary, Delivery, read_delivery, remove_before, write_delivery
@@ -72,7 +72,7 @@ def test_a_batch_comes_back_as_it_was_for_its_run_alone(way, tmp_path):
     ]
     assert mine.take(7) is None
     for step, of_step in ((7, samples), (8, [])):
-        with appearing(tmp_path / f"step_{step}") as place:
+        with appearing_directory(tmp_path / f"step_{step}") as place:
             mine.put(Batch(step, of_step), place)
             assert way != "files" or mine.take(step) is None  # whole or not at all
     assert told(mine.take(7)) == told(mine.take(7)) == told(Batch(7, samples)) and mine.take(8) == Batch(8, [])
@@ -85,7 +85,7 @@ def test_a_batch_comes_back_as_it_was_for_its_run_alone(way, tmp_path):
 
 def deliver(parent, run, version, metrics):
     delivery = Delivery(run, version, "sum", "float32", Canary([1, 2], [-0.5]), metrics)
-    with appearing(parent / f"step_{version}") as place:
+    with appearing_directory(parent / f"step_{version}") as place:
         assert version not in steps_in(parent)
         write_delivery(delivery, place)
     return delivery
@@ -105,36 +105,36 @@ def test_deliveries_appear_whole_and_old_ones_go(tmp_path):
 def test_steps_are_seen_at_once_and_a_directory_is_read_when_it_has_changed(tmp_path, monkeypatch):
     steps, reads = Steps(tmp_path / "out"), []
     monkeypatch.setattr(os, "listdir", lambda path, real=os.listdir: reads.append(path) or real(path))
-    assert steps.now() == []
+    assert steps.list_numbers() == []
     for number in range(50):
-        with appearing(steps.path(number)):
-            assert number not in steps.now()
-        assert steps.now() == list(range(number + 1))
+        with appearing_directory(steps.path_of(number)):
+            assert number not in steps.list_numbers()
+        assert steps.list_numbers() == list(range(number + 1))
     time.sleep(Steps.SETTLED * 1.1)
-    steps.now()
+    steps.list_numbers()
     reads.clear()
     until = time.monotonic() + 0.2
     while time.monotonic() < until:
-        steps.now()
+        steps.list_numbers()
     assert not reads
-    shutil.rmtree(steps.path(0))
-    assert steps.now() == list(range(1, 50))
+    shutil.rmtree(steps.path_of(0))
+    assert steps.list_numbers() == list(range(1, 50))
     shutil.rmtree(steps.parent)
-    assert steps.now() == []
+    assert steps.list_numbers() == []
 
 
 def test_steps_are_seen_on_a_file_system_that_notes_no_times(tmp_path, monkeypatch):
     monkeypatch.setattr(Steps, "_time_of_change", lambda self: 0)
     monkeypatch.setattr(Steps, "AGAIN", 0.1)
     steps = Steps(tmp_path)
-    steps.now()
+    steps.list_numbers()
     time.sleep(Steps.SETTLED * 1.1)
-    assert steps.now() == []
-    with appearing(steps.path(7)):
+    assert steps.list_numbers() == []
+    with appearing_directory(steps.path_of(7)):
         pass
-    assert steps.now() == []
+    assert steps.list_numbers() == []
     time.sleep(0.11)
-    assert steps.now() == [7]
+    assert steps.list_numbers() == [7]
 
 
 def test_a_pulse_is_believed_when_it_changes(tmp_path, monkeypatch):
@@ -186,12 +186,12 @@ def test_the_checksum_sees_every_byte():
     one, two = Transformer(SPEC), Transformer(SPEC)
     for model in (one, two):
         model.init_weights(torch.Generator().manual_seed(0))
-    assert checksum(one) == checksum(two) and len(checksum(one)) == 32
+    assert model_checksum(one) == model_checksum(two) and len(model_checksum(one)) == 32
     ids = canary_ids(SPEC.vocab_size)
-    assert score(one, ids) == score(two, ids) and len(score(one, ids)) == len(ids) - 1
+    assert score_sequence(one, ids) == score_sequence(two, ids) and len(score_sequence(one, ids)) == len(ids) - 1
     with torch.no_grad():
         two.blocks[1].mlp.down.weight[3, 5] *= 1 + 1e-6
-    assert checksum(one) != checksum(two)
+    assert model_checksum(one) != model_checksum(two)
 
 
 def test_a_canary_that_was_captured_goes_with_its_model(monkeypatch):
@@ -199,7 +199,7 @@ def test_a_canary_that_was_captured_goes_with_its_model(monkeypatch):
     monkeypatch.setattr(Captured, "capture", lambda self, key, forward: self.graphs.update({key: forward}))
     model = Transformer(SPEC)
     scorer, is_there = CanaryScorer(model), weakref.ref(model)
-    scorer._capture()
+    scorer._capture_graph()
     gc.disable()
     try:
         del scorer, model
@@ -222,7 +222,7 @@ def test_no_version_that_is_to_be_evaluated_is_passed_over(tmp_path):
 
     async def looks():
         weights = Weights(run, config, [], LOG)
-        return [weights.look(Rows()) for _ in range(3)]
+        return [weights.find_delivery(Rows()) for _ in range(3)]
 
     *found, nothing = asyncio.run(looks())
     assert [delivery.version for delivery in found] == [3, 5] and nothing is None
@@ -245,7 +245,7 @@ def test_a_server_without_a_checksum_proves_that_its_weights_moved(tmp_path):
 
         async def take(version, *canary):
             delivery = Delivery("run", version, "sum", "bfloat16", Canary([1, 2, 3], list(canary)), {})
-            return (await weights._update(client, delivery)).difference
+            return (await weights._update_server(client, delivery)).difference
 
         assert await take(1, -1.1, -2.3) == pytest.approx(0.3)  # more than Hone's own engine may differ
         assert await take(2, -1.1, -2.31) == pytest.approx(0.31)  # a small step may leave rounded logits as they were
@@ -281,9 +281,9 @@ def test_weights_that_are_the_same_to_the_bit_are_served_before_the_canary_is_kn
         client.asked, client.checksum = [], checksum
         weights = Weights(RunDirectory(tmp_path, "rl"), config, [client], LOG)
         delivery = Delivery("run", 1, "sum", "float32", Canary([1, 2, 3], canary), {}, transport={"type": "filesystem"})
-        await weights._adopt(delivery)
+        await weights._adopt_delivery(delivery)
         assert (weights.version, client.asked, weights.proven.is_set()) == (1, ["update_weights"], False)
-        found = await weights._prove(delivery)
+        found = await weights._prove_delivery(delivery)
         assert client.asked == ["update_weights", "score"] and weights.proven.is_set()
         return found
 
@@ -296,12 +296,12 @@ def test_weights_that_are_the_same_to_the_bit_are_served_before_the_canary_is_kn
 
 def test_a_run_of_another_layout_is_removed_where_it_wrote(tmp_path):
     run = RunDirectory(tmp_path, "rl", "trainer")
-    run.claim(clean=False)
+    run.claim_run(clean=False)
     (run.weights_for(2) / "x").mkdir(parents=True)
     (run.logs / "trainer.log").write_text("")
     assert (tmp_path / "checkpoint-2").exists() and (tmp_path / "runs" / "trainer.log").exists()
     again = RunDirectory(tmp_path, "rl")
-    again.claim(clean=True)
+    again.claim_run(clean=True)
     assert not (tmp_path / "checkpoint-2").exists() and not (tmp_path / "runs" / "trainer.log").exists()
     assert again.weights_of(2) == tmp_path / "weights" / "step_2"
 

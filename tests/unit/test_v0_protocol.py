@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 import hone.environments as vf
-from hone.environments.attempt import attempt, compare
+from hone.environments.attempt import attempt_rollout, score_group_or_fail
 from hone.environments.tools import schema_of
 from hone.records import Completion, ContextFull, Rollout, Sampling, Turn
 
@@ -309,7 +309,7 @@ def test_rewards_of_a_group_compare_its_rollouts():
     )
     env.check()
     rollouts = [play(env, text)[0] for text in ("long one", "short")] + [Rollout(None, [], [], error="lost")]
-    asyncio.run(compare(env, rollouts))
+    asyncio.run(score_group_or_fail(env, rollouts))
     assert [r.reward for r in rollouts] == [0.25, 0.75, 0.0]
     assert rollouts[1].metrics == {"<lambda>": 0.25, "shortest": 1.0} and rollouts[2].error == "lost"
 
@@ -317,7 +317,7 @@ def test_rewards_of_a_group_compare_its_rollouts():
         return [1.0] * (len(completions) + 1)
 
     env.rubric.add_reward_func(one_too_many)
-    asyncio.run(compare(env, rollouts))
+    asyncio.run(score_group_or_fail(env, rollouts))
     assert rollouts[0].error == "reward function one_too_many raised TypeError: gave 3 values for 2 rollouts"
 
 
@@ -410,7 +410,7 @@ def test_attempts_keep_what_was_sampled():
             return Turn([1], Completion([2], [-0.1], [0], "stop"), "done")
 
     env = vf.ToolEnv(dataset=[{"question": "?"}], tools=[divide])
-    done = asyncio.run(attempt(env, Client(), env.get_dataset()[0], Sampling()))
+    done = asyncio.run(attempt_rollout(env, Client(), env.get_dataset()[0], Sampling()))
     assert not done.error and done.stop == "no_tools_called"
 
 

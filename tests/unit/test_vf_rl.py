@@ -252,7 +252,7 @@ def test_how_often_the_console_prints(tmp_path, capsys):
         place.mkdir(parents=True)
         rollout = {"prompt": [{"role": "user", "content": "p\u2028\x85"}], "completion": [], "reward": 0.0}
         (place / "rollouts.jsonl").write_text(json.dumps(rollout, ensure_ascii=False) + "\n")
-        assert console.step(ROW | {"step": step})
+        assert console.on_step(ROW | {"step": step})
     out = capsys.readouterr().out
     assert [step for step in range(1, 6) if f"Step {step}/5" in out] == [2, 4, 5]
     assert [step for step in range(1, 6) if f"=== Step {step} Sample" in out] == [3]
@@ -273,7 +273,7 @@ def test_a_reward_that_does_not_rise_is_remarked_on(tmp_path, caplog, rewards, w
     config = loaded(tmp_path, "--trainer.args.sample-steps", "0")
     console = Console(config, config.as_rl(), [])
     for step, reward in enumerate(rewards, 1):
-        console.step(ROW | {"step": step, "reward/mean": reward})
+        console.on_step(ROW | {"step": step, "reward/mean": reward})
     assert (words in caplog.text) if words else not caplog.text
     if words:
         assert "hone eval run primeintellect/reverse-text -m PrimeIntellect/Qwen3-0.6B" in caplog.text
@@ -283,7 +283,7 @@ def test_unstable_training_is_remarked_on_once(tmp_path, caplog):
     config = loaded(tmp_path, "--trainer.args.sample-steps", "0")
     console = Console(config, config.as_rl(), [])
     for step in (1, 2):
-        console.step(ROW | {"step": step, "is_masked/mean": 0.75})
+        console.on_step(ROW | {"step": step, "is_masked/mean": 0.75})
     assert caplog.text.count("training is unstable (mismatch KL 0.00, 75 % of the tokens masked)") == 1
 
 
@@ -306,7 +306,7 @@ def test_a_job_of_hosted_training(tmp_path):
         "[checkpoints]\ninterval = 4\n"
     )
     job = load_config(LabConfig, ["@", str(tmp_path / "job.toml"), "--max-steps", "10"])
-    run = job.resolved()
+    run = job.resolve_config()
     assert isinstance(run, RLConfig) and run.output_dir == Path("outputs/a") and run.max_steps == 10
     assert [(env.id, env.args) for env in run.orchestrator.env] == [("o/a", {"x": 1}), ("b", {})]
     assert (run.orchestrator.sampling.max_tokens, run.orchestrator.eval.interval) == (7, 3)

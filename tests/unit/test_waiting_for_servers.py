@@ -34,7 +34,7 @@ class ModelsRoute(BaseHTTPRequestHandler):
 def check_server(port, model="m", **options):
     async def check():
         async with http.HttpClient(f"http://127.0.0.1:{port}/v1", model) as client:
-            await client.check(**options)
+            await client.wait_until_serving(**options)
 
     asyncio.run(check())
 

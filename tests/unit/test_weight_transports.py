@@ -10,7 +10,7 @@ import torch
 from hone.config.lora import LoRAConfig
 from hone.config.sections import FilesystemConfig, NcclConfig
 from hone.models.hf import hf_tensors
-from hone.models.lora import add_lora, loras
+from hone.models.lora import add_lora, lora_modules
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.trainer.ranks import Ranks
@@ -18,7 +18,7 @@ from hone.trainer.sharding import Export
 from hone.transport import network
 from hone.transport.delivery import Superseded
 from hone.transport.ways import RECEIVERS, make_receiver, make_sender
-from hone.transport.weights import Receiver, Sender, nobody
+from hone.transport.weights import Receiver, Sender, ignore_arrivals
 
 SPEC = ModelSpec(50, 32, 64, 2, 4, 2, 8, 1e-6, 1000.0, True, 96, 0.5, False)
 LOG = logging.getLogger("test")
@@ -38,7 +38,7 @@ class Shelf(Sender, Receiver):
         self.versions[version] = {name: tensor.clone() for name, tensor in tensors.items()}
         return sum(tensor.nbytes for tensor in tensors.values())
 
-    def receive(self, message, version, place, into, arrived=nobody):
+    def receive(self, message, version, place, into, arrived=ignore_arrivals):
         if version not in self.versions:
             raise Superseded
         for name, tensor in into.items():
@@ -67,20 +67,22 @@ def test_what_arrives_is_what_was_sent(way, tmp_path, monkeypatch):
     trained = made(1, lora="adapter" in way)
     export = Export(trained, Ranks(), torch.float32)
     config = NcclConfig(type="nccl") if "nccl" in way else FilesystemConfig()
-    write = (lambda *files: export.write_adapter("base", *files)) if any(loras(trained)) else None
+    write = (lambda *files: export.write_adapter("base", *files)) if any(lora_modules(trained)) else None
     sender = Shelf() if way == "shelf" else make_sender(config, write, LOG)
     assert (sender.takes == "adapter") == (way == "adapter")
     server, sizes = dict(hf_tensors(made(2))), []
     with sender:
         if sender.takes == "adapter":
-            sender.begin(dict(hf_tensors(export(merged=False))), tmp_path)
+            sender.send_base(dict(hf_tensors(export(merged=False))), tmp_path)
         for version in (1, 2, 7):
             train(trained)
             expected = {name: tensor.clone() for name, tensor in hf_tensors(export())}
             place = tmp_path / f"step_{version}"
             place.mkdir()
-            sizes.append(sender.send(version, export.adapter() if sender.takes == "adapter" else expected, place))
-            message = json.loads(json.dumps(sender.message))  # it travels as JSON
+            sizes.append(
+                sender.send_version(version, export.adapter_tensors() if sender.takes == "adapter" else expected, place)
+            )
+            message = json.loads(json.dumps(sender.delivery_message))  # it travels as JSON
             receiver, told = make_receiver(message["type"]), []
 
             def arrived(names, expected=expected, told=told):
@@ -88,7 +90,7 @@ def test_what_arrives_is_what_was_sent(way, tmp_path, monkeypatch):
 
             for _ in range(2):  # as another server, or one that was started again
                 told.clear()
-                receiver.receive(message, version, place, server, arrived)
+                receiver.receive_version(message, version, place, server, arrived)
                 names = [name for portion in told for name in portion]
                 assert all(all(portion.values()) for portion in told) and len(set(names)) == len(names)
                 if "nccl" in way:
@@ -97,8 +99,8 @@ def test_what_arrives_is_what_was_sent(way, tmp_path, monkeypatch):
                     assert torch.equal(tensor, expected[name]), name
                     tensor.zero_()
         with pytest.raises((Superseded, ValueError)):
-            receiver.receive(message, 8, tmp_path / "step_8", server)
-        sender.finish(lambda: False)
+            receiver.receive_version(message, 8, tmp_path / "step_8", server)
+        sender.wait_for_receivers(lambda: False)
     whole = sum(tensor.nbytes for tensor in server.values())
     assert all(size < whole for size in sizes) if way == "adapter" else sizes == [whole] * 3
 

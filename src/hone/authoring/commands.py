@@ -8,20 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hone.evals.arguments import json_object, positive
+from hone.evals.arguments import json_object, parse_positive
 
 
 def main(argv: list[str]) -> int:
-    args = parse(argv)
+    args = parse_arguments(argv)
     command: Callable[[argparse.Namespace], int] = args.work
     return command(args)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="hone env", description="Make, install, list and check environments.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, work: Callable[[argparse.Namespace], int], words: str, takes: str = "") -> Any:
+    def add_command(name: str, work: Callable[[argparse.Namespace], int], words: str, takes: str = "") -> Any:
         one = commands.add_parser(name, help=words, description=words)
         one.set_defaults(work=work)
         if takes:
@@ -35,35 +35,43 @@ def parse(argv: list[str]) -> argparse.Namespace:
         more("-p", "--env-dir-path", default="environments", help="folder with environments that are not installed")
         more("--seed", type=int, default=0, help="of the draws (default 0)")
 
-    more = add("init", _init, "Make a new environment: a package with a task that works, a test, a README.", "its name")
+    more = add_command(
+        "init", _run_init, "Make a new environment: a package with a task that works, a test, a README.", "its name"
+    )
     more("-p", "--env-dir-path", default="environments", help="folder to make it in (default environments)")
-    more = add("install", _install, "Install an environment, from a folder or the package index.", "folder or id")
+    more = add_command(
+        "install", _run_install, "Install an environment, from a folder or the package index.", "folder or id"
+    )
     more("-p", "--env-dir-path", default="environments", help="folder to look for it first")
     more("--isolated", action="store_true", help="in a virtual environment of its own, for packages of verifiers")
     more("--with", dest="extra", action="append", default=[], help="a further requirement, as in verifiers==0.1.14")
-    add("list", _list, "List the environments that are installed here.")
-    more = add("check", _check, "Try an environment's rewards and say what would go wrong in training.", loaded)
+    add_command("list", _run_list, "List the environments that are installed here.")
+    more = add_command(
+        "check", _run_check, "Try an environment's rewards and say what would go wrong in training.", loaded
+    )
     add_loading(more)
-    more("-n", "--num-examples", type=positive, default=16, help="examples to try (default 16)")
-    more("-r", "--rollouts-per-example", type=positive, default=8, help="rollouts of each with -m (default 8)")
+    more("-n", "--num-examples", type=parse_positive, default=16, help="examples to try (default 16)")
+    more("-r", "--rollouts-per-example", type=parse_positive, default=8, help="rollouts of each with -m (default 8)")
     more("-m", "--model", help="a served model, to see in how many groups rewards differ")
     more("-b", "--api-base-url", help="its server, as in http://localhost:8000/v1")
-    more("-t", "--max-tokens", type=positive, default=128, help="longest completion (default 128)")
+    more("-t", "--max-tokens", type=parse_positive, default=128, help="longest completion (default 128)")
     more("--tokenizer", type=Path, help="model directory whose tokenizer counts the tokens of prompts")
-    more("--seq-len", type=positive, help="most tokens that a prompt may have")
-    more = add("data", _data, "Write conversations for SFT from what the environment demonstrates.", loaded)
+    more("--seq-len", type=parse_positive, help="most tokens that a prompt may have")
+    more = add_command("data", _run_data, "Write conversations for SFT from what the environment demonstrates.", loaded)
     add_loading(more)
     more("-o", "--out", type=Path, required=True, help="JSONL file with a `messages` column")
-    more("-n", "--num-examples", type=positive, default=1000, help="conversations (default 1000)")
-    more = add("model", _model, "Write a tiny model without weights to try the environment with on a CPU.", loaded)
+    more("-n", "--num-examples", type=parse_positive, default=1000, help="conversations (default 1000)")
+    more = add_command(
+        "model", _run_model, "Write a tiny model without weights to try the environment with on a CPU.", loaded
+    )
     add_loading(more)
     more("-o", "--out", type=Path, required=True, help="its directory")
-    more("--hidden", type=positive, default=128, help="width, a multiple of 32 (default 128)")
-    more("--layers", type=positive, default=3, help="layers (default 3)")
+    more("--hidden", type=parse_positive, default=128, help="width, a multiple of 32 (default 128)")
+    more("--layers", type=parse_positive, default=3, help="layers (default 3)")
     return parser.parse_args(argv)
 
 
-def load(args: argparse.Namespace) -> Any:
+def load_named(args: argparse.Namespace) -> Any:
     from hone.environments import load_environment
     from hone.environments.registry import add_folder
 
@@ -71,7 +79,7 @@ def load(args: argparse.Namespace) -> Any:
     return load_environment(args.env, **args.env_args)
 
 
-def _init(args: argparse.Namespace) -> int:
+def _run_init(args: argparse.Namespace) -> int:
     from hone.authoring.template import write_environment
 
     folder = write_environment(args.env, Path(args.env_dir_path))
@@ -81,13 +89,13 @@ def _init(args: argparse.Namespace) -> int:
     return 0
 
 
-def _install(args: argparse.Namespace) -> int:
-    from hone.authoring.install import install
+def _run_install(args: argparse.Namespace) -> int:
+    from hone.authoring.install import install_environment
 
-    return install(args.env, Path(args.env_dir_path), args.isolated, args.extra)
+    return install_environment(args.env, Path(args.env_dir_path), args.isolated, args.extra)
 
 
-def _list(args: argparse.Namespace) -> int:
+def _run_list(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
@@ -102,33 +110,33 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace) -> int:
-    from hone.authoring.check import check
+def _run_check(args: argparse.Namespace) -> int:
+    from hone.authoring.check import check_environment
 
-    return check(load(args), args)
+    return check_environment(load_named(args), args)
 
 
-def _data(args: argparse.Namespace) -> int:
-    from hone.authoring.demonstrations import conversations, write_rows
+def _run_data(args: argparse.Namespace) -> int:
+    from hone.authoring.demonstrations import demonstrated_rows, write_rows
 
-    rows = asyncio.run(conversations(load(args), args.num_examples, args.seed))
+    rows = asyncio.run(demonstrated_rows(load_named(args), args.num_examples, args.seed))
     print(f"{write_rows(rows, args.out)} conversations in {args.out}")
     return 0
 
 
-def _model(args: argparse.Namespace) -> int:
-    from hone.authoring.demonstrations import conversations
-    from hone.authoring.tiny_model import said, write_model
+def _run_model(args: argparse.Namespace) -> int:
+    from hone.authoring.demonstrations import demonstrated_rows
+    from hone.authoring.tiny_model import spoken_text, write_model
 
     if args.hidden % 32:
         raise ValueError(f"--hidden must be a multiple of 32, found {args.hidden}")
-    rows = list(asyncio.run(conversations(load(args), 200, args.seed)))
-    texts = [[said(message) for message in row["messages"]] for row in rows]
+    rows = list(asyncio.run(demonstrated_rows(load_named(args), 200, args.seed)))
+    texts = [[spoken_text(message) for message in row["messages"]] for row in rows]
     count = write_model(args.out, texts, "tools" in rows[0], args.hidden, args.layers)
     print(f"{args.out}: {args.layers} layers of width {args.hidden}, a token a byte, and {count} phrases of one token")
     print(f"it has no weights yet: sft --model.name {args.out} --model.random-init …", file=sys.stdout)
     return 0
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

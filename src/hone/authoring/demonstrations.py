@@ -41,16 +41,18 @@ class Demonstrator:
         return Turn([0], completion, message.get("content") or "", message.get("tool_calls") or [])
 
 
-async def demonstrated(environment: Environment, example: Example, seed: int) -> tuple[Rollout, list[Tool] | None]:
+async def demonstrate_rollout(
+    environment: Environment, example: Example, seed: int
+) -> tuple[Rollout, list[Tool] | None]:
     model = Demonstrator(environment, example, seed)
     return await environment.rollout(model, example, Sampling()), model.tools
 
 
-async def conversations(environment: Environment, count: int, seed: int) -> Iterator[dict[str, Any]]:
+async def demonstrated_rows(environment: Environment, count: int, seed: int) -> Iterator[dict[str, Any]]:
     """Rows of SFT data, of the examples to train on in turn."""
     examples, found = environment.get_dataset(), []
     for i in range(count):
-        rollout, tools = await demonstrated(environment, examples[i % len(examples)], seed + i // len(examples))
+        rollout, tools = await demonstrate_rollout(environment, examples[i % len(examples)], seed + i // len(examples))
         last = max((n for n, m in enumerate(rollout.messages) if m["role"] == "assistant"), default=-1)
         messages = [*rollout.example.prompt, *rollout.messages[: last + 1]]
         found.append({"messages": messages, **({"tools": json.dumps(tools)} if tools else {})})

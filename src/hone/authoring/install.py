@@ -10,7 +10,7 @@ from pathlib import Path
 from hone.environments.protocols.verifiers_v0 import RANGE, isolated_place
 
 
-def install(env: str, place: Path, isolated: bool, extra: list[str]) -> int:
+def install_environment(env: str, place: Path, isolated: bool, extra: list[str]) -> int:
     """Returns the installer's exit code. Raises ValueError where there is no such folder and the name is none."""
     name = env.rstrip("/").rpartition("/")[2].replace("_", "-")
     module = name.replace("-", "_")
@@ -21,7 +21,7 @@ def install(env: str, place: Path, isolated: bool, extra: list[str]) -> int:
         raise ValueError(f"hone env install: {env} is no folder with a pyproject.toml, and no name of a package")
     what = ["-e", str(folder)] if folder is not None else [name]
     if not isolated:
-        return subprocess.run([*_installer(sys.executable), *what, *extra], check=False).returncode
+        return subprocess.run([*_installer_words(sys.executable), *what, *extra], check=False).returncode
     home = isolated_place(name)
     python = home / "bin" / "python"
     if not python.exists():
@@ -32,7 +32,7 @@ def install(env: str, place: Path, isolated: bool, extra: list[str]) -> int:
         if subprocess.run(words, check=False).returncode:
             return 1
     bounded = [] if any(word.startswith("verifiers") for word in extra) else [f"verifiers{RANGE}"]
-    code = subprocess.run([*_installer(str(python)), *what, *bounded, *extra], check=False).returncode
+    code = subprocess.run([*_installer_words(str(python)), *what, *bounded, *extra], check=False).returncode
     if code == 0:
         print(f"{name} has a virtual environment of its own: {home}")
     return code
@@ -43,6 +43,6 @@ def find_uv() -> str | None:
     return shutil.which("uv") or (str(own) if own.is_file() else None)
 
 
-def _installer(python: str) -> list[str]:
+def _installer_words(python: str) -> list[str]:
     uv = find_uv()
     return [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]

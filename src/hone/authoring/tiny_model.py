@@ -33,14 +33,14 @@ SHORTEST = 4  # characters of a phrase
 PAIRS = 60  # of conversations that are compared
 
 
-def said(message: Message) -> str:
+def spoken_text(message: Message) -> str:
     """A message's text, with its calls as the template writes them, less their tags."""
     calls = [call["function"] for call in message.get("tool_calls") or []]
     written = [json.dumps({"name": c["name"], "arguments": json.loads(c["arguments"])}) for c in calls]
     return (message.get("content") or "") + "".join(written)
 
 
-def phrases(conversations: Sequence[Sequence[str]]) -> list[str]:
+def common_phrases(conversations: Sequence[Sequence[str]]) -> list[str]:
     """What many of the conversations, lists of texts, have in common in texts of the same place, longest first."""
     often: set[str] = set()
     for place in range(max(map(len, conversations))):
@@ -48,12 +48,12 @@ def phrases(conversations: Sequence[Sequence[str]]) -> list[str]:
         pairs = list(pairwise(texts[place] for texts in conversations if len(texts) > place))[:PAIRS]
         for one, other in pairs:
             blocks = SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks()
-            found.update({part for block in blocks for part in _parts(one, block.a, block.a + block.size)})
+            found.update({part for block in blocks for part in _clean_part(one, block.a, block.a + block.size)})
         often |= {text for text, count in found.items() if count >= max(2, len(pairs) // 6)}
     return sorted(often, key=lambda text: (-len(text), text))[:64]
 
 
-def _parts(text: str, start: int, end: int) -> set[str]:
+def _clean_part(text: str, start: int, end: int) -> set[str]:
     """text[start:end] without pieces of words at its ends and without what is short there: that belongs to what
     differs."""
     whole = text[start:end]
@@ -78,7 +78,7 @@ def write_model(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(role, special=True) for role in ROLES])
-    known = phrases(conversations)
+    known = common_phrases(conversations)
     calls = ["<tool_call>", "</tool_call>"] if has_tools else []
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in dict.fromkeys([*calls, *known])])
     end = tokenizer.token_to_id("<|end|>")

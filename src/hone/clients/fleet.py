@@ -80,12 +80,12 @@ class Server:
         finally:
             self._at_work.discard(task)
 
-    def lose(self, why: str) -> None:
+    def mark_lost(self, why: str) -> None:
         self.is_up, self.why = False, why
         for task in self._at_work:
             task.cancel()
 
-    def learn(self, state: dict[str, Any]) -> None:
+    def update_progress(self, state: dict[str, Any]) -> None:
         """Takes what /progress says: how busy it is, and what was written since. What waits for its turn and would have
         room does not count: a server that has only begun to read a step's requests is not full."""
         running, reserve = state["running"], max(RESERVE, state["running"] // 8)
@@ -127,31 +127,31 @@ class Fleet:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # raises when no server is left
 
     @property
-    def up(self) -> list[Server]:
+    def live_servers(self) -> list[Server]:
         return [server for server in self.servers if server.is_up]
 
     async def chat(self, prompt: Prompt, sampling: Sampling, is_urgent: bool = False) -> Turn:
         loop = asyncio.get_running_loop()
         if not self._asked:
-            loop.call_soon(self._send)
+            loop.call_soon(self._send_pending)
         asked = _Asked(prompt, sampling, is_urgent, loop.create_future())
         key = repr((prompt, is_urgent, replace(sampling, seed=0)))
         self._asked.setdefault(key, []).append(asked)
         return await asked.future
 
-    def lost(self, server: Server, why: str) -> None:
+    def report_lost(self, server: Server, why: str) -> None:
         """Nothing is asked of it until it has come up again and proven that it has the current weights."""
         if server.is_up:
-            server.lose(why)
+            server.mark_lost(why)
             self.log.warning(
                 "Lost the server at %s (%s); what was asked of it is asked again", server.client.base_url, why
             )
-            self._start(self._revive(server, why))
+            self._start_task(self._revive_server(server, why))
 
-    async def watch(self) -> None:
+    async def watch_servers(self) -> None:
         """Loses servers that do not answer any more: a process that was stopped, a machine that went away. Hears how
         busy the others are."""
-        await asyncio.gather(self._each(self._is_there), self._each(self._hear))
+        await asyncio.gather(self._for_each_server(self._is_there), self._for_each_server(self._poll_progress))
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -163,7 +163,7 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------ requests
 
-    def _send(self) -> None:
+    def _send_pending(self) -> None:
         """Makes runs of what was asked for in this turn of the event loop."""
         asked, self._asked = self._asked, {}
         for same in asked.values():
@@ -175,12 +175,12 @@ class Fleet:
                     heapq.heappush(self._queue, run)
                 run.futures.append(one.future)
                 last = one.sampling.seed
-        self._dispatch()
+        self._dispatch_runs()
 
-    def _dispatch(self) -> None:
+    def _dispatch_runs(self) -> None:
         if self.ended.done():  # no server is left
             for run in self._queue:
-                _refuse(run, self.ended.exception())
+                _fail_waiters(run, self.ended.exception())
         while self._queue:
             run = self._queue[0]
             free = [server for server in self.servers if server.has_room_for(len(run.futures))]
@@ -190,14 +190,14 @@ class Fleet:
             if not run.is_over:
                 server = min(free, key=lambda server: server.busy)
                 server.busy += len(run.futures)
-                self._start(self._ask(server, run))
+                self._start_task(self._run_requests(server, run))
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _ask(self, server: Server, run: _Run) -> None:
+    async def _run_requests(self, server: Server, run: _Run) -> None:
         count = len(run.futures)
         run.name, run.version = uuid.uuid4().hex[:12], server.version
         server.runs[run.name] = run
@@ -225,7 +225,7 @@ class Fleet:
         except ServerLost as error:
             # A named request is not retried by the client: maybe only the connection failed, not the server.
             if is_wrong or not (self.goes_on and server.is_up and await server.client.is_up()):
-                self.lost(server, str(error))
+                self.report_lost(server, str(error))
             if not self.goes_on:
                 run.so_far = []
             heapq.heappush(self._queue, run)
@@ -233,7 +233,7 @@ class Fleet:
             if not run.is_over:
                 raise
         except Exception as error:  # a refusal: each rollout that waits learns of it
-            _refuse(run, error)
+            _fail_waiters(run, error)
         else:
             for future, turn in zip(run.futures, turns, strict=True):
                 if not future.done():
@@ -241,34 +241,34 @@ class Fleet:
         finally:
             server.busy -= count
             server.runs.pop(run.name, None)
-            self._dispatch()
+            self._dispatch_runs()
 
     # ------------------------------------------------------------------------------------------ servers
 
-    async def _each(self, look: Callable[[Server], Awaitable[None]]) -> None:
+    async def _for_each_server(self, look: Callable[[Server], Awaitable[None]]) -> None:
         while True:
-            await asyncio.gather(asyncio.sleep(LOOK), *map(look, self.up))
+            await asyncio.gather(asyncio.sleep(LOOK), *map(look, self.live_servers))
 
     async def _is_there(self, server: Server) -> None:
-        why = await server.client.why_down(machine.silence())
+        why = await server.client.why_down(machine.silence_seconds())
         if why:
-            self.lost(server, why)
+            self.report_lost(server, why)
 
-    async def _hear(self, server: Server) -> None:
+    async def _poll_progress(self, server: Server) -> None:
         known = {
             f"{run.name}/{i}": len(one.ids) - begun
             for run in (server.runs.values() if self.goes_on else ())
             for i, (one, begun) in enumerate(zip(run.so_far, run.begun, strict=True))
         }
         try:
-            server.learn(await server.unless_lost(server.client.control("progress", {"known": known})))
+            server.update_progress(await server.unless_lost(server.client.call_control("progress", {"known": known})))
         except ServerLost as error:
-            self.lost(server, str(error))
+            self.report_lost(server, str(error))
         except RuntimeError:  # another kind of server, which has no such route
             return
-        self._dispatch()
+        self._dispatch_runs()
 
-    async def _revive(self, server: Server, why: str) -> None:
+    async def _revive_server(self, server: Server, why: str) -> None:
         what = f"the server at {server.client.base_url}, lost ({why}), to come up again"
         wait = Wait(what, self.deadline, self.log, "was it started again?")
         try:
@@ -279,20 +279,20 @@ class Fleet:
                         break
                     except ServerLost:
                         pass  # gone once more
-                wait.check()
+                wait.is_check_due()
                 await asyncio.sleep(0.2)
         except ConnectionError as error:
             self.log.warning("%s", error)
-            if not self.up and not self.ended.done():
+            if not self.live_servers and not self.ended.done():
                 self.ended.set_exception(error)
-                self._dispatch()  # who waits for an answer learns of it
+                self._dispatch_runs()  # who waits for an answer learns of it
             return
         server.is_up, server.limit = True, math.inf
         self.log.info("The server at %s is back, with version %d", server.client.base_url, server.version)
-        self._dispatch()
+        self._dispatch_runs()
 
 
-def _refuse(run: _Run, error: BaseException | None) -> None:
+def _fail_waiters(run: _Run, error: BaseException | None) -> None:
     """Tells each that waits for it."""
     for future in run.futures:
         if not future.done():

@@ -50,7 +50,7 @@ class HttpClient:
         self.timeout, self.retries, self.is_hone = timeout, retries, is_hone
         self.prompt_tokens = self.completion_tokens = 0  # of all answers
         self.http = httpx.AsyncClient(
-            headers=headers, timeout=timeout, transport=_transport(self.base_url),
+            headers=headers, timeout=timeout, transport=_choose_transport(self.base_url),
             limits=httpx.Limits(max_connections=None), trust_env=httpx.URL(self.base_url).host not in LOOPBACK,
         )  # fmt: skip
 
@@ -63,7 +63,7 @@ class HttpClient:
     async def check_key(self) -> None:
         """Raises ValueError, with what to do, if the server refuses the key or wants one."""
         try:
-            await self.control("version")
+            await self.call_control("version")
         except RuntimeError as error:
             if not (isinstance(error, Refused) and error.status == 401):
                 raise ConnectionError(str(error)) from None
@@ -72,7 +72,7 @@ class HttpClient:
                 "--orchestrator.client.api-key-var NAME"
             ) from None
 
-    async def check(self, no_sign_seconds: float = NO_SIGN_SECONDS) -> None:
+    async def wait_until_serving(self, no_sign_seconds: float = NO_SIGN_SECONDS) -> None:
         """Wait for a server on this machine, then require that it serves the model.
 
         Raises ConnectionError if no server answers, ValueError if it refuses the key or does not serve the model.
@@ -107,14 +107,14 @@ class HttpClient:
                 if not isinstance(error, httpx.ConnectError) or is_starting(port):
                     last_sign = now
                 if not is_here or now - last_sign >= no_sign_seconds:
-                    raise ConnectionError(self._absence(error)) from None
+                    raise ConnectionError(self._describe_absence(error)) from None
             if not is_announced and now - start >= NOTICE_SECONDS:
                 is_announced = True
                 limit = f"{no_sign_seconds:.0f} s"
                 print(f"waiting for a server at {self.base_url}, up to {limit} without a sign of it", file=sys.stderr)
             await asyncio.sleep(RETRY_SECONDS)
 
-    def _absence(self, error: httpx.HTTPError) -> str:
+    def _describe_absence(self, error: httpx.HTTPError) -> str:
         kind, command = type(error).__name__, serve_command(self.model)
         return f"no server answers at {self.base_url} ({kind}); start one with: {command}"
 
@@ -141,33 +141,35 @@ class HttpClient:
             "messages": prompt.messages,
             **({"tools": prompt.tools} if prompt.tools else {}),
             **({"chat_template_kwargs": prompt.template_arguments} if prompt.template_arguments else {}),
-            **_drawing(sampling),
+            **_encode_sampling(sampling),
             **({"return_token_logprobs": True} if self.is_hone else {"logprobs": True}),
             "return_token_ids": True,
             **({"n": count} if count > 1 else {}),
-            **(_conversation(prompt) if prompt.before and self.is_hone else {}),
+            **(_encode_prompt(prompt) if prompt.before and self.is_hone else {}),
             **({"request_name": name} if name else {}),
-            **({"so_far": [_written(one) for one in so_far]} if so_far else {}),
+            **({"so_far": [_encode_partial(one) for one in so_far]} if so_far else {}),
             **self.extra_body,
         }
-        answer = await self._post(f"{self.base_url}/chat/completions", body, retries=0 if name else self.retries)
+        answer = await self._post_json(f"{self.base_url}/chat/completions", body, retries=0 if name else self.retries)
         usage = answer.get("usage") or {}
         self.prompt_tokens += usage.get("prompt_tokens") or 0
         self.completion_tokens += usage.get("completion_tokens") or 0
         prompt_ids = answer.get("prompt_token_ids") or []
-        return [_turn(prompt_ids, choice) for choice in answer["choices"]]
+        return [_parse_turn(prompt_ids, choice) for choice in answer["choices"]]
 
-    async def control(self, route: str, body: dict[str, Any] | None = None, timeout: float = 600.0) -> dict[str, Any]:
+    async def call_control(
+        self, route: str, body: dict[str, Any] | None = None, timeout: float = 600.0
+    ) -> dict[str, Any]:
         """Calls a control route of a Hone server: GET without a body, POST with one."""
         url = f"{self.base_url.removesuffix('/v1')}/{route}"
         if body is not None:
-            return await self._post(url, body, timeout, self.retries)
+            return await self._post_json(url, body, timeout, self.retries)
         try:
             answer = await self.http.get(url, timeout=timeout)
         except httpx.HTTPError as error:
-            raise ServerLost(f"{url}: {_words(error)}") from None
+            raise ServerLost(f"{url}: {_describe_error(error)}") from None
         if answer.status_code != 200:
-            raise _refusal(url, answer)
+            raise _refusal_error(url, answer)
         return _json_of(answer)
 
     async def is_up(self, timeout: float = 5.0) -> bool:
@@ -183,10 +185,10 @@ class HttpClient:
         except httpx.TimeoutException:
             return f"/health did not answer within {timeout:.0f} s"
         except httpx.HTTPError as error:
-            return f"it is gone: /health: {_words(error)}"
+            return f"it is gone: /health: {_describe_error(error)}"
         return "" if answer.status_code == 200 else f"/health answered {answer.status_code}"
 
-    async def _post(
+    async def _post_json(
         self, url: str, body: dict[str, Any], timeout: float | None = None, retries: int = 0
     ) -> dict[str, Any]:
         timeout = timeout or self.timeout
@@ -197,11 +199,11 @@ class HttpClient:
                 raise ServerLost(f"{url} did not answer within {timeout} s") from None
             except httpx.HTTPError as error:
                 if attempt == retries:
-                    raise ServerLost(f"{url}: {_words(error)}") from None
+                    raise ServerLost(f"{url}: {_describe_error(error)}") from None
             else:
                 if answer.status_code == 200:
                     return _json_of(answer)
-                refusal = _refusal(url, answer)
+                refusal = _refusal_error(url, answer)
                 if not isinstance(refusal, RuntimeError) or isinstance(refusal, Refused) or attempt == retries:
                     raise refusal
             await asyncio.sleep(0.5 * 2**attempt)
@@ -217,16 +219,16 @@ def _json_of(answer: httpx.Response) -> dict[str, Any]:
     return result
 
 
-def _refusal(url: str, answer: httpx.Response) -> Exception:
+def _refusal_error(url: str, answer: httpx.Response) -> Exception:
     """What an answer other than 200 means: ContextFull, Refused, or RuntimeError where asking again may help."""
     said, status = answer.text[:500], answer.status_code
-    if status == 400 and (_code(answer) == FULL or FULL_IN_WORDS in said):
+    if status == 400 and (_error_code(answer) == FULL or FULL_IN_WORDS in said):
         return ContextFull(said)
     message = f"{url} answered {status}: {said}"
     return Refused(message, status) if 400 <= status < 500 and status != 429 else RuntimeError(message)
 
 
-def _code(answer: httpx.Response) -> Any:
+def _error_code(answer: httpx.Response) -> Any:
     """Of an error in OpenAI's form."""
     try:
         error = answer.json().get("error")
@@ -235,16 +237,16 @@ def _code(answer: httpx.Response) -> Any:
     return error.get("code") if isinstance(error, dict) else None
 
 
-def _written(one: Completion) -> dict[str, Any]:
+def _encode_partial(one: Completion) -> dict[str, Any]:
     """What a server goes on from."""
     return {"ids": one.ids, "logprobs": one.logprobs, "versions": one.versions}
 
 
-def _conversation(prompt: Prompt) -> dict[str, Any]:
+def _encode_prompt(prompt: Prompt) -> dict[str, Any]:
     return {"conversation_ids": prompt.before, "conversation_messages": prompt.covered}
 
 
-def _drawing(sampling: Sampling) -> dict[str, Any]:
+def _encode_sampling(sampling: Sampling) -> dict[str, Any]:
     """The keys of a request that say how to draw: those every server knows, and of the rest what is not the default."""
     given = asdict(sampling)
     always, default = ("max_tokens", "temperature", "seed"), asdict(Sampling())
@@ -267,7 +269,7 @@ def serve_command(model: str) -> str:
     return f"inference --model.name {shlex.quote(model)}"
 
 
-def connect(config: ClientConfig, model: str, **options: Any) -> list[HttpClient]:
+def connect_clients(config: ClientConfig, model: str, **options: Any) -> list[HttpClient]:
     """A client for every server of a configuration. Raises ValueError when the variable of the key is not set."""
     key = None
     if config.api_key_var:
@@ -278,7 +280,7 @@ def connect(config: ClientConfig, model: str, **options: Any) -> list[HttpClient
     return [HttpClient(url, model, key or own_key(url), is_hone=True, **options) for url in urls]
 
 
-def _transport(url: str) -> httpx.AsyncBaseTransport | None:
+def _choose_transport(url: str) -> httpx.AsyncBaseTransport | None:
     """The quicker one where it serves; None stands for httpx's own."""
     if importlib.util.find_spec("httptools") is None:
         return None
@@ -287,13 +289,13 @@ def _transport(url: str) -> httpx.AsyncBaseTransport | None:
     return Wire() if is_direct(url) else None
 
 
-def _words(error: httpx.HTTPError) -> str:
+def _describe_error(error: httpx.HTTPError) -> str:
     """What went wrong; of a request that could not be sent only the kind, since its words show headers and the key."""
     name = type(error).__name__
     return name if isinstance(error, httpx.LocalProtocolError) else f"{name}: {error}"
 
 
-def _turn(prompt_ids: list[int], choice: dict[str, Any]) -> Turn:
+def _parse_turn(prompt_ids: list[int], choice: dict[str, Any]) -> Turn:
     ids = choice.get("token_ids") or []
     logprobs = choice.get("token_logprobs")
     if logprobs is None:

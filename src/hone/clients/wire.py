@@ -48,8 +48,8 @@ class Wire(httpx.AsyncBaseTransport):
         if request.method == "HEAD":
             raise httpx.UnsupportedProtocol("HEAD requests are not made over these connections")
         place = url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
-        data, timeout = _written(request, await request.aread()), request.extensions["timeout"]
-        connection = self._take(place) or await self._connect(place, timeout["connect"])
+        data, timeout = _encode_request(request, await request.aread()), request.extensions["timeout"]
+        connection = self._take_connection(place) or await self._open_connection(place, timeout["connect"])
         try:
             async with asyncio.timeout(timeout["read"]):
                 status, headers, body = await connection.ask(data)
@@ -69,7 +69,7 @@ class Wire(httpx.AsyncBaseTransport):
                 connection.close()
         self._kept.clear()
 
-    def _take(self, place: Place) -> "_Connection | None":
+    def _take_connection(self, place: Place) -> "_Connection | None":
         """The one that was used last; those that were not used for long are closed."""
         kept = self._kept[place]
         while kept and kept[0][0] < time.monotonic() - IDLE:
@@ -81,13 +81,13 @@ class Wire(httpx.AsyncBaseTransport):
             connection.close()
         return None
 
-    async def _connect(self, place: Place, timeout: float | None) -> "_Connection":
+    async def _open_connection(self, place: Place, timeout: float | None) -> "_Connection":
         scheme, host, port = place
         loop, options = asyncio.get_running_loop(), dict[str, Any]()
         if isinstance(loop, asyncio.BaseEventLoop):  # uvloop's is none, and tries one address after the other
             options["happy_eyeballs_delay"] = NEXT_ADDRESS
         if scheme == "https":
-            options["ssl"] = self._context
+            options["ssl"] = self._ssl_context
         try:
             async with asyncio.timeout(timeout):
                 _, connection = await loop.create_connection(_Connection, host, port, **options)
@@ -98,11 +98,11 @@ class Wire(httpx.AsyncBaseTransport):
         return connection
 
     @cached_property
-    def _context(self) -> SSLContext:
+    def _ssl_context(self) -> SSLContext:
         return httpx.create_ssl_context()
 
 
-def _written(request: httpx.Request, body: bytes) -> bytes:
+def _encode_request(request: httpx.Request, body: bytes) -> bytes:
     lines = [f"{request.method} ".encode() + request.url.raw_path + b" HTTP/1.1"]
     for name, value in request.headers.raw:
         if b"\r" in value or b"\n" in value:
@@ -128,7 +128,7 @@ class _Connection(asyncio.Protocol):
         return self._answer
 
     @property
-    def _asked(self) -> asyncio.Future[Answer] | None:
+    def _pending_answer(self) -> asyncio.Future[Answer] | None:
         """The answer that somebody waits for."""
         return None if self._answer is None or self._answer.done() else self._answer
 
@@ -147,34 +147,34 @@ class _Connection(asyncio.Protocol):
     # ------------------------------------------------------------------------------------ called by the event loop
 
     def data_received(self, data: bytes) -> None:
-        if self._asked is None:
+        if self._pending_answer is None:
             self.close()
             return
         try:
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as error:
-            self._fail(f"not HTTP: {error}")
+            self._fail_pending(f"not HTTP: {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
-        if self._asked is None:
+        if self._pending_answer is None:
             return
         named = {name.lower() for name, _ in self._headers}
         if self._has_head and error is None and not named & {b"content-length", b"transfer-encoding"}:
             self.on_message_complete()  # its end is that of the connection
         else:
-            self._fail("the server closed the connection before its answer was whole")
+            self._fail_pending("the server closed the connection before its answer was whole")
 
-    def _fail(self, words: str) -> None:
-        if self._asked is not None:
-            self._asked.set_exception(httpx.RemoteProtocolError(words))
+    def _fail_pending(self, words: str) -> None:
+        if self._pending_answer is not None:
+            self._pending_answer.set_exception(httpx.RemoteProtocolError(words))
         self.close()
 
     # ------------------------------------------------------------------------------------ called by the parser
 
     def on_message_begin(self) -> None:
         self._headers, self._body = [], []
-        if self._asked is None:  # a second answer
+        if self._pending_answer is None:  # a second answer
             self.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -188,8 +188,8 @@ class _Connection(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        if not self._has_head or self._asked is None:
+        if not self._has_head or self._pending_answer is None:
             return
         self.is_open = self._parser.should_keep_alive() and not self._transport.is_closing()
-        self._asked.set_result((self._parser.get_status_code(), self._headers, b"".join(self._body)))
+        self._pending_answer.set_result((self._parser.get_status_code(), self._headers, b"".join(self._body)))
         self._answer, self._headers, self._body = None, [], []

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from hone.config.base import merge
+from hone.config.base import merge_tables
 
 Algorithm = Literal["grpo", "dr_grpo", "rloo", "gspo", "cispo", "dapo", "max_rl", "opd", "sft"]
 
@@ -56,19 +56,19 @@ def with_algorithms(values: dict[str, Any]) -> dict[str, Any]:
 
     The algorithm of an environment gives the trainer a loss for it.
     """
-    defaults = _of(values.get("algorithm"))
+    defaults = _preset_of(values.get("algorithm"))
     given = ((values.get("trainer") or {}).get("loss") or {}).get("type")
     if defaults and given not in (None, defaults["trainer"]["loss"]["type"]):
         defaults = {key: value for key, value in defaults.items() if key != "trainer"}
     envs = (values.get("orchestrator") or {}).get("env")
     losses: dict[str, Any] = {}
     for env in envs if isinstance(envs, list) else [envs]:
-        own = _of(env.get("algorithm")) if isinstance(env, dict) else {}
+        own = _preset_of(env.get("algorithm")) if isinstance(env, dict) else {}
         if own and isinstance(env, dict):
             losses[env.get("name") or env.get("id", "")] = own["trainer"]["loss"]
     if losses:
-        defaults = merge(defaults, {"trainer": {"loss_of": losses}})
-    return merge(defaults, values)
+        defaults = merge_tables(defaults, {"trainer": {"loss_of": losses}})
+    return merge_tables(defaults, values)
 
 
 def as_its_algorithm(section: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -77,5 +77,5 @@ def as_its_algorithm(section: str, values: dict[str, Any]) -> dict[str, Any]:
     return whole[section]
 
 
-def _of(name: Any) -> dict[str, Any]:
+def _preset_of(name: Any) -> dict[str, Any]:
     return ALGORITHMS.get(name, {}) if isinstance(name, str) else {}

@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from hone.config.secrets import redact, restore_secrets
+from hone.config.secrets import redact_secrets, restore_secrets
 
 C = TypeVar("C", bound="Config")
 T = TypeVar("T")
@@ -65,36 +65,36 @@ class Config(BaseModel):
         """Replace the `~` that a path begins with, which no shell has done for a value of a file."""
         return expand_home(value)
 
-    def public(self) -> dict[str, Any]:
+    def to_public_dict(self) -> dict[str, Any]:
         """The values as plain data, without secrets: what may be written down."""
-        redacted: dict[str, Any] = redact(self.model_dump(mode="json"))
+        redacted: dict[str, Any] = redact_secrets(self.model_dump(mode="json"))
         return redacted
 
-    def resolved(self) -> "Config":
+    def resolve_config(self) -> "Config":
         """The configuration that it stands for; most stand for themselves. Raises ConfigError."""
         return self
 
     @classmethod
-    def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
+    def prepare_values(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
         """What was read, before it is validated; `files_for` names the keys that were given files of their own."""
         return values
 
 
-def differences(before: dict[str, Any], now: Config, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def find_differences(before: dict[str, Any], now: Config, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Keys, with dots, that are not free to change and differ: their value in a configuration written down, and now.
 
     A key that one of them does not know, being of another version of Hone, is passed over.
     """
-    public = now.public()
+    public = now.to_public_dict()
     for key, field in type(now).model_fields.items():
         if key in before and key in public and FREE not in field.metadata:
-            yield from _differences(f"{prefix}{key}", before[key], getattr(now, key), public[key])
+            yield from _find_differences(f"{prefix}{key}", before[key], getattr(now, key), public[key])
 
 
-def _differences(key: str, before: Any, now: Any, public: Any) -> Iterator[tuple[str, Any, Any]]:
+def _find_differences(key: str, before: Any, now: Any, public: Any) -> Iterator[tuple[str, Any, Any]]:
     pairs: list[tuple[Any, Any, Any, Any]] = []
     if isinstance(now, Config) and isinstance(before, dict):
-        yield from differences(before, now, f"{key}.")
+        yield from find_differences(before, now, f"{key}.")
     elif isinstance(now, dict) and isinstance(before, dict) and now.keys() == before.keys():
         pairs = [(name, before[name], now[name], public[name]) for name in now]
     elif isinstance(now, list) and isinstance(before, list) and len(now) == len(before):
@@ -102,7 +102,7 @@ def _differences(key: str, before: Any, now: Any, public: Any) -> Iterator[tuple
     elif before != public:
         yield key, before, public
     for name, one, other, plain in pairs:
-        yield from _differences(f"{key}.{name}", one, other, plain)
+        yield from _find_differences(f"{key}.{name}", one, other, plain)
 
 
 def load_config(cls: type[C], argv: list[str]) -> C:
@@ -110,15 +110,15 @@ def load_config(cls: type[C], argv: list[str]) -> C:
     values, origins = parse_argv(argv, users_keys(cls))
     restore_secrets(values)
     files_for = {one[2:] for one, two in itertools.pairwise(argv) if one.startswith("--") and two.startswith("@")}
-    return validated(cls, cls.prepare(values, origins, files_for), origins)
+    return validate_values(cls, cls.prepare_values(values, origins, files_for), origins)
 
 
-def validated(cls: type[C], values: dict[str, Any], origins: dict[str, str] | None = None) -> C:
+def validate_values(cls: type[C], values: dict[str, Any], origins: dict[str, str] | None = None) -> C:
     """Raises ConfigError. `origins`: where a dotted key's value came from."""
     try:
         return cls.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explain(error, cls, origins or {})) from None
+        raise ConfigError(explain_errors(error, cls, origins or {})) from None
 
 
 def parse_argv(argv: list[str], free: dict[str, bool]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -133,30 +133,30 @@ def parse_argv(argv: list[str], free: dict[str, bool]) -> tuple[dict[str, Any], 
     while rest:
         word = rest.pop(0)
         if word.startswith("@"):
-            _merge_file(files, [], word[1:] or _next(rest, "@"), origins, free)
+            _merge_file(files, [], word[1:] or _next_word(rest, "@"), origins, free)
         elif word.startswith("--") and len(word) > 2:
             name, has_value, value = word[2:].partition("=")
-            path = _path(name, free)
+            path = _split_key(name, free)
             if has_value:
-                _assign(overrides, path, _scalar(value), word)
+                _assign_value(overrides, path, _parse_scalar(value), word)
             elif rest and rest[0].startswith("@"):
                 at = rest.pop(0)
-                _merge_file(files, path, at[1:] or _next(rest, f"{word} @"), origins, free)
+                _merge_file(files, path, at[1:] or _next_word(rest, f"{word} @"), origins, free)
                 continue
             elif rest and not rest[0].startswith("--"):
-                _assign(overrides, path, _scalar(rest.pop(0)), word)
+                _assign_value(overrides, path, _parse_scalar(rest.pop(0)), word)
             elif path[-1].startswith("no_"):
                 path[-1] = path[-1].removeprefix("no_")
-                _assign(overrides, path, False, word)
+                _assign_value(overrides, path, False, word)
             else:
-                _assign(overrides, path, True, word)
+                _assign_value(overrides, path, True, word)
             origins[".".join(path)] = COMMAND_LINE
         else:
             raise ConfigError(f"{word!r} is not understood here; write `@ file.toml` or `--key value` (see --help)")
-    return merge(files, overrides), origins
+    return merge_tables(files, overrides), origins
 
 
-def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merge_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """A new dict: tables merged key by key, anything else of `over` replaces that of `base`.
 
     A table over a list of tables changes each of them, or the one whose name stands before the key.
@@ -165,7 +165,7 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
         old = result.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
-            result[key] = merge(old, value)
+            result[key] = merge_tables(old, value)
         elif isinstance(value, dict) and not isinstance(value, Whole) and _is_tables(old):
             result[key] = _merge_each(old, value)
         else:
@@ -181,10 +181,12 @@ def _merge_each(entries: Any, over: dict[str, Any]) -> list[dict[str, Any]]:
     names = [str(entry.get("name") or entry.get("id")).replace("-", "_") for entry in entries]
     own = {name: over[name] for name in names if isinstance(over.get(name), dict)}
     common = {key: value for key, value in over.items() if key not in own}
-    return [merge(merge(entry, common), own.get(name, {})) for name, entry in zip(names, entries, strict=True)]
+    return [
+        merge_tables(merge_tables(entry, common), own.get(name, {})) for name, entry in zip(names, entries, strict=True)
+    ]
 
 
-def _next(rest: list[str], what: str) -> str:
+def _next_word(rest: list[str], what: str) -> str:
     if not rest:
         raise ConfigError(f"{what} wants a file: `{what} file.toml`")
     return rest.pop(0)
@@ -207,12 +209,12 @@ def _merge_file(
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} is not valid TOML: {error}") from None
-    content = _clear_none(_snake(content, free, path[-1] if path else ""))
-    for key in _leaves(content, path):
+    content = _clear_none(_to_snake_case(content, free, path[-1] if path else ""))
+    for key in _list_leaves(content, path):
         origins[key] = name
     for part in reversed(path):
         content = {part: content}
-    files.update(merge(files, content))
+    files.update(merge_tables(files, content))
 
 
 def users_keys(cls: type[Config]) -> dict[str, bool]:
@@ -222,7 +224,7 @@ def users_keys(cls: type[Config]) -> dict[str, bool]:
     found: dict[str, bool] = {}
     sections: set[str] = set()
 
-    def look(at: type[Config]) -> None:
+    def collect_keys(at: type[Config]) -> None:
         for name, field in at.model_fields.items():
             section = section_type(field.annotation)
             if dict in (field.annotation, getattr(field.annotation, "__origin__", None)):
@@ -230,13 +232,13 @@ def users_keys(cls: type[Config]) -> dict[str, bool]:
             elif section is not None:
                 sections.add(name)
             if section is not None:
-                look(section)
+                collect_keys(section)
 
-    look(cls)
+    collect_keys(cls)
     return {name: holds for name, holds in found.items() if name not in sections}
 
 
-def _path(name: str, free: dict[str, bool]) -> list[str]:
+def _split_key(name: str, free: dict[str, bool]) -> list[str]:
     """The parts of a dotted key, ours in the form that they have in Python."""
     path: list[str] = []
     rest = name.split(".")
@@ -248,15 +250,15 @@ def _path(name: str, free: dict[str, bool]) -> list[str]:
     return path
 
 
-def _snake(value: Any, free: dict[str, bool], under: str = "") -> Any:
+def _to_snake_case(value: Any, free: dict[str, bool], under: str = "") -> Any:
     if isinstance(value, list):
-        return [_snake(one, free) for one in value]
+        return [_to_snake_case(one, free) for one in value]
     if not isinstance(value, dict):
         return value
     if under in free:
-        return {key: _snake(one, free) if free[under] else one for key, one in value.items()}
+        return {key: _to_snake_case(one, free) if free[under] else one for key, one in value.items()}
     names = {key: key.replace("-", "_") for key in value}
-    return {names[key]: _snake(one, free, names[key]) for key, one in value.items()}
+    return {names[key]: _to_snake_case(one, free, names[key]) for key, one in value.items()}
 
 
 def _clear_none(value: Any) -> Any:
@@ -268,12 +270,12 @@ def _clear_none(value: Any) -> Any:
     return None if value == "None" else value
 
 
-def _leaves(content: dict[str, Any], path: list[str]) -> list[str]:
+def _list_leaves(content: dict[str, Any], path: list[str]) -> list[str]:
     keys = []
     for key, value in content.items():
         keys.append(".".join([*path, key]))
         if isinstance(value, dict):
-            keys += _leaves(value, [*path, key])
+            keys += _list_leaves(value, [*path, key])
     return keys
 
 
@@ -285,10 +287,10 @@ class Typed(str):
     """Text of the command line that is yet to get its type, from its key."""
 
 
-def untyped(value: Any) -> Any:
+def parse_untyped(value: Any) -> Any:
     """What text of the command line means where the key has no type: a number, true, false, or the text."""
     if isinstance(value, dict):
-        return {key: untyped(one) for key, one in value.items()}
+        return {key: parse_untyped(one) for key, one in value.items()}
     if not isinstance(value, Typed):
         return value
     try:
@@ -297,7 +299,7 @@ def untyped(value: Any) -> Any:
         return str(value)
 
 
-def _scalar(text: str) -> Any:
+def _parse_scalar(text: str) -> Any:
     """A command-line value: `None`, JSON lists and objects; numbers and booleans are left to the type of the key."""
     if text == "None":
         return None
@@ -310,7 +312,7 @@ def _scalar(text: str) -> Any:
     return Typed(text)
 
 
-def _assign(values: dict[str, Any], path: list[str], value: Any, word: str) -> None:
+def _assign_value(values: dict[str, Any], path: list[str], value: Any, word: str) -> None:
     for part in path[:-1]:
         values = values.setdefault(part, {})
         if not isinstance(values, dict):
@@ -321,53 +323,57 @@ def _assign(values: dict[str, Any], path: list[str], value: Any, word: str) -> N
 # ---------------------------------------------------------------------------------------------- messages
 
 
-def explain(error: ValidationError, cls: type[Config], origins: dict[str, str]) -> str:
+def explain_errors(error: ValidationError, cls: type[Config], origins: dict[str, str]) -> str:
     """One line for each mistake: key, where it stands, what was found, what is accepted."""
     lines = []
     for item in error.errors(include_url=False):
         names = _without_tags(cls, [str(part) for part in item["loc"] if not _is_tag(part)])
         key = ".".join(names)
-        place = _origin(names, origins, str((item.get("ctx") or {}).get("error", "")))
+        place = _describe_origin(names, origins, str((item.get("ctx") or {}).get("error", "")))
         if item["type"] == "extra_forbidden":
-            parents = _sections(cls, names[:-1])
+            parents = _find_sections(cls, names[:-1])
             known = sorted({key for one in parents for key in one.model_fields})
-            having = [kind for one in parents if names[-1] in one.model_fields for kind in _kinds(one)]
+            having = [kind for one in parents if names[-1] in one.model_fields for kind in _list_kinds(one)]
             near = difflib.get_close_matches(names[-1], known, n=1, cutoff=0.5)
             elsewhere = (
-                [] if near else [k.key for k in walk(cls) if not k.is_section and k.key.split(".")[-1] == names[-1]]
+                []
+                if near
+                else [k.key for k in walk_entries(cls) if not k.is_section and k.key.split(".")[-1] == names[-1]]
             )
             hint = (
                 f"it is one of type {', '.join(having)}" if having
-                else f"did you mean {_kebab('.'.join([*names[:-1], near[0]]))}?" if near
-                else f"there is {_kebab(elsewhere[0])}" if elsewhere
-                else f"known keys: {', '.join(_kebab(k) for k in known)}"
+                else f"did you mean {_to_kebab_case('.'.join([*names[:-1], near[0]]))}?" if near
+                else f"there is {_to_kebab_case(elsewhere[0])}" if elsewhere
+                else f"known keys: {', '.join(_to_kebab_case(k) for k in known)}"
             )  # fmt: skip
-            lines.append(f"{_kebab(key)}: unknown key{place}; {hint}")
+            lines.append(f"{_to_kebab_case(key)}: unknown key{place}; {hint}")
         elif item["type"] == "missing":
-            sections = _sections(cls, names)
-            required = _required(sections[0], f"{key}.") if sections else [key]
-            lines += [f"{_kebab(k)} must be given: --{_kebab(k)} VALUE or in the TOML file" for k in required]
+            sections = _find_sections(cls, names)
+            required = _list_required(sections[0], f"{key}.") if sections else [key]
+            lines += [
+                f"{_to_kebab_case(k)} must be given: --{_to_kebab_case(k)} VALUE or in the TOML file" for k in required
+            ]
         elif item["type"] == "union_tag_invalid":
             kinds = [kind.strip("'") for kind in item["ctx"]["expected_tags"].split(", ")]
             near = difflib.get_close_matches(item["ctx"]["tag"], kinds, n=1, cutoff=0.0)[0]
             found = f"{item['ctx']['tag']!r} is none of {', '.join(kinds)}; did you mean {near}?"
-            lines.append(f"{_kebab(key)}.type: {found}{place}")
+            lines.append(f"{_to_kebab_case(key)}.type: {found}{place}")
         elif item["type"] in ("value_error", "assertion_error"):
             message = str(item["ctx"]["error"]) if "ctx" in item else item["msg"]
-            lines.append(f"{_kebab(key)}: {message}{place}" if key else f"{message}{place}")
+            lines.append(f"{_to_kebab_case(key)}: {message}{place}" if key else f"{message}{place}")
         else:
             message = item["msg"][0].lower() + item["msg"][1:]
-            lines.append(f"{_kebab(key)}: {message}, found {item['input']!r}{place}")
+            lines.append(f"{_to_kebab_case(key)}: {message}, found {item['input']!r}{place}")
     return "\n".join(dict.fromkeys(lines))
 
 
-def _required(cls: type[Config], prefix: str) -> list[str]:
+def _list_required(cls: type[Config], prefix: str) -> list[str]:
     """Keys that must be given, where their section is."""
     found: list[str] = []
     for name, field in cls.model_fields.items():
         if field.is_required():
             section = section_type(field.annotation)
-            found += _required(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"]
+            found += _list_required(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"]
     return found
 
 
@@ -379,23 +385,25 @@ def _without_tags(cls: type[Config], names: list[str]) -> list[str]:
     """The names of a key; where several sections are possible, pydantic puts the `type` of the one that it took."""
     found: list[str] = []
     for name in names:
-        field = parents[0].model_fields.get(found[-1]) if found and (parents := _sections(cls, found[:-1])) else None
-        kinds = [kind for one in section_types(field.annotation) for kind in _kinds(one)] if field else []
+        field = (
+            parents[0].model_fields.get(found[-1]) if found and (parents := _find_sections(cls, found[:-1])) else None
+        )
+        kinds = [kind for one in section_types(field.annotation) for kind in _list_kinds(one)] if field else []
         if field is None or field.discriminator is None or name not in kinds:
             found.append(name)
     return found
 
 
-def _kinds(cls: type[Config]) -> list[str]:
+def _list_kinds(cls: type[Config]) -> list[str]:
     """What its `type` may be."""
     return [str(kind) for kind in get_args(cls.model_fields["type"].annotation)] if "type" in cls.model_fields else []
 
 
-def _kebab(key: str) -> str:
+def _to_kebab_case(key: str) -> str:
     return key.replace("_", "-")
 
 
-def _origin(names: list[str], origins: dict[str, str], message: str = "") -> str:
+def _describe_origin(names: list[str], origins: dict[str, str], message: str = "") -> str:
     """Return where a key was given, as ` (in FILE)`.
 
     For a section it is where those of its keys were given that the message names, or all of them.
@@ -409,10 +417,10 @@ def _origin(names: list[str], origins: dict[str, str], message: str = "") -> str
         places = [origins[".".join(names)]]
     if places:
         return f" (in {' and '.join(places)})"
-    return _origin(names[:-1], origins) if len(names) > 1 else ""
+    return _describe_origin(names[:-1], origins) if len(names) > 1 else ""
 
 
-def _sections(cls: type[Config], names: list[str]) -> list[type[Config]]:
+def _find_sections(cls: type[Config], names: list[str]) -> list[type[Config]]:
     """The sections that a dotted name may stand for; none where it is no section."""
     sections = [cls]
     for name in names:
@@ -444,7 +452,7 @@ class Entry:
     is_section: bool
 
 
-def walk(cls: type[Config], values: Config | None = None, prefix: str = "") -> Iterator[Entry]:
+def walk_entries(cls: type[Config], values: Config | None = None, prefix: str = "") -> Iterator[Entry]:
     """Own keys, then sections. `values`: a section as the command that has it sets it. A table by name has NAME."""
     sections = []
     for name, field in cls.model_fields.items():
@@ -459,4 +467,4 @@ def walk(cls: type[Config], values: Config | None = None, prefix: str = "") -> I
     for entry in sections:
         yield entry
         for kind in section_types(entry.field.annotation):
-            yield from walk(kind, entry.value if type(entry.value) is kind else None, f"{entry.key}.")
+            yield from walk_entries(kind, entry.value if type(entry.value) is kind else None, f"{entry.key}.")

@@ -27,12 +27,12 @@ COMMANDS = {  # name: (configuration, what runs it, summary)
     ),
     "inference": (
         "hone.config.inference:InferenceConfig",
-        "hone.inference.serve:serve",
+        "hone.inference.serve:serve_model",
         "Serve a model behind the OpenAI chat API.",
     ),
     "export": (
         "hone.config.export:ExportConfig",
-        "hone.trainer.export:main",
+        "hone.trainer.export:export_model",
         "Write a checkpoint as a model directory (`hone export`).",
     ),
     "probe": (

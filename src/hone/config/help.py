@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from hone.config.base import Config, Entry, walk
+from hone.config.base import Config, Entry, walk_entries
 
 INDENT, WIDEST = " " * 6, 120
 
@@ -33,30 +33,30 @@ def help_text(command: str, summary: str, cls: type[Config]) -> str:
 def keys_text(cls: type[Config]) -> str:
     """Every key, a line and its words under it, by sections."""
     lines, width = list[str](), max(60, min(WIDEST, shutil.get_terminal_size().columns))
-    for one in walk(cls):
+    for one in walk_entries(cls):
         lines += (
             ["", f"[{one.key}]"] if one.is_section
-            else [f"  --{one.key.replace('_', '-')} {_annotation(one.field.annotation)}{_in_brackets(one.value)}"]
+            else [f"  --{one.key.replace('_', '-')} {_describe_type(one.field.annotation)}{_in_brackets(one.value)}"]
         )  # fmt: skip
         indent = "" if one.is_section else INDENT
-        lines += textwrap.wrap(_words(one), width, initial_indent=indent, subsequent_indent=indent)
+        lines += textwrap.wrap(_describe_entry(one), width, initial_indent=indent, subsequent_indent=indent)
     return "\n".join(lines)
 
 
 def reference_table(cls: type[Config]) -> str:
     """The same as a Markdown table."""
     rows = ["| key | type | default | |", "|---|---|---|---|"]
-    for one in walk(cls):
-        words = _words(one).replace("|", "\\|")
+    for one in walk_entries(cls):
+        words = _describe_entry(one).replace("|", "\\|")
         if one.is_section:
             rows += [f"| **`{one.key}`** | section | | {words} |"] if words else []
             continue
-        kind = _annotation(one.field.annotation).replace("|", "\\|")
-        rows.append(f"| `{one.key}` | {kind} | {_default(one.value)} | {words} |")
+        kind = _describe_type(one.field.annotation).replace("|", "\\|")
+        rows.append(f"| `{one.key}` | {kind} | {_describe_default(one.value)} | {words} |")
     return "\n".join(rows)
 
 
-def _words(one: Entry) -> str:
+def _describe_entry(one: Entry) -> str:
     words = " ".join((one.field.description or "").split())
     return words or ("Not used unless one of its keys is given." if one.is_section and one.value is None else "")
 
@@ -66,7 +66,7 @@ def to_toml(config: Config, with_secrets: bool = False) -> str:
 
     Secrets are left out unless `with_secrets`, for a file that only its owner reads.
     """
-    values = config.model_dump(mode="json") if with_secrets else config.public()
+    values = config.model_dump(mode="json") if with_secrets else config.to_public_dict()
     return "\n".join(_toml_table(values, "")).strip() + "\n"
 
 
@@ -100,23 +100,23 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _annotation(kind: Any) -> str:
+def _describe_type(kind: Any) -> str:
     """A type in words: `Annotated[int, …] | None` is int, a Literal is its values, a list names its members."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _annotation(arguments[0])
+        return _describe_type(arguments[0])
     if origin is Literal:
         return "|".join(str(value) for value in arguments)
     if origin in (Union, UnionType):
-        return " or ".join(_annotation(a) for a in arguments if a is not type(None))
+        return " or ".join(_describe_type(a) for a in arguments if a is not type(None))
     if origin in (list, tuple):
-        return f"{origin.__name__} of {', '.join(dict.fromkeys(_annotation(a) for a in arguments))}"
+        return f"{origin.__name__} of {', '.join(dict.fromkeys(_describe_type(a) for a in arguments))}"
     if origin is dict:
         return "table"
     return {"Path": "path"}.get(kind.__name__, str(kind.__name__))
 
 
-def _default(value: Any) -> str:
+def _describe_default(value: Any) -> str:
     """A default in words; nothing for an empty text."""
     if value is PydanticUndefined:
         return "required"
@@ -126,5 +126,5 @@ def _default(value: Any) -> str:
 
 
 def _in_brackets(value: Any) -> str:
-    words = _default(value)
+    words = _describe_default(value)
     return f" ({words})" if value is PydanticUndefined else f" (default {words})" if words else ""

@@ -19,7 +19,7 @@ class InferenceConfig(ServeConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _flat(cls, values: Any) -> Any:
+    def _lift_server_keys(cls, values: Any) -> Any:
         """`host` and `port` may stand beside `server`, as vLLM's server spells them."""
         if not isinstance(values, dict) or not {"host", "port"} & set(values):
             return values

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from hone import machine
-from hone.config.base import Config, validated
+from hone.config.base import Config, validate_values
 from hone.config.lora import LoRAConfig
 from hone.config.orchestrator import BufferConfig
 from hone.config.rl import RLConfig
-from hone.config.sections import EnvConfig, EvalConfig, Positive, SamplingConfig, WandbConfig, as_list, distinct
+from hone.config.sections import EnvConfig, EvalConfig, Positive, SamplingConfig, WandbConfig, as_list, require_distinct
 
 
 class LabCheckpoints(Config):
@@ -26,7 +26,7 @@ class LabSampling(SamplingConfig):
 class LabConfig(Config):
     model: str
     """Model to train: a directory in Hugging Face format, or a hub id (owner/model)."""
-    env: Annotated[list[EnvConfig], BeforeValidator(as_list), Field(min_length=1), AfterValidator(distinct)]
+    env: Annotated[list[EnvConfig], BeforeValidator(as_list), Field(min_length=1), AfterValidator(require_distinct)]
     """Environments to train on."""
     name: str | None = None
     """Name of the run: what it writes is in outputs/NAME. The first environment's name unless given."""
@@ -64,7 +64,7 @@ class LabConfig(Config):
     def output_dir(self) -> Path:
         return Path("outputs") / (self.name or self.env[0].known_as.rpartition("/")[2])
 
-    def resolved(self) -> RLConfig:
+    def resolve_config(self) -> RLConfig:
         interval = {"interval": self.checkpoints.interval}
         values: dict[str, Any] = {
             "model": {"name": self.model}, "output_dir": self.output_dir, "seed": self.seed, "clean": self.clean,
@@ -82,6 +82,6 @@ class LabConfig(Config):
                 "lora": LoRAConfig(alpha=self.lora_alpha).model_dump(),
             },
         }  # fmt: skip
-        if len(machine.gpus()) < 2:
+        if len(machine.usable_gpus()) < 2:
             values |= {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]}
-        return validated(RLConfig, values)
+        return validate_values(RLConfig, values)

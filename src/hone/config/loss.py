@@ -77,7 +77,7 @@ class LossConfig(Config):
         fields = type(self).model_fields
         changed = {key for key, field in fields.items() if getattr(self, key) != field.default}
         everyones = {"type", "kl_beta", "entropy_weight", "normalize", "max_length"}
-        idle = sorted(changed - everyones - self.kind.keys)
+        idle = sorted(changed - everyones - self.loss_kind.keys)
         if idle:
             raise ValueError(f"loss.{idle[0]} has no effect with loss.type {self.type}")
         if "max_length" in changed and self.normalize != "constant":
@@ -85,19 +85,19 @@ class LossConfig(Config):
         return self
 
     @property
-    def kind(self) -> Kind:
+    def loss_kind(self) -> Kind:
         return KINDS.get(self.type, OWN)
 
     @property
-    def needs(self) -> frozenset[Need]:
+    def required_inputs(self) -> frozenset[Need]:
         """What this loss asks of the trainer, apart from what a function of the user's own says itself."""
         asked: dict[Need, bool] = {
             "whole_sequences": self.ratio_type == "sequence",
             "entropy": self.entropy_weight > 0,
             "reference": self.kl_beta > 0,
         }
-        return self.kind.needs | {need for need, is_asked in asked.items() if is_asked}
+        return self.loss_kind.needs | {need for need, is_asked in asked.items() if is_asked}
 
     @property
-    def tau(self) -> float:
+    def kl_coefficient(self) -> float:
         return self.kl_tau if self.kl_tau is not None else 1e-3 if self.type == "dppo" else 0.0

@@ -15,8 +15,8 @@ from hone.config.sections import (
     SamplingConfig,
     Share,
     as_list,
-    distinct,
     named_or_own,
+    require_distinct,
 )
 
 GroupSize = Annotated[int, Field(ge=2)]
@@ -137,7 +137,9 @@ class TeacherConfig(ClientConfig):
 
 
 class OrchestratorConfig(GroupConfig):
-    env: Annotated[list[TrainEnvConfig], BeforeValidator(as_list), Field(min_length=1), AfterValidator(distinct)]
+    env: Annotated[
+        list[TrainEnvConfig], BeforeValidator(as_list), Field(min_length=1), AfterValidator(require_distinct)
+    ]
     """Environments to train on."""
     batch_size: Positive = 128
     """Rollouts in a step: the number of prompts times rollouts_per_example. Environments with groups of another size
@@ -191,7 +193,7 @@ class OrchestratorConfig(GroupConfig):
         low, high = self.buffer.hard_threshold, self.buffer.easy_threshold
         if low is not None and high is not None and low >= high:
             raise ValueError(f"buffer.hard_threshold {low} is not below buffer.easy_threshold {high}")
-        settings = [self.of(env.known_as) for env in self.env]
+        settings = [self.group_config_of(env.known_as) for env in self.env]
         if self.teacher is None and any(one.sampler == "teacher" or one.teacher_logprobs for one in settings):
             raise ValueError("distillation needs a teacher: --orchestrator.teacher.model NAME, and its base-url")
         return self
@@ -201,7 +203,7 @@ class OrchestratorConfig(GroupConfig):
         return self.batch_size // self.rollouts_per_example
 
     @property
-    def ratios(self) -> dict[str, list[tuple[int, float]]] | None:
+    def mixing_ratios(self) -> dict[str, list[tuple[int, float]]] | None:
         """Of the environments, at steps; None where all are mixed."""
         found = {}
         for env in self.env:
@@ -210,7 +212,7 @@ class OrchestratorConfig(GroupConfig):
             found[env.known_as] = env.ratio if isinstance(env.ratio, list) else [(1, env.ratio)]
         return found
 
-    def of(self, name: str) -> GroupConfig:
+    def group_config_of(self, name: str) -> GroupConfig:
         """How the groups of an environment are made: as it says itself, else as for all."""
         env = next(env for env in self.env if env.known_as == name)
         keys = GroupConfig.model_fields.keys()

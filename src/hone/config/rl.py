@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from hone.config.algorithms import Algorithm, as_its_algorithm, with_algorithms
-from hone.config.base import Config, ConfigError, Free, merge
+from hone.config.base import Config, ConfigError, Free, merge_tables
 from hone.config.lora import LoRAConfig, check_optimizer
 from hone.config.loss import LossConfig
 from hone.config.orchestrator import OrchestratorConfig
@@ -94,8 +94,8 @@ class TrainerRunConfig(ResumableConfig, TrainerConfig):
     weight_broadcast: Free[BroadcastConfig] = FilesystemConfig()
 
     @classmethod
-    def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
-        return super().prepare(as_its_algorithm("trainer", values), origins, files_for)
+    def prepare_values(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
+        return super().prepare_values(as_its_algorithm("trainer", values), origins, files_for)
 
 
 class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
@@ -114,8 +114,8 @@ class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
     (docs/algorithms.md)."""
 
     @classmethod
-    def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
-        return super().prepare(as_its_algorithm("orchestrator", values), origins, files_for)
+    def prepare_values(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
+        return super().prepare_values(as_its_algorithm("orchestrator", values), origins, files_for)
 
 
 class RLConfig(ResumableConfig):
@@ -174,7 +174,7 @@ class RLConfig(ResumableConfig):
     def _losses_fit(self) -> "RLConfig":
         for name in (env.known_as for env in self.orchestrator.env):
             loss = self.trainer.loss_of.get(name, self.trainer.loss)
-            if loss.type == "opd" and not self.orchestrator.of(name).teacher_logprobs:
+            if loss.type == "opd" and not self.orchestrator.group_config_of(name).teacher_logprobs:
                 raise ValueError(f"loss opd needs orchestrator.teacher_logprobs for {name}; --algorithm opd sets both")
         unknown = set(self.trainer.loss_of) - {env.known_as for env in self.orchestrator.env}
         if unknown:
@@ -182,7 +182,7 @@ class RLConfig(ResumableConfig):
         return self
 
     @classmethod
-    def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
+    def prepare_values(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
         """Takes what the components say of shared keys to the top; sees which deployment is meant."""
         client = (values.get("orchestrator") or {}).get("client") or {}
         if files_for & set(COMPONENTS) or "base_url" in client:
@@ -196,32 +196,32 @@ class RLConfig(ResumableConfig):
                 continue
             common = [key for key in given if key in cls.model_fields and key not in section.model_fields]
             values[component] = {key: value for key, value in given.items() if key not in common}
-            for name, value in _leaves({key: given[key] for key in common}).items():
+            for name, value in _flatten_keys({key: given[key] for key in common}).items():
                 origin = origins.get(f"{component}.{name}", component)
-                if name in said_by and str(_leaves(shared)[name]) != str(value) and name not in origins:
+                if name in said_by and str(_flatten_keys(shared)[name]) != str(value) and name not in origins:
                     raise ConfigError(
-                        f"{name}: {_leaves(shared)[name]!r} in {said_by[name]}, {value!r} in {origin}; "
+                        f"{name}: {_flatten_keys(shared)[name]!r} in {said_by[name]}, {value!r} in {origin}; "
                         f"the components of a run share it: give it once, --{name.replace('_', '-')} VALUE"
                     )
-                shared = merge(shared, _nested(name, value))
+                shared = merge_tables(shared, _nest_key(name, value))
                 said_by[name] = origin
         for name, origin in said_by.items():
             origins.setdefault(name, origin)
         replays = (values.get("trainer") or {}).get("replay_routing")
         if replays is not None:  # who samples has to say what it chose
-            values = merge({"orchestrator": {"return_routing": replays}}, values)
-        return super().prepare(with_algorithms(merge(shared, values)), origins, files_for)
+            values = merge_tables({"orchestrator": {"return_routing": replays}}, values)
+        return super().prepare_values(with_algorithms(merge_tables(shared, values)), origins, files_for)
 
 
-def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted names and values."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= _flatten_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
 
 
-def _nested(name: str, value: Any) -> dict[str, Any]:
+def _nest_key(name: str, value: Any) -> dict[str, Any]:
     """A dotted name and its value as nested tables."""
     for key in reversed(name.split(".")):
         value = {key: value}

@@ -30,12 +30,12 @@ def is_secret(key: Any, value: Any) -> bool:
     return bool(value) and bool(SECRET_KEY.search(name)) and not NAMES_A_SECRET.search(name)
 
 
-def redact(value: Any) -> Any:
+def redact_secrets(value: Any) -> Any:
     """Return plain data without its secrets: keys that hold one are left out, other values are replaced."""
     if isinstance(value, dict):
-        return {key: redact(one) for key, one in value.items() if key != "api_key" and not is_secret(key, one)}
+        return {key: redact_secrets(one) for key, one in value.items() if key != "api_key" and not is_secret(key, one)}
     if isinstance(value, list | tuple):
-        return [redact(one) for one in value]
+        return [redact_secrets(one) for one in value]
     return LEFT_OUT if isinstance(value, str) and SECRET_VALUE.search(value) else value
 
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from hone.config.base import COMMAND_LINE, Config, Free, untyped
+from hone.config.base import COMMAND_LINE, Config, Free, parse_untyped
 from hone.records import Sampling
 
 Positive = Annotated[int, Field(gt=0)]
@@ -49,13 +49,13 @@ def as_list(value: Any) -> Any:
     return value if isinstance(value, list) or value is None else [value]
 
 
-def arguments(value: Any) -> Any:
+def to_python_names(value: Any) -> Any:
     """Arguments of a Python function: a name has no dash."""
-    value = untyped(value)
+    value = parse_untyped(value)
     return {key.replace("-", "_"): one for key, one in value.items()} if isinstance(value, dict) else value
 
 
-Arguments = Annotated[dict[str, Any], BeforeValidator(arguments)]
+Arguments = Annotated[dict[str, Any], BeforeValidator(to_python_names)]
 
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"  # of the components that may be started without naming one
@@ -154,7 +154,7 @@ class WeightsConfig(Config):
     interval: Positive | None = None
     """Save the weights as weights/step_N every this many steps; the last step is always saved."""
 
-    def steps(self, max_steps: int) -> list[int]:
+    def list_steps(self, max_steps: int) -> list[int]:
         """The steps whose weights a run of that length writes."""
         return [*range(self.interval, max_steps, self.interval), max_steps] if self.interval else [max_steps]
 
@@ -239,14 +239,14 @@ class SamplingConfig(Config):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     """Take this off the logits of tokens for each time that the completion has them."""
 
-    def draws(self, seed: int) -> Sampling:
+    def to_sampling(self, seed: int) -> Sampling:
         return Sampling(**self.model_dump(), seed=seed)
 
 
 E = TypeVar("E", bound=EnvConfig)
 
 
-def distinct(envs: list[E]) -> list[E]:
+def require_distinct(envs: list[E]) -> list[E]:
     """Refuses two of one name."""
     names = [env.known_as for env in envs]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -256,7 +256,7 @@ def distinct(envs: list[E]) -> list[E]:
 
 
 class EvalConfig(Config):
-    env: Annotated[list[EnvConfig], BeforeValidator(as_list), Field(min_length=1), AfterValidator(distinct)]
+    env: Annotated[list[EnvConfig], BeforeValidator(as_list), Field(min_length=1), AfterValidator(require_distinct)]
     """Environments to evaluate on, each on its held-out examples."""
     interval: Positive = 100
     """Evaluate every this many steps, and after the last."""
@@ -458,7 +458,7 @@ class ResumableConfig(RunConfig):
         return self
 
     @classmethod
-    def prepare(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
+    def prepare_values(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
         """`--resume` on the command line wins over `clean = true` in a file."""
         is_typed = origins.get("resume") == COMMAND_LINE and values.get("resume") not in (False, "never")
         return values | {"clean": False} if is_typed and origins.get("clean") != COMMAND_LINE else values

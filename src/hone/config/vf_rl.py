@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from hone import machine
-from hone.config.base import Config, ConfigError, validated
+from hone.config.base import Config, ConfigError, validate_values
 from hone.config.lora import LoRAConfig, Saved, Target
 from hone.config.rl import RLConfig
 from hone.config.sections import (
@@ -20,8 +20,8 @@ from hone.config.sections import (
     ServeConfig,
     Share,
     WandbConfig,
-    arguments,
     as_list,
+    to_python_names,
     true_or_false,
 )
 
@@ -204,7 +204,7 @@ class RLTrainerArgs(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, values: Any) -> Any:
+    def _check_keys(cls, values: Any) -> Any:
         """Takes away what asks for nothing; says why other keys of verifiers and transformers are none."""
         if not isinstance(values, dict):
             return values
@@ -217,7 +217,7 @@ class RLTrainerArgs(Config):
         return kept
 
     @model_validator(mode="after")
-    def _fit(self) -> "RLTrainerArgs":
+    def _check_batch(self) -> "RLTrainerArgs":
         if self.batch_size % self.rollouts_per_example:
             near = max(1, self.batch_size // self.rollouts_per_example) * self.rollouts_per_example
             raise ValueError(
@@ -236,7 +236,7 @@ class RLTrainerArgs(Config):
         return self
 
     @property
-    def truncated(self) -> str:
+    def truncation_handling(self) -> str:
         return "mask" if self.mask_truncated_completions else "zero" if self.zero_truncated_completions else "keep"
 
 
@@ -296,13 +296,13 @@ class VfRLConfig(Config):
 
     def as_rl(self, gpus: int = 0) -> RLConfig:
         """The run of `rl`, on a machine with so many GPUs. Raises ConfigError."""
-        return validated(RLConfig, self._as_rl() | self._placed(gpus))
+        return validate_values(RLConfig, self._as_rl() | self._place_gpus(gpus))
 
-    def resolved(self) -> RLConfig:
-        return self.as_rl(len(machine.gpus()))
+    def resolve_config(self) -> RLConfig:
+        return self.as_rl(len(machine.usable_gpus()))
 
     def _as_rl(self) -> dict[str, Any]:
-        args, inference = self.trainer.args, _serve(self.inference.args, self.trainer.args)
+        args, inference = self.trainer.args, _parse_server_flags(self.inference.args, self.trainer.args)
         scheduler = args.lr_scheduler_type.removesuffix("_with_warmup")
         wandb = args.wandb or (WandbConfig() if "wandb" in (args.report_to or []) else None)
         if wandb is not None and wandb.name is None:
@@ -323,7 +323,7 @@ class VfRLConfig(Config):
                     "repetition_penalty": args.repetition_penalty, "presence_penalty": args.presence_penalty,
                     "frequency_penalty": args.frequency_penalty,
                 },
-                "max_prompt_tokens": args.max_prompt_len, "truncated": args.truncated,
+                "max_prompt_tokens": args.max_prompt_len, "truncated": args.truncation_handling,
                 "rollout_timeout": args.generation_timeout, "client": {"ready_timeout": args.vllm_server_timeout},
             },
             "trainer": {
@@ -351,10 +351,10 @@ class VfRLConfig(Config):
             values |= {"weights": {"interval": args.save_steps}, "ckpt": {"interval": args.save_steps}}
         return values
 
-    def _placed(self, gpus: int) -> dict[str, Any]:
+    def _place_gpus(self, gpus: int) -> dict[str, Any]:
         """Which GPUs sample and which train, of so many."""
         wanted, trains = self.inference.gpus, self.trainer.gpus
-        share = _number(self.inference.args, "tensor_parallel_size") * _number(
+        share = _parse_number(self.inference.args, "tensor_parallel_size") * _parse_number(
             self.inference.args, "data_parallel_size"
         )
         if wanted % share and gpus > 1:
@@ -380,7 +380,7 @@ class VfRLConfig(Config):
         }
 
 
-def _serve(flags: dict[str, Any], args: RLTrainerArgs) -> dict[str, Any]:
+def _parse_server_flags(flags: dict[str, Any], args: RLTrainerArgs) -> dict[str, Any]:
     """Flags in vLLM's spelling as a server's configuration. Raises ConfigError for one that is nearly a key of it."""
     names = {"max_num_seqs": "max_batch_size"}
     known = set(ServeConfig.model_fields) - {"server", "vllm_args"}
@@ -400,10 +400,10 @@ def _serve(flags: dict[str, Any], args: RLTrainerArgs) -> dict[str, Any]:
             others[flag] = value
     if args.max_concurrent is not None:
         own.setdefault("max_batch_size", args.max_concurrent)
-    return own | {"server": server, "vllm_args": arguments(others)}
+    return own | {"server": server, "vllm_args": to_python_names(others)}
 
 
-def _number(flags: dict[str, Any], name: str) -> int:
+def _parse_number(flags: dict[str, Any], name: str) -> int:
     value = flags.get(name, 1)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"inference.args.{name}: a number of GPUs is wanted, found {value!r}")

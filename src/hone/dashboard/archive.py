@@ -17,12 +17,12 @@ class _Pipe:
         self.parts.append(bytes(data))
         return len(data)
 
-    def take(self) -> bytes:
+    def take_written(self) -> bytes:
         whole, self.parts = b"".join(self.parts), []
         return whole
 
 
-def tar(directory: Path, name: str) -> Iterator[bytes]:
+def tar_directory(directory: Path, name: str) -> Iterator[bytes]:
     """Its plain files, under `name`/; links are left out."""
     pipe = _Pipe()
     with tarfile.open(fileobj=pipe, mode="w|", format=tarfile.PAX_FORMAT) as archive:  # type: ignore[call-overload]
@@ -40,8 +40,8 @@ def tar(directory: Path, name: str) -> Iterator[bytes]:
                 while left and (block := opened.read(min(BLOCK, left))):
                     left -= len(block)
                     archive.fileobj.write(block)
-                    yield pipe.take()
+                    yield pipe.take_written()
             filler = -about.size % tarfile.BLOCKSIZE
             archive.fileobj.write(b"\0" * (filler + left))
             archive.offset += len(head) + about.size + filler
-    yield pipe.take()
+    yield pipe.take_written()

@@ -20,7 +20,7 @@ TOKEN_VARIABLE = "HONE_DASHBOARD_TOKEN"  # sets the token of the page, which is 
 NEAR = 20  # ports from it on that are tried
 
 
-def dashboard(argv: list[str]) -> int:
+def run_dashboard(argv: list[str]) -> int:
     """Serves until it is interrupted."""
     parser = argparse.ArgumentParser(
         prog="hone dashboard", allow_abbrev=False,
@@ -35,10 +35,10 @@ def dashboard(argv: list[str]) -> int:
     )
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     args = parser.parse_args(argv)
-    return serve(args.dir, args.host, args.port, args.open)
+    return serve_dashboard(args.dir, args.host, args.port, args.open)
 
 
-def serve(root: Path, host: str, port: int, opens: bool = False) -> int:
+def serve_dashboard(root: Path, host: str, port: int, opens: bool = False) -> int:
     """Raises ValueError for a directory that is none, or a port that is taken."""
     if not root.is_dir():
         raise ValueError(f"{root} is no directory")
@@ -85,18 +85,18 @@ def open_in_browser(url: str) -> None:
 
 def bind_near(host: str, port: int) -> socket.socket:
     """A socket on the port; where that is the usual one and taken, on the next that is free. Raises ValueError."""
-    from hone.inference.address import bind
+    from hone.inference.address import bind_socket
 
     for other in range(port, port + NEAR) if port == PORT else ():
         with contextlib.suppress(ValueError):
-            found = bind(host, other)
+            found = bind_socket(host, other)
             if other > port:
                 print(f"port {port} is taken: {other} is used", flush=True)
             return found
-    return bind(host, port)
+    return bind_socket(host, port)
 
 
-def doctor(argv: list[str]) -> int:
+def run_doctor(argv: list[str]) -> int:
     """Says what went wrong in a run. Exit code 1 where something did."""
     parser = argparse.ArgumentParser(
         prog="hone doctor", allow_abbrev=False,
@@ -105,14 +105,14 @@ def doctor(argv: list[str]) -> int:
     parser.add_argument("run", type=Path, help="directory of the run (its output_dir)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     args = parser.parse_args(argv)
-    from hone.dashboard.doctor import Report, examine
+    from hone.dashboard.doctor import Report, examine_run
     from hone.monitors.lines import printable
 
     reports: list[tuple[Run, Index, Report]] = []
     for run in runs_in(args.run):
         index = Index(args.run, run)
-        index.update()
-        reports.append((run, index, examine(index)))
+        index.update_index()
+        reports.append((run, index, examine_run(index)))
     if args.json:
         print(json.dumps({run.kind: report.as_dict() for run, _, report in reports}, indent=2))
     else:
@@ -126,14 +126,14 @@ def doctor(argv: list[str]) -> int:
                 for words in finding.helps:
                     print(f"     - {words}")
                 for rollout in finding.rollouts[:2]:
-                    row = index.place(rollout)
+                    row = index.find_row(rollout)
                     if row is not None:
                         said = printable(row["said"]).replace("\n", "\\n")
                         print(f"     rollout of step {row['step']}, reward {row['reward']:.3g}: {said[:100]}")
     return 1 if any(report.findings for *_, report in reports) else 0
 
 
-def plot(argv: list[str]) -> int:
+def run_plot(argv: list[str]) -> int:
     """Writes the curves of runs as a picture."""
     parser = argparse.ArgumentParser(
         prog="hone plot", allow_abbrev=False, description="The curves of one or more runs as a picture, side by side."
@@ -141,7 +141,7 @@ def plot(argv: list[str]) -> int:
     parser.add_argument("runs", type=Path, nargs="+", help="directories of runs")
     parser.add_argument("-o", "--out", type=Path, help="file to write, .png, .svg or .pdf (default: RUN/curves.png)")
     args = parser.parse_args(argv)
-    from hone.dashboard.plots import FORMATS, draw
+    from hone.dashboard.plots import FORMATS, draw_curves
 
     out = args.out or args.runs[0] / "curves.png"
     form = out.suffix.removeprefix(".")
@@ -155,7 +155,7 @@ def plot(argv: list[str]) -> int:
         names = [(f"{place.relative_to(root).as_posix()}:{run.kind}", run.kind) for run in runs_in(path)]
         found += [Index(root, Run(name, kind, place)) for name, kind in names]
     try:
-        out.write_bytes(draw(found, form))
+        out.write_bytes(draw_curves(found, form))
     except OSError as error:
         raise ValueError(f"{out}: {error.strerror}") from None
     print(out)
@@ -177,4 +177,4 @@ def runs_in(path: Path) -> list[Run]:
 
 
 if __name__ == "__main__":
-    sys.exit(dashboard(sys.argv[1:]))
+    sys.exit(run_dashboard(sys.argv[1:]))

@@ -56,13 +56,13 @@ class Facts:
     steps: list[dict[str, Any]]
     prompt: str = ""  # what is odd about the tokens of a prompt
 
-    def of(self, name: str) -> dict[int, float]:
+    def metric_by_step(self, name: str) -> dict[int, float]:
         return self.series.get(name, {})
 
-    def trained(self, name: str) -> dict[int, float]:
+    def trained_metric(self, name: str) -> dict[int, float]:
         """A metric of the trainer at the steps that had something to train on."""
-        had = self.of("tokens/trained")
-        return {step: value for step, value in self.of(name).items() if had.get(step, 1.0) > 0}
+        had = self.metric_by_step("tokens/trained")
+        return {step: value for step, value in self.metric_by_step(name).items() if had.get(step, 1.0) > 0}
 
 
 NAMES = ["reward/mean", "entropy/mean", "mismatch_kl/mean", "is_masked/mean", "batch/off_policy_level/mean",
@@ -70,27 +70,29 @@ NAMES = ["reward/mean", "entropy/mean", "mismatch_kl/mean", "is_masked/mean", "b
          "loss/mean", "val/loss", "optim/skipped", "is_truncated/mean"]  # fmt: skip
 
 
-def examine(index: Index) -> Report:
+def examine_run(index: Index) -> Report:
     """Of a run of rl or sft."""
-    kept = index.series(NAMES, most=10**9)
+    kept = index.metric_series(NAMES, most=10**9)
     series = {name: dict(zip(map(int, steps), values, strict=True)) for name, (steps, values) in kept.items()}
-    facts = Facts(series, *((index.steps(), odd_prompt(index)) if index.run.kind == "rl" else ([],)))
-    count = len(facts.of("reward/mean" if index.run.kind == "rl" else "loss/mean"))
+    facts = Facts(series, *((index.step_means(), odd_prompt(index)) if index.run.kind == "rl" else ([],)))
+    count = len(facts.metric_by_step("reward/mean" if index.run.kind == "rl" else "loss/mean"))
     if count < FEW:
         return Report(count, [], f"{count} steps are too few to say anything (it takes {FEW})")
     findings = [finding for look in (LOOKS if index.run.kind == "rl" else SFT_LOOKS) if (finding := look(facts))]
     explained = {kind for finding in findings for kind in EXPLAINS.get(finding.kind, ())}
     told = [finding for finding in findings if finding.kind not in explained]
-    return Report(count, [_shown(finding, index) for finding in told])
+    return Report(count, [_with_examples(finding, index) for finding in told])
 
 
-def _shown(finding: Finding, index: Index) -> Finding:
+def _with_examples(finding: Finding, index: Index) -> Finding:
     """With rollouts of its first step that show it."""
     if index.run.kind != "rl":
         return finding
     sort, down = ("tokens", True) if finding.kind == "length" else ("reward", False)
     wanted: dict[str, Any] = {"step_from": finding.first_step, "step_to": finding.first_step}
-    rows = index.rollouts(wanted | ({"truncated": 1} if finding.kind == "truncated" else {}), sort, down, 5, 0)["rows"]
+    rows = index.find_rollouts(wanted | ({"truncated": 1} if finding.kind == "truncated" else {}), sort, down, 5, 0)[
+        "rows"
+    ]
     return replace(finding, rollouts=[row["id"] for row in rows])
 
 
@@ -117,11 +119,11 @@ def template(facts: Facts) -> Finding | None:
 
 def odd_prompt(index: Index) -> str:
     """What is odd about the tokens of the first prompt, by the tokenizer that the run kept; mostly nothing."""
-    rows = index.rollouts({}, "step", False, 1, 0)["rows"]
-    found = index.whole(rows[0]["id"]) if rows else None
+    rows = index.find_rollouts({}, "step", False, 1, 0)["rows"]
+    found = index.read_rollout(rows[0]["id"]) if rows else None
     turns = (found or {}).get("turns") or [{}]
     ids = turns[0].get("prompt_ids")
-    return Tokens.of(index.root, index.run).oddity(ids) if isinstance(ids, list) and ids else ""
+    return Tokens.of_run(index.root, index.run).find_oddity(ids) if isinstance(ids, list) and ids else ""
 
 
 def truncated(facts: Facts) -> Finding | None:
@@ -162,11 +164,14 @@ def constant(facts: Facts) -> Finding | None:
 
 def no_signal(facts: Facts) -> Finding | None:
     """The rollouts of a group have the same reward, in most groups of the last steps."""
-    idle, n = facts.of("batch/without_signal"), max(FEW, len(facts.of("batch/without_signal")) // 4)
+    idle, n = (
+        facts.metric_by_step("batch/without_signal"),
+        max(FEW, len(facts.metric_by_step("batch/without_signal")) // 4),
+    )
     last = sorted(idle)[-n:]
     if not last or sum(idle[step] for step in last) / len(last) < IDLE:
         return None
-    solved = [facts.of("batch/solve_all").get(step, 0.0) for step in last]
+    solved = [facts.metric_by_step("batch/solve_all").get(step, 0.0) for step in last]
     if sum(solved) / len(solved) > 0.5:
         return None  # it has learnt its task
     first = next(step for step in sorted(idle) if idle[step] >= IDLE)
@@ -180,9 +185,9 @@ def no_signal(facts: Facts) -> Finding | None:
 
 def collapse(facts: Facts) -> Finding | None:
     """The reward was there, and is gone."""
-    rewards = facts.of("reward/mean")
+    rewards = facts.metric_by_step("reward/mean")
     steps = sorted(rewards)
-    level = _smooth([rewards[step] for step in steps])
+    level = _running_mean([rewards[step] for step in steps])
     best = max(range(len(level)), key=level.__getitem__)
     floor = min(0.0, *level)
     start = max(best, 0)
@@ -191,7 +196,7 @@ def collapse(facts: Facts) -> Finding | None:
     if not lost or level[best] - floor < 0.05 or sum(last) / len(last) - floor > (1 - LOST) * (level[best] - floor):
         return None
     first = steps[lost[0]]
-    entropy, norm = facts.trained("entropy/mean"), facts.trained("optim/grad_norm")
+    entropy, norm = facts.trained_metric("entropy/mean"), facts.trained_metric("optim/grad_norm")
     before = [entropy[s] for s in sorted(entropy) if s < first] or [0.0]
     after = [entropy[s] for s in sorted(entropy) if s >= first] or [0.0]
     how = (
@@ -201,7 +206,7 @@ def collapse(facts: Facts) -> Finding | None:
         if max(after) < 0.3 * max(before)
         else "stayed about as it was"
     )
-    lr = facts.of("optim/lr")
+    lr = facts.metric_by_step("optim/lr")
     said = (
         f"The reward was {level[best]:.3f} around step {steps[best]} and {sum(last) / len(last):.3f} at the end. The "
         f"entropy {how} ({max(before):.2f} before, {max(after):.2f} after)"
@@ -246,8 +251,8 @@ def length(facts: Facts) -> Finding | None:
 
 def stale(facts: Facts) -> Finding | None:
     """The trainer learns from tokens of an old policy, or of another one."""
-    behind, apart = facts.of("batch/off_policy_level/mean"), facts.trained("mismatch_kl/mean")
-    masked = facts.trained("is_masked/mean")
+    behind, apart = facts.metric_by_step("batch/off_policy_level/mean"), facts.trained_metric("mismatch_kl/mean")
+    masked = facts.trained_metric("is_masked/mean")
     late = [step for step in behind if behind[step] >= OLD]
     wide = [step for step in apart if apart[step] >= APART]
     dropped = [step for step in masked if masked[step] >= DROPPED]
@@ -267,14 +272,14 @@ def stale(facts: Facts) -> Finding | None:
         ]
     return Finding(
         "stale", "The trainer learns from tokens of an old policy" if is_old else "Sampler and trainer disagree", first,
-        f"Tokens were {_mean(behind):.1f} steps behind on average, the mismatch KL was {_mean(apart):.1e} and "
-        f"{_mean(masked):.0%} of the tokens were left out of the loss.", helps,
+        f"Tokens were {_mean_of(behind):.1f} steps behind on average, the mismatch KL was {_mean_of(apart):.1e} and "
+        f"{_mean_of(masked):.0%} of the tokens were left out of the loss.", helps,
     )  # fmt: skip
 
 
 def entropy_gone(facts: Facts) -> Finding | None:
     """Nothing is tried any more, before the task is learnt."""
-    entropy, rewards = facts.trained("entropy/mean"), facts.of("reward/mean")
+    entropy, rewards = facts.trained_metric("entropy/mean"), facts.metric_by_step("reward/mean")
     steps = sorted(entropy)
     if len(steps) < 2 * FEW:
         return None
@@ -308,9 +313,9 @@ def failures(facts: Facts) -> Finding | None:
 
 def diverged(facts: Facts) -> Finding | None:
     """The loss of supervised fine-tuning went up and stayed there."""
-    loss = facts.of("loss/mean")
+    loss = facts.metric_by_step("loss/mean")
     steps = sorted(loss)
-    level = _smooth([loss[step] for step in steps])
+    level = _running_mean([loss[step] for step in steps])
     low = min(range(len(level)), key=level.__getitem__)
     if level[-1] < 1.3 * level[low] + 0.2 or level[-1] < 0.5 * level[0]:
         return None
@@ -326,7 +331,7 @@ def diverged(facts: Facts) -> Finding | None:
 
 def overfitted(facts: Facts) -> Finding | None:
     """The validation loss rises while that of training falls."""
-    val = facts.of("val/loss")
+    val = facts.metric_by_step("val/loss")
     steps = sorted(val)
     if len(steps) < FEW:
         return None
@@ -342,11 +347,11 @@ def overfitted(facts: Facts) -> Finding | None:
     )
 
 
-def _mean(values: dict[int, float]) -> float:
+def _mean_of(values: dict[int, float]) -> float:
     return sum(values.values()) / max(1, len(values))
 
 
-def _smooth(values: list[float], width: int = 3) -> list[float]:
+def _running_mean(values: list[float], width: int = 3) -> list[float]:
     """Of each value the mean with those before it, at most `width`."""
     return [sum(values[max(0, i - width + 1) : i + 1]) / (i - max(0, i - width + 1) + 1) for i in range(len(values))]
 

@@ -42,13 +42,13 @@ class Guard:
                 message["headers"] = [*message.get("headers", []), *own]
             await send(message)
 
-        refused = self.refusal(scope["method"], scope["path"], Headers(scope=scope))
+        refused = self.find_refusal(scope["method"], scope["path"], Headers(scope=scope))
         if refused is not None:
             status, why = refused
             return await JSONResponse({"error": why}, status)(scope, receive, with_headers)
         await self.app(scope, receive, with_headers)
 
-    def refusal(self, method: str, path: str, headers: Headers) -> tuple[int, str] | None:
+    def find_refusal(self, method: str, path: str, headers: Headers) -> tuple[int, str] | None:
         """A status and why, or None."""
         host = headers.get("host", "")
         if self.on_loopback and not is_loopback(urlsplit(f"//{host}").hostname or ""):

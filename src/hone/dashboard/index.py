@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hone.dashboard.rows import columns, row_of
+from hone.dashboard.rows import row_columns, row_of
 from hone.dashboard.runs import Run, is_below
 from hone.run_directory import steps_in
 
@@ -61,25 +61,25 @@ class Index:
         self._seen: tuple[str, ...] | None = None
         self._seen_metrics: str | None = None
 
-    def _open(self) -> sqlite3.Connection:
+    def _open_database(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.file, timeout=30, isolation_level=None)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=OFF")  # what a crash breaks is made anew
         connection.execute("PRAGMA cache_size=-16000")
         return connection
 
-    def _ready(self) -> sqlite3.Connection:
+    def _open_ready(self) -> sqlite3.Connection:
         """Opened, with its tables; made anew where it is damaged or has another layout."""
         with self._making:
-            connection = self._made()
+            connection = self._create_database()
             self._is_made = True
         return connection
 
-    def _made(self) -> sqlite3.Connection:
+    def _create_database(self) -> sqlite3.Connection:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(2):
             try:
-                connection = self._open()
+                connection = self._open_database()
                 layout = connection.execute("PRAGMA user_version").fetchone()[0]
                 if layout == LAYOUT:
                     return connection
@@ -93,16 +93,16 @@ class Index:
                 Path(f"{self.file}{suffix}").unlink(missing_ok=True)
         raise sqlite3.DatabaseError(f"{self.file} cannot be written")
 
-    def update(self, waits: bool = False) -> bool:
+    def update_index(self, waits: bool = False) -> bool:
         """Takes in what is new; whether there was anything. `waits`: for an update under way in another thread."""
         if not self._lock.acquire(blocking=waits):
             return False
         try:
-            is_new = self._metrics()
-            seen = tuple(_stamp(self.run.path / name) for name in ("rollouts", "results.jsonl"))
+            is_new = self._read_metrics()
+            seen = tuple(_file_stamp(self.run.path / name) for name in ("rollouts", "results.jsonl"))
             if seen == self._seen or self.run.kind == "sft":
                 return is_new
-            with contextlib.closing(self._ready()) as connection:
+            with contextlib.closing(self._open_ready()) as connection:
                 if self.run.kind == "rl":
                     self._take_steps(connection)
                 else:
@@ -117,26 +117,26 @@ class Index:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            return self._metrics()
+            return self._read_metrics()
         finally:
             self._lock.release()
 
-    def _metrics(self) -> bool:
-        stamp = _stamp(self.run.metrics)
+    def _read_metrics(self) -> bool:
+        stamp = _file_stamp(self.run.metrics_file)
         if stamp == self._seen_metrics:
             return False
-        with contextlib.closing(self._ready()) as connection:
+        with contextlib.closing(self._open_ready()) as connection:
             self._take_metrics(connection)
         self._seen_metrics = stamp
         return True
 
     def _take_metrics(self, connection: sqlite3.Connection) -> None:
         """From where it was left; from the beginning where the file is another (a resumed run writes it anew)."""
-        file = self.run.metrics
+        file = self.run.metrics_file
         if not is_below(self.root, file):
             return
         of = os.stat(file)
-        known = json.loads(_about(connection, "metrics") or "[0, 0]")
+        known = json.loads(_read_fact(connection, "metrics") or "[0, 0]")
         start = known[1] if known[0] == of.st_ino and known[1] <= of.st_size else 0
         with file.open("rb") as opened:
             opened.seek(start)
@@ -161,41 +161,41 @@ class Index:
                         connection.execute("INSERT INTO metrics VALUES(?, ?)", (names[name], name))
                     values.append((names[name], step, float(value)))
             connection.executemany("INSERT OR REPLACE INTO points VALUES(?, ?, ?)", values)
-        _note(connection, "metrics", json.dumps([of.st_ino, start + len(whole)]))
+        _write_fact(connection, "metrics", json.dumps([of.st_ino, start + len(whole)]))
         connection.execute("COMMIT")
 
     def _take_steps(self, connection: sqlite3.Connection) -> None:
-        there = {step: _stamp(place / ROLLOUTS) for step, place in steps_in(self.run.path / "rollouts").items()}
+        there = {step: _file_stamp(place / ROLLOUTS) for step, place in steps_in(self.run.path / "rollouts").items()}
         known = dict(connection.execute("SELECT step, stamp FROM files"))
         gone = [step for step in known if step not in there or there[step] != known[step]]
         new = sorted(step for step in there if there[step] and known.get(step) != there[step])
         for some in (gone[i : i + AT_ONCE] for i in range(0, len(gone), AT_ONCE)):
             connection.execute("BEGIN")
             for step in some:
-                _forget(connection, step)
+                _delete_step(connection, step)
             connection.execute("COMMIT")
         self.progress = (len(there) - len(new), len(there))
         for some in (new[i : i + AT_ONCE] for i in range(0, len(new), AT_ONCE)):
             connection.execute("BEGIN")
             for step in some:
-                self._add(connection, step, self.run.path / "rollouts" / f"step_{step}" / ROLLOUTS)
+                self._add_step(connection, step, self.run.path / "rollouts" / f"step_{step}" / ROLLOUTS)
                 connection.execute("INSERT OR REPLACE INTO files VALUES(?, ?)", (step, there[step]))
             connection.execute("COMMIT")
             self.progress = (self.progress[0] + len(some), len(there))
 
     def _take_file(self, connection: sqlite3.Connection, step: int, file: Path) -> None:
         """A file that grows: as one step, read anew when it has changed."""
-        stamp = _stamp(file)
+        stamp = _file_stamp(file)
         known = dict(connection.execute("SELECT step, stamp FROM files"))
         if stamp and known.get(step) != stamp:
             connection.execute("BEGIN")
-            _forget(connection, step)
-            self._add(connection, step, file)
+            _delete_step(connection, step)
+            self._add_step(connection, step, file)
             connection.execute("INSERT OR REPLACE INTO files VALUES(?, ?)", (step, stamp))
             connection.execute("COMMIT")
         self.progress = (1, 1)
 
-    def _add(self, connection: sqlite3.Connection, step: int, file: Path) -> None:
+    def _add_step(self, connection: sqlite3.Connection, step: int, file: Path) -> None:
         if not is_below(self.root, file):
             return
         start = 0
@@ -203,7 +203,7 @@ class Index:
             for line in opened:
                 row = row_of(line)
                 if "completion" in row:
-                    values, text = columns(row)
+                    values, text = row_columns(row)
                     done = connection.execute(
                         f"INSERT INTO rollouts VALUES(NULL, ?, ?, ?, {', '.join('?' * len(values))})",
                         (step, start, len(line), *values),
@@ -212,10 +212,10 @@ class Index:
                 start += len(line)
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
+    def open_reader(self) -> Iterator[sqlite3.Connection]:
         """A connection that cannot write. An index that does not exist yet is made first."""
         if not self._is_made or not self.file.exists():
-            self._ready().close()
+            self._open_ready().close()
         connection = sqlite3.connect(f"file:{self.file}?mode=ro", uri=True, timeout=30)
         try:
             connection.execute("PRAGMA cache_size=-16000")
@@ -223,15 +223,15 @@ class Index:
         finally:
             connection.close()
 
-    def names(self) -> list[str]:
-        with self.reading() as connection:
+    def metric_names(self) -> list[str]:
+        with self.open_reader() as connection:
             return [name for (name,) in connection.execute("SELECT name FROM metrics ORDER BY name")]
 
-    def series(self, names: list[str], since: int = -1, most: int = 2000) -> dict[str, list[list[float]]]:
+    def metric_series(self, names: list[str], since: int = -1, most: int = 2000) -> dict[str, list[list[float]]]:
         """Steps and values of metrics after step `since`; over so many steps in a row their mean, where there are more
         than `most`."""
         found: dict[str, list[list[float]]] = {}
-        with self.reading() as connection:
+        with self.open_reader() as connection:
             known: dict[str, int] = {name: i for i, name in connection.execute("SELECT id, name FROM metrics")}
             for name in names:
                 if name not in known:
@@ -249,14 +249,16 @@ class Index:
                 found[name] = [[step for step, _ in rows], [value for _, value in rows]]
         return found
 
-    def rollouts(self, wanted: dict[str, Any], sort: str, descending: bool, most: int, skip: int) -> dict[str, Any]:
+    def find_rollouts(
+        self, wanted: dict[str, Any], sort: str, descending: bool, most: int, skip: int
+    ) -> dict[str, Any]:
         """Rows that fit, and how many do. `wanted`: step_from, step_to, reward_from, reward_to, tokens_from, tokens_to,
         env, stop, unused, group, example, text. Raises ValueError for another `sort`."""
         if sort not in SORTED_BY:
             raise ValueError(f"sort {sort!r}: {', '.join(SORTED_BY)}")
-        where, values = _where(wanted)
+        where, values = _build_where(wanted)
         order = f"{sort} {'DESC' if descending else 'ASC'}, id"
-        with self.reading() as connection:
+        with self.open_reader() as connection:
             connection.row_factory = sqlite3.Row
             total = connection.execute(f"SELECT count(*) FROM rollouts WHERE {where}", values).fetchone()[0]
             rows = connection.execute(
@@ -264,9 +266,9 @@ class Index:
             ).fetchall()
         return {"total": total, "rows": [dict(row) for row in rows]}
 
-    def kinds(self) -> dict[str, list[Any]]:
+    def filter_values(self) -> dict[str, list[Any]]:
         """What rollouts can be filtered by: environments, how they ended, why they were not used, the steps."""
-        with self.reading() as connection:
+        with self.open_reader() as connection:
             found = {
                 name: [
                     row[0] for row in connection.execute(f"SELECT DISTINCT {name} FROM rollouts ORDER BY 1 LIMIT 200")
@@ -276,13 +278,13 @@ class Index:
             found["steps"] = list(connection.execute("SELECT min(step), max(step), count(*) FROM rollouts").fetchone())
         return found
 
-    def steps(self) -> list[dict[str, Any]]:
+    def step_means(self) -> list[dict[str, Any]]:
         """Of each step what its rollouts were on average, in order; `alike`: how reward goes with length (-1 to 1)."""
         sql = """SELECT step, count(*) AS count, avg(reward) AS reward, min(reward) AS low, max(reward) AS high,
             avg(tokens) AS tokens, avg(truncated) AS truncated, avg(logprob) AS logprob, avg(error != '') AS failed,
             avg(reward * tokens) AS both, avg(reward * reward) AS reward2, avg(1.0 * tokens * tokens) AS tokens2
             FROM rollouts GROUP BY step ORDER BY step"""
-        with self.reading() as connection:
+        with self.open_reader() as connection:
             connection.row_factory = sqlite3.Row
             found = [dict(row) for row in connection.execute(sql)]
         for row in found:
@@ -292,16 +294,16 @@ class Index:
             row["alike"] = both / spread if spread > 1e-9 else 0.0
         return found
 
-    def place(self, number: int) -> dict[str, Any] | None:
+    def find_row(self, number: int) -> dict[str, Any] | None:
         """The row of a rollout."""
-        with self.reading() as connection:
+        with self.open_reader() as connection:
             connection.row_factory = sqlite3.Row
             row = connection.execute("SELECT * FROM rollouts WHERE id = ?", (number,)).fetchone()
         return None if row is None else dict(row)
 
-    def whole(self, number: int) -> dict[str, Any] | None:
+    def read_rollout(self, number: int) -> dict[str, Any] | None:
         """A rollout as it was written, with its place in the index; None where it is not there any more."""
-        row = self.place(number)
+        row = self.find_row(number)
         if row is None:
             return None
         file = self.file_of(row["step"])
@@ -316,7 +318,7 @@ class Index:
         return self.run.path / ("results.jsonl" if self.run.kind == "eval" else f"rollouts/step_{step}/{ROLLOUTS}")
 
 
-def _where(wanted: dict[str, Any]) -> tuple[str, list[Any]]:
+def _build_where(wanted: dict[str, Any]) -> tuple[str, list[Any]]:
     parts, values = ["1"], []
     for name, column in (("step", "step"), ("reward", "reward"), ("tokens", "tokens")):
         for end, sign in (("from", ">="), ("to", "<=")):
@@ -346,7 +348,7 @@ def _where(wanted: dict[str, Any]) -> tuple[str, list[Any]]:
     return " AND ".join(parts), values
 
 
-def _stamp(file: Path) -> str:
+def _file_stamp(file: Path) -> str:
     """Says whether a file or directory is the same as before; empty where there is none."""
     try:
         of = os.stat(file, follow_symlinks=False)
@@ -355,16 +357,16 @@ def _stamp(file: Path) -> str:
     return f"{of.st_ino} {of.st_size} {of.st_mtime_ns}"
 
 
-def _forget(connection: sqlite3.Connection, step: int) -> None:
+def _delete_step(connection: sqlite3.Connection, step: int) -> None:
     connection.execute("DELETE FROM texts WHERE rowid IN (SELECT id FROM rollouts WHERE step = ?)", (step,))
     connection.execute("DELETE FROM rollouts WHERE step = ?", (step,))
     connection.execute("DELETE FROM files WHERE step = ?", (step,))
 
 
-def _about(connection: sqlite3.Connection, key: str) -> str | None:
+def _read_fact(connection: sqlite3.Connection, key: str) -> str | None:
     row = connection.execute("SELECT value FROM about WHERE key = ?", (key,)).fetchone()
     return None if row is None else row[0]
 
 
-def _note(connection: sqlite3.Connection, key: str, value: str) -> None:
+def _write_fact(connection: sqlite3.Connection, key: str, value: str) -> None:
     connection.execute("INSERT OR REPLACE INTO about VALUES(?, ?)", (key, value))

@@ -36,13 +36,13 @@ from hone.dashboard.runs import (
     environments_of,
     find_runs,
     is_below,
-    orchestration,
+    orchestrator_keys,
     read_end,
     read_text,
-    status,
+    run_status,
 )
 from hone.leaving import AGAIN
-from hone.run_directory import rewrite
+from hone.run_directory import rewrite_file
 
 KINDS = ("rl", "sft", "vf-rl")
 TEMPLATES = Path(hone.__file__).parent / "launch" / "workspace" / "configs"
@@ -70,7 +70,7 @@ class Job:
     signature: str = field(default="", repr=False)
 
     @property
-    def run(self) -> str:
+    def run_name(self) -> str:
         """The run that it makes, or of which it evaluates weights."""
         if self.command == "vf-eval":
             return f"{Path(self.output_dir).parents[1].as_posix()}:rl"
@@ -88,27 +88,27 @@ class Jobs:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._thread: threading.Thread | None = None
 
-    def lab(self) -> dict[str, Any]:
+    def describe_lab(self) -> dict[str, Any]:
         """What can be started, and what has been."""
         return {
-            "commands": KINDS, "recipes": [name for name, _ in self._recipes()], "jobs": self.listed(),
+            "commands": KINDS, "recipes": [name for name, _ in self._find_recipes()], "jobs": self.list_jobs(),
             "slurm": shutil.which("sbatch") is not None, "home": str(self.home),
         }  # fmt: skip
 
-    def _recipes(self) -> list[tuple[str, Path]]:
+    def _find_recipes(self) -> list[tuple[str, Path]]:
         """TOML files below the root's folders of them, and those that come with Hone."""
         own = [file for place in PLACES for file in sorted((self.home / place).rglob("*.toml"))[:MOST]]
         found = [(file.relative_to(self.home).as_posix(), file) for file in own if is_below(self.home, file)]
         shipped = sorted(TEMPLATES.rglob("*.toml"))
         return found + [(f"hone: {file.relative_to(TEMPLATES).as_posix()}", file) for file in shipped]
 
-    def recipe(self, name: str) -> dict[str, str]:
+    def read_recipe(self, name: str) -> dict[str, str]:
         """Its text, and which command it is for, as far as that shows. Raises KeyError."""
-        text = dict(self._recipes())[name].read_text(errors="replace")
+        text = dict(self._find_recipes())[name].read_text(errors="replace")
         guess = "vf-rl" if "vf-rl" in name or "[trainer.args]" in text else "sft" if "sft" in Path(name).name else "rl"
         return {"toml": text, "command": guess}
 
-    def check(self, command: str, toml: str) -> dict[str, Any]:
+    def check_config(self, command: str, toml: str) -> dict[str, Any]:
         """Whether the command would take this configuration; else its message."""
         if command not in KINDS:
             return {"ok": False, "error": f"command {command!r}: {', '.join(KINDS)}"}
@@ -122,9 +122,9 @@ class Jobs:
         resolved = config.resolved().model_dump(mode="json")
         return {"ok": True, "max_steps": resolved.get("max_steps"), "model": (resolved.get("model") or {}).get("name")}
 
-    def start(self, command: str, toml: str, output_dir: str, where: str, more: str) -> dict[str, Any]:
+    def start_run(self, command: str, toml: str, output_dir: str, where: str, more: str) -> dict[str, Any]:
         """Puts a run at the end of the line, or submits it. Raises ValueError."""
-        checked = self.check(command, toml)
+        checked = self.check_config(command, toml)
         if not checked["ok"]:
             raise ValueError(checked["error"])
         if where not in ("here", "slurm"):
@@ -139,22 +139,22 @@ class Jobs:
             kind = kind_of(command)
             if (place / f"run_{kind}.json").exists():
                 raise ValueError(f"{directory} holds an earlier {kind} run; take another directory, or resume that run")
-            if any(job.output_dir == directory and job.state in ("queued", "running") for job in self._all()):
+            if any(job.output_dir == directory and job.state in ("queued", "running") for job in self._read_jobs()):
                 raise ValueError(f"{directory} is the directory of another job that waits or runs")
             own = self.directory / name
             own.mkdir(parents=True)
             (own / f"{command}.toml").write_text(toml)
             job = Job(name, command, directory, where, more=more)
             if where == "slurm":
-                self._submit(job)
+                self._submit_job(job)
             return self._line_up(job)
 
-    def evaluate(self, run: Run, weights: Path, config: dict[str, Any], examples: int) -> dict[str, Any]:
+    def start_evaluation(self, run: Run, weights: Path, config: dict[str, Any], examples: int) -> dict[str, Any]:
         """Puts an evaluation of a run's weights, on its own environment, at the end of the line. Raises ValueError."""
         env = next(iter(environments_of(config)), {})
         if run.kind != "rl" or not isinstance(env.get("id"), str):
             raise ValueError("evaluated are weights of rl runs, whose configuration names an environment")
-        sampling = orchestration(config).get("sampling") or {}
+        sampling = orchestrator_keys(config).get("sampling") or {}
         asked = {"env": env["id"], "args": env.get("args") or {}, "n": max(1, min(examples, 10_000)),
                  "max_tokens": sampling.get("max_tokens")}  # fmt: skip
         with self._lock:
@@ -165,16 +165,16 @@ class Jobs:
 
     def stop(self, name: str) -> dict[str, Any]:
         """Asks it to leave: it ends after its step, with a checkpoint. One that waits is taken out of the line."""
-        return self._signal(name, signal.SIGUSR1)
+        return self._signal_job(name, signal.SIGUSR1)
 
     def kill(self, name: str) -> dict[str, Any]:
         """Ends it now; what it has done since its last checkpoint is lost."""
-        return self._signal(name, signal.SIGTERM)
+        return self._signal_job(name, signal.SIGTERM)
 
     def resume(self, name: str) -> dict[str, Any]:
         """Goes on from its last checkpoint. Raises ValueError while it runs."""
         with self._lock:
-            job = self._get(name)
+            job = self._get_job(name)
             if job.state in ("queued", "running"):
                 raise ValueError(f"{name} is {job.state}")
             if job.where == "slurm":
@@ -185,28 +185,28 @@ class Jobs:
     def remove(self, name: str) -> dict[str, Any]:
         """Forgets a job that has ended; its run stays."""
         with self._lock:
-            job = self._get(name)
+            job = self._get_job(name)
             if job.state == "running":
                 raise ValueError(f"{name} is running")
             shutil.rmtree(self.directory / job.name)
             return {"name": name, "state": "removed"}
 
-    def log(self, name: str) -> dict[str, Any]:
-        job = self._get(name)
+    def read_log(self, name: str) -> dict[str, Any]:
+        job = self._get_job(name)
         text, start = read_end(self.root, self.directory / job.name / "log.txt", LOG)
-        return self._shown(job) | {"text": text, "start": start}
+        return self._describe_job(job) | {"text": text, "start": start}
 
-    def listed(self) -> list[dict[str, Any]]:
+    def list_jobs(self) -> list[dict[str, Any]]:
         """The newest first."""
         with self._lock:
-            return [self._shown(job) for job in reversed(self._all())]
+            return [self._describe_job(job) for job in reversed(self._read_jobs())]
 
-    def _shown(self, job: Job) -> dict[str, Any]:
-        shown = asdict(job) | {"run": job.run}
+    def _describe_job(self, job: Job) -> dict[str, Any]:
+        shown = asdict(job) | {"run": job.run_name}
         del shown["signature"]
         return shown
 
-    def _all(self) -> list[Job]:
+    def _read_jobs(self) -> list[Job]:
         found = []
         for file in sorted(self.directory.glob("*/job.json")):
             with contextlib.suppress(ValueError, TypeError, IndexError, RecursionError):
@@ -216,9 +216,9 @@ class Jobs:
                 found.append(self._as_it_stands(job))
         return found
 
-    def _get(self, name: str) -> Job:
+    def _get_job(self, name: str) -> Job:
         """Return one of the user's own jobs. Raises KeyError."""
-        for job in self._all():
+        for job in self._read_jobs():
             if job.name == name and job.state != "foreign":
                 return job
         raise KeyError(name)
@@ -226,9 +226,9 @@ class Jobs:
     def _is_own(self, job: Job, folder: str) -> bool:
         """Return True for a job that a dashboard of this user has written, and nobody else has changed."""
         is_named = job.name == folder and re.fullmatch(rf"({'|'.join([*KINDS, 'vf-eval'])})-\d+", folder) is not None
-        return is_named and hmac.compare_digest(str(job.signature), self._sign(job))
+        return is_named and hmac.compare_digest(str(job.signature), self._sign_job(job))
 
-    def _sign(self, job: Job) -> str:
+    def _sign_job(self, job: Job) -> str:
         """Return the signature of a job and of the file that it runs."""
         said = asdict(job) | {"signature": ""}
         file = self.directory / job.name / f"{job.command}.toml"
@@ -240,8 +240,8 @@ class Jobs:
         """A job that another dashboard has started runs as long as its run shows that it does."""
         if job.state == "running" and job.name not in self._processes:
             run = find_runs(self.root / job.output_dir) if (self.root / job.output_dir).is_dir() else {}
-            alive = any(status(self.root, one, 0, None) in ("running", "silent") for one in run.values())
-            if not (alive and _exists(job.pid)):
+            alive = any(run_status(self.root, one, 0, None) in ("running", "silent") for one in run.values())
+            if not (alive and _process_exists(job.pid)):
                 job.state = "stopped"
         return job
 
@@ -249,27 +249,36 @@ class Jobs:
         taken = [re.fullmatch(rf"{command}-(\d+)", path.name) for path in self.directory.glob(f"{command}-*")]
         return f"{command}-{1 + max((int(match[1]) for match in taken if match), default=0):03d}"
 
-    def _write(self, job: Job) -> None:
-        job.signature = self._sign(job)
-        rewrite(self.directory / job.name / "job.json", json.dumps(asdict(job), indent=2) + "\n")
+    def _write_job(self, job: Job) -> None:
+        job.signature = self._sign_job(job)
+        rewrite_file(self.directory / job.name / "job.json", json.dumps(asdict(job), indent=2) + "\n")
 
-    def _signal(self, name: str, number: signal.Signals) -> dict[str, Any]:
+    def _signal_job(self, name: str, number: signal.Signals) -> dict[str, Any]:
         with self._lock:
-            job = self._get(name)
+            job = self._get_job(name)
             if job.state == "queued":
                 job.state = "stopped"
-                self._write(job)
+                self._write_job(job)
             elif job.state == "running" and job.pid > 1:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(job.pid, number)
-            return self._shown(job)
+            return self._describe_job(job)
 
-    def words(self, job: Job) -> list[str]:
+    def command_words(self, job: Job) -> list[str]:
         """The command, as a person would type it."""
         file = self.directory / job.name / f"{job.command}.toml"
         if job.command == "vf-eval":
             asked = json.loads(job.more)
-            words = [asked["env"], "-m", self._typed(job), "-n", str(asked["n"]), "-a", json.dumps(asked["args"]), "-s"]
+            words = [
+                asked["env"],
+                "-m",
+                self._typed_directory(job),
+                "-n",
+                str(asked["n"]),
+                "-a",
+                json.dumps(asked["args"]),
+                "-s",
+            ]
             words += ["--max-tokens", str(asked["max_tokens"])] if asked["max_tokens"] else []
             return [sys.executable, "-P", "-m", "hone", "vf-eval", *words]
         if job.where == "slurm":
@@ -277,20 +286,20 @@ class Jobs:
             return [sys.executable, "-P", "-m", "hone", *own, *shlex.split(job.more)]
         words = [sys.executable, "-P", "-m", "hone", job.command, "@", str(file)]
         if job.command == "vf-rl":  # it keeps what it resumes from, and its directory is a key of its file
-            output = ["--trainer.args.output-dir", self._typed(job)]
+            output = ["--trainer.args.output-dir", self._typed_directory(job)]
         else:
-            output = ["--output-dir", self._typed(job)]
+            output = ["--output-dir", self._typed_directory(job)]
             if "ckpt" not in tomllib.loads(file.read_text()):
                 output += ["--ckpt.interval", str(CHECKPOINTS)]
         return [*words, *output, *(["--resume", "auto"] if job.resume else [])]
 
-    def _typed(self, job: Job) -> str:
+    def _typed_directory(self, job: Job) -> str:
         """Its directory as a person would type it."""
         return os.path.relpath(self.root / job.output_dir, self.home)
 
-    def _submit(self, job: Job) -> None:
+    def _submit_job(self, job: Job) -> None:
         """Raises ValueError with what Slurm, or the command, says against it."""
-        done = subprocess.run(self.words(job), cwd=self.home, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(self.command_words(job), cwd=self.home, capture_output=True, text=True, timeout=120)
         (self.directory / job.name / "log.txt").write_text(done.stdout + done.stderr)
         if done.returncode:
             shutil.rmtree(self.directory / job.name)
@@ -299,37 +308,42 @@ class Jobs:
 
     def _line_up(self, job: Job) -> dict[str, Any]:
         """Writes it down, and has the line looked after."""
-        self._write(job)
+        self._write_job(job)
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread = threading.Thread(target=self._run_queue, daemon=True)
             self._thread.start()
-        return self._shown(job)
+        return self._describe_job(job)
 
-    def _work(self) -> None:
+    def _run_queue(self) -> None:
         """Until nothing waits or runs."""
         while True:
             with self._lock:
-                jobs = self._all()
+                jobs = self._read_jobs()
                 for job in jobs:
-                    self._ended(job)
+                    self._note_end(job)
                 queued = [job for job in jobs if job.state == "queued"]
                 if not any(job.state == "running" for job in jobs):
                     if not queued:
                         self._thread = None
                         return
-                    self._begin(queued[0])
+                    self._start_job(queued[0])
             time.sleep(LOOK)
 
-    def _begin(self, job: Job) -> None:
+    def _start_job(self, job: Job) -> None:
         with (self.directory / job.name / "log.txt").open("ab") as log:
             process = subprocess.Popen(
-                self.words(job), cwd=self.home, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                self.command_words(job),
+                cwd=self.home,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         self._processes[job.name] = process
         job.state, job.pid, job.code = "running", process.pid, None
-        self._write(job)
+        self._write_job(job)
 
-    def _ended(self, job: Job) -> None:
+    def _note_end(self, job: Job) -> None:
         """Takes note of it, if it has ended."""
         process = self._processes.get(job.name)
         if process is None or (code := process.poll()) is None:
@@ -337,7 +351,7 @@ class Jobs:
         job.code = code
         job.state = "done" if code == 0 else "stopped" if code in (AGAIN, -signal.SIGTERM, 143, 130) else "failed"
         del self._processes[job.name]
-        self._write(job)
+        self._write_job(job)
 
 
 def signing_key() -> bytes:
@@ -364,7 +378,7 @@ def kind_of(command: str) -> str:
     return "rl" if command == "vf-rl" else command
 
 
-def _exists(pid: int) -> bool:
+def _process_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except OSError:

@@ -15,7 +15,7 @@ COLOURS = ("#0f766e", "#b45309", "#4338ca", "#be185d", "#4d7c0f", "#0369a1")
 FORMATS = ("png", "svg", "pdf")
 
 
-def draw(indexes: list[Index], form: str) -> bytes:
+def draw_curves(indexes: list[Index], form: str) -> bytes:
     """Draw one line a run in each panel. Raises ValueError where there is nothing to draw."""
     from matplotlib.figure import Figure  # seconds, which only pictures need
 
@@ -23,7 +23,7 @@ def draw(indexes: list[Index], form: str) -> bytes:
         index.update_metrics()
     kinds = {index.run.kind for index in indexes}
     panels = [panel for kind, some in (("rl", RL), ("sft", SFT)) if kind in kinds for panel in some]
-    series = [index.series([name for _, name in panels] + ["reward/std"]) for index in indexes]
+    series = [index.metric_series([name for _, name in panels] + ["reward/std"]) for index in indexes]
     panels = [panel for panel in dict.fromkeys(panels) if any(panel[1] in one for one in series)]
     if not panels:
         raise ValueError("there is nothing to draw yet: no step is done")
@@ -34,7 +34,7 @@ def draw(indexes: list[Index], form: str) -> bytes:
         axes = figure.add_subplot(rows, columns, k + 1)
         for i, (index, one) in enumerate(zip(indexes, series, strict=True)):
             if name in one:
-                _line(axes, name, one, COLOURS[i % len(COLOURS)], label_of(index))
+                _draw_line(axes, name, one, COLOURS[i % len(COLOURS)], label_of(index))
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlabel("step")
         axes.grid(alpha=0.25)
@@ -48,7 +48,7 @@ def draw(indexes: list[Index], form: str) -> bytes:
     return out.getvalue()
 
 
-def _line(axes: Any, name: str, series: dict[str, list[list[float]]], colour: str, label: str) -> None:
+def _draw_line(axes: Any, name: str, series: dict[str, list[list[float]]], colour: str, label: str) -> None:
     steps, values = series[name]
     axes.plot(steps, values, color=colour, linewidth=1.6, label=label, marker="." if len(steps) < 2 else None)
     if name == "reward/mean" and len(series.get("reward/std", [[]])[0]) == len(steps):

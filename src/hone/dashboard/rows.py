@@ -7,31 +7,33 @@ from typing import Any
 TEXT = 4000  # characters of a rollout's end, and of its beginning, that are searched
 
 
-def columns(row: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
+def row_columns(row: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
     """What is filtered and listed of a line of rollouts.jsonl or results.jsonl, and its text to search."""
-    turns = [turn for turn in _list(row.get("turns")) if isinstance(turn, dict)]
-    tokens = sum(len(turn["ids"]) if isinstance(turn.get("ids"), list) else _int(turn.get("tokens")) for turn in turns)
-    said = "\n".join(_text(message) for message in _list(row.get("completion")))
-    asked = [_text(message) for message in _list(row.get("prompt"))]
-    text = clean(f"{asked[-1] if asked else ''}\n{said}\n{row.get('answer') or ''}")
+    turns = [turn for turn in _list_or_empty(row.get("turns")) if isinstance(turn, dict)]
+    tokens = sum(
+        len(turn["ids"]) if isinstance(turn.get("ids"), list) else _int_or_zero(turn.get("tokens")) for turn in turns
+    )
+    said = "\n".join(_message_text(message) for message in _list_or_empty(row.get("completion")))
+    asked = [_message_text(message) for message in _list_or_empty(row.get("prompt"))]
+    text = clean_text(f"{asked[-1] if asked else ''}\n{said}\n{row.get('answer') or ''}")
     text = text if len(text) <= 2 * TEXT else f"{text[:TEXT]}\n{text[-TEXT:]}"
     columns = (
-        _int(row.get("group", row.get("example_id"))), _int(row.get("member", row.get("rollout"))),
-        clean(row.get("env")), clean(row.get("example_id")), _number(row.get("reward")), _number(row.get("advantage")),
-        tokens, clean(row.get("stop") or ""), clean(row.get("error") or "")[:500], clean(row.get("unused") or ""),
-        int(bool(row.get("is_truncated"))), _number(row.get("seconds")), len(turns),
-        _int(turns[0].get("version")) if turns else -1, _mean_logprob(turns), clean(said)[:160],
+        _int_or_zero(row.get("group", row.get("example_id"))), _int_or_zero(row.get("member", row.get("rollout"))),
+        clean_text(row.get("env")), clean_text(row.get("example_id")), _number_or_zero(row.get("reward")), _number_or_zero(row.get("advantage")),
+        tokens, clean_text(row.get("stop") or ""), clean_text(row.get("error") or "")[:500], clean_text(row.get("unused") or ""),
+        int(bool(row.get("is_truncated"))), _number_or_zero(row.get("seconds")), len(turns),
+        _int_or_zero(turns[0].get("version")) if turns else -1, _mean_logprob(turns), clean_text(said)[:160],
     )  # fmt: skip
     return columns, text
 
 
 def _mean_logprob(turns: list[dict[str, Any]]) -> float | None:
     """Of the tokens that the model wrote; none where they are not known."""
-    logprobs = [x for turn in turns for x in _list(turn.get("logprobs")) if isinstance(x, (int, float))]
+    logprobs = [x for turn in turns for x in _list_or_empty(turn.get("logprobs")) if isinstance(x, (int, float))]
     return sum(logprobs) / len(logprobs) if logprobs else None
 
 
-def _text(message: Any) -> str:
+def _message_text(message: Any) -> str:
     if not isinstance(message, dict):
         return ""
     content = message.get("content") or ""
@@ -39,20 +41,20 @@ def _text(message: Any) -> str:
     return (content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)) + calls
 
 
-def clean(value: Any) -> str:
+def clean_text(value: Any) -> str:
     """As text that every reader takes: lone surrogates are replaced."""
     return str("" if value is None else value).encode("utf-8", "replace").decode()
 
 
-def _list(value: Any) -> list[Any]:
+def _list_or_empty(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _int(value: Any) -> int:
+def _int_or_zero(value: Any) -> int:
     return value if isinstance(value, int) and abs(value) < 2**62 else -1
 
 
-def _number(value: Any) -> float:
+def _number_or_zero(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
 
 

@@ -32,18 +32,18 @@ class Run:
     path: Path
 
     @property
-    def metrics(self) -> Path:
+    def metrics_file(self) -> Path:
         return RunDirectory(self.path, self.kind).metrics
 
     @property
-    def manifest(self) -> Path:
+    def manifest_file(self) -> Path:
         return self.path / ("metadata.json" if self.kind == "eval" else f"run_{self.kind}.json")
 
 
 def find_runs(root: Path) -> dict[str, Run]:
     """By id. Directories that cannot be read have none."""
     found = {}
-    for directory, names in _directories(root, DEPTH):
+    for directory, names in _walk_directories(root, DEPTH):
         place = directory.relative_to(root).as_posix()
         kinds = [kind for kind in KINDS if f"run_{kind}.json" in names]
         kinds += ["eval"] if {"metadata.json", "results.jsonl"} <= names else []
@@ -52,7 +52,7 @@ def find_runs(root: Path) -> dict[str, Run]:
     return found
 
 
-def _directories(top: Path, depth: int) -> Iterator[tuple[Path, set[str]]]:
+def _walk_directories(top: Path, depth: int) -> Iterator[tuple[Path, set[str]]]:
     """Those below, with the names of the plain files in each."""
     try:
         entries = list(os.scandir(top))
@@ -62,7 +62,7 @@ def _directories(top: Path, depth: int) -> Iterator[tuple[Path, set[str]]]:
     for entry in entries if depth else []:
         is_looked_through = not entry.name.startswith(".") and entry.name not in PASSED_OVER
         if is_looked_through and entry.is_dir(follow_symlinks=False):
-            yield from _directories(Path(entry.path), depth - 1)
+            yield from _walk_directories(Path(entry.path), depth - 1)
 
 
 def read_text(root: Path, file: Path, most: int = 2**20) -> str:
@@ -109,20 +109,20 @@ def config_of(root: Path, run: Run) -> dict[str, Any]:
     return found
 
 
-def orchestration(config: dict[str, Any]) -> dict[str, Any]:
+def orchestrator_keys(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of the orchestrator: a section of `rl`'s file, the whole of its own."""
     section = config.get("orchestrator")
     return section if isinstance(section, dict) else config
 
 
 def environments_of(config: dict[str, Any]) -> list[dict[str, Any]]:
-    envs = orchestration(config).get("env")
+    envs = orchestrator_keys(config).get("env")
     return [env for env in (envs if isinstance(envs, list) else [envs]) if isinstance(env, dict)]
 
 
-def components(run: Run) -> dict[str, float]:
+def component_ages(run: Run) -> dict[str, float]:
     """Of each process that shows that it lives: seconds since it last did."""
-    names = [file for file in _listed(run.path / "alive") if not file.is_symlink()]
+    names = [file for file in _list_directory(run.path / "alive") if not file.is_symlink()]
     if run.kind == "sft":
         names = [file for file in names if file.name.startswith("sft")]
     elif run.kind == "rl":
@@ -130,47 +130,47 @@ def components(run: Run) -> dict[str, float]:
     ages = {}
     for file in names:
         try:
-            ages[file.name.replace("_", " ")] = max(0.0, _now() - file.stat().st_mtime)
+            ages[file.name.replace("_", " ")] = max(0.0, _file_clock() - file.stat().st_mtime)
         except OSError:
             continue
     return ages
 
 
-def _listed(directory: Path) -> list[Path]:
+def _list_directory(directory: Path) -> list[Path]:
     try:
         return sorted(directory.iterdir())
     except OSError:
         return []
 
 
-def _now() -> float:
+def _file_clock() -> float:
     """By the clock that stamps files."""
     return time.time()  # noqa: TID251
 
 
-def status(root: Path, run: Run, step: int, max_steps: int | None) -> str:
+def run_status(root: Path, run: Run, step: int, max_steps: int | None) -> str:
     """running, silent (a process stands still, or was killed just now), done, stopped."""
     if run.kind == "eval":
-        about = read_json(root, run.manifest)
+        about = read_json(root, run.manifest_file)
         if "seconds" in about:
             return "done"
-        age = _age(run.path / "results.jsonl")
+        age = _file_age(run.path / "results.jsonl")
         return "running" if age is not None and age < FRESH else "stopped"
-    youngest = min(components(run).values(), default=GONE)
+    youngest = min(component_ages(run).values(), default=GONE)
     if youngest < GONE:
-        return "running" if youngest < max(machine.silence(), 5.0) else "silent"
-    over = read_json(root, run.manifest).get("over")
+        return "running" if youngest < max(machine.silence_seconds(), 5.0) else "silent"
+    over = read_json(root, run.manifest_file).get("over")
     return "done" if over or (max_steps and step >= max_steps) else "stopped"
 
 
-def _age(file: Path) -> float | None:
+def _file_age(file: Path) -> float | None:
     try:
-        return max(0.0, _now() - file.stat().st_mtime)
+        return max(0.0, _file_clock() - file.stat().st_mtime)
     except OSError:
         return None
 
 
-def age(run: Run) -> float:
+def run_age(run: Run) -> float:
     """Seconds since the run last wrote a row, or was begun."""
-    ages = [_age(file) for file in (run.metrics, run.manifest, run.path / "results.jsonl")]
+    ages = [_file_age(file) for file in (run.metrics_file, run.manifest_file, run.path / "results.jsonl")]
     return min((one for one in ages if one is not None), default=0.0)

@@ -31,19 +31,19 @@ class Tokens:
                 self._tokenizer = None
 
     @staticmethod
-    def of(root: Path, run: Run) -> "Tokens":
-        return _of(*_file(root, run))
+    def of_run(root: Path, run: Run) -> "Tokens":
+        return _load_tokens(*_find_tokenizer(root, run))
 
     @property
     def is_known(self) -> bool:
         return self._tokenizer is not None
 
-    def text(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
         if self._texts is None or self._tokenizer.id_to_token(token) is None:
             return f"{token}"
         return name_of(self._texts.bytes_of(token))[:WIDEST]
 
-    def oddity(self, prompt: list[int]) -> str:
+    def find_oddity(self, prompt: list[int]) -> str:
         """What is odd about the tokens of a prompt: chat tokens that the tokenizer has and the prompt has not, or as
         ordinary text, or a beginning twice; empty where nothing is."""
         if self._tokenizer is None:
@@ -62,7 +62,7 @@ class Tokens:
             return f"The prompt begins with {added[prompt[0]]} twice"
         return ""
 
-    def sequences(self, turns: Any, seen: Seen) -> list[dict[str, Any]]:
+    def trained_sequences(self, turns: Any, seen: Seen) -> list[dict[str, Any]]:
         """The turns as the sequences that they were trained as (`orchestrator.group.samples_of`), with what the trainer
         saw of each. `sampled`: of the model's own tokens; of others None."""
         sequences: list[dict[str, Any]] = []
@@ -87,17 +87,17 @@ class Tokens:
             one["cut"] = max(0, len(one["ids"]) - MOST)
             for key in ("ids", "sampled", "version", "trained", "masked"):
                 one[key] = one[key][:MOST]
-            texts: dict[int, str] = {token: self.text(token) for token in {*one["ids"]} if isinstance(token, int)}
+            texts: dict[int, str] = {token: self.token_text(token) for token in {*one["ids"]} if isinstance(token, int)}
             one["text"] = [texts.get(token, "?") for token in one["ids"]]
         return sequences
 
 
 @functools.lru_cache(maxsize=4)
-def _of(file: Path | None, _stamp: int) -> Tokens:
+def _load_tokens(file: Path | None, _stamp: int) -> Tokens:
     return Tokens(file)
 
 
-def _file(root: Path, run: Run) -> tuple[Path | None, int]:
+def _find_tokenizer(root: Path, run: Run) -> tuple[Path | None, int]:
     """A tokenizer.json of the run, and when it was written."""
     places = [run.path / "configs", *steps_in(run.path / "weights").values(), *checkpoints_in(run.path).values(),
               run.path / "broadcasts" / "text"]  # fmt: skip

@@ -4,13 +4,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from hone.dashboard.doctor import examine
+from hone.dashboard.doctor import examine_run
 from hone.dashboard.index import Index
-from hone.dashboard.rows import clean
+from hone.dashboard.rows import clean_text
 from hone.dashboard.runs import (
     Run,
-    age,
-    components,
+    component_ages,
     config_of,
     environments_of,
     find_runs,
@@ -18,7 +17,8 @@ from hone.dashboard.runs import (
     read_end,
     read_json,
     read_text,
-    status,
+    run_age,
+    run_status,
 )
 from hone.dashboard.tokens import Tokens
 from hone.run_directory import RunDirectory, checkpoints_in, steps_in
@@ -38,94 +38,94 @@ class Runs:
         self._indexes: dict[str, Index] = {}
         self._lock = threading.Lock()
 
-    def all(self) -> dict[str, Run]:
+    def find_runs(self) -> dict[str, Run]:
         return find_runs(self.root)
 
-    def get(self, name: str) -> tuple[Run, Index]:
+    def get_run(self, name: str) -> tuple[Run, Index]:
         """Raises KeyError where there is no such run below the root."""
         with self._lock:
             index = self._indexes.get(name)
-        if index is None or not index.run.manifest.is_file():
-            run = self.all()[name]
-            index = self._of(run)
+        if index is None or not index.run.manifest_file.is_file():
+            run = self.find_runs()[name]
+            index = self._index_of(run)
         return index.run, index
 
-    def _of(self, run: Run) -> Index:
+    def _index_of(self, run: Run) -> Index:
         with self._lock:
             return self._indexes.setdefault(run.id, Index(self.root, run, self.cache))
 
-    def listed(self) -> list[dict[str, Any]]:
+    def list_runs(self) -> list[dict[str, Any]]:
         """A line for each, the newest first."""
-        lines = [self.line(run) for run in self.all().values()]
+        lines = [self.run_line(run) for run in self.find_runs().values()]
         return sorted(lines, key=lambda line: line["age"])
 
-    def line(self, run: Run) -> dict[str, Any]:
-        index = self._of(run)
+    def run_line(self, run: Run) -> dict[str, Any]:
+        index = self._index_of(run)
         index.update_metrics()
-        config, about = config_of(self.root, run), read_json(self.root, run.manifest)
+        config, about = config_of(self.root, run), read_json(self.root, run.manifest_file)
         metric = HEADLINE[run.kind]
-        steps, values = index.series([metric], most=SPARK).get(metric, [[], []])
+        steps, values = index.metric_series([metric], most=SPARK).get(metric, [[], []])
         step, most = (int(steps[-1]) if steps else 0), config.get("max_steps")
         model = config.get("model") if isinstance(config.get("model"), dict) else {}
         found = {
             "id": run.id, "kind": run.kind, "name": run.path.name if run.id[0] != "." else self.root.name,
-            "place": run.id.rpartition(":")[0], "status": status(self.root, run, step, most), "step": step,
-            "max_steps": most, "metric": metric, "spark": values, "age": age(run),
-            "model": clean((model or {}).get("name") or about.get("model") or ""),
-            "env": ", ".join(_names(environments_of(config))),
-            "device": clean(about.get("device") or ""), "fork": self.origin(about.get("fork")),
+            "place": run.id.rpartition(":")[0], "status": run_status(self.root, run, step, most), "step": step,
+            "max_steps": most, "metric": metric, "spark": values, "age": run_age(run),
+            "model": clean_text((model or {}).get("name") or about.get("model") or ""),
+            "env": ", ".join(_env_names(environments_of(config))),
+            "device": clean_text(about.get("device") or ""), "fork": self.fork_origin(about.get("fork")),
             "started": about.get("started"),
         }  # fmt: skip
         if run.kind == "eval":
             reward = about.get("reward")
             found |= {
-                "env": clean(about.get("env") or ""),
+                "env": clean_text(about.get("env") or ""),
                 "spark": [reward] if isinstance(reward, (int, float)) else [],
             }
         return found
 
-    def origin(self, fork: Any) -> dict[str, Any] | None:
+    def fork_origin(self, fork: Any) -> dict[str, Any] | None:
         """Where a run was forked from, by its place below the root where it is there."""
         if not isinstance(fork, dict):
             return None
         place = Path(str(fork.get("run")))
         name = place.relative_to(self.root).as_posix() if place.is_relative_to(self.root) else str(place)
-        return {"run": clean(name), "step": fork.get("step"), "changed": fork.get("changed")}
+        return {"run": clean_text(name), "step": fork.get("step"), "changed": fork.get("changed")}
 
-    def detail(self, name: str) -> dict[str, Any]:
-        run, index = self.get(name)
+    def run_detail(self, name: str) -> dict[str, Any]:
+        run, index = self.get_run(name)
         configs = {
             file.stem: read_text(self.root, file) for file in sorted((run.path / "configs").glob("*.toml"))
-        } if run.kind != "eval" else {"metadata": read_text(self.root, run.manifest)}  # fmt: skip
+        } if run.kind != "eval" else {"metadata": read_text(self.root, run.manifest_file)}  # fmt: skip
         return {
-            **self.line(run), "components": components(run), "configs": configs, "logs": self.logs(run),
-            "checkpoints": self.checkpoints(run), "names": index.names(), "about": read_json(self.root, run.manifest),
+            **self.run_line(run), "components": component_ages(run), "configs": configs, "logs": self.log_names(run),
+            "checkpoints": self.list_checkpoints(run), "names": index.metric_names(), "about": read_json(self.root, run.manifest_file),
         }  # fmt: skip
 
-    def update(self, name: str) -> bool:
+    def update_run(self, name: str) -> bool:
         """Takes in what a run has written since; in a thread of its own, since the first time may take a minute.
         Returns whether that goes on."""
-        index = self.get(name)[1]
-        work = threading.Thread(target=index.update, args=[True], daemon=True)
+        index = self.get_run(name)[1]
+        work = threading.Thread(target=index.update_index, args=[True], daemon=True)
         work.start()
         work.join(MOMENT)
         return work.is_alive()
 
-    def logs(self, run: Run) -> list[str]:
+    def log_names(self, run: Run) -> list[str]:
         """Names of its logs, as `orchestrator.log`."""
         places = [run.path / "logs", run.path / "runs"]
         return sorted({file.name for place in places for file in place.glob("*.log") if is_below(self.root, file)})
 
-    def log(self, name: str, log: str) -> dict[str, Any]:
+    def read_log(self, name: str, log: str) -> dict[str, Any]:
         """The end of one of its logs. Raises KeyError for a name that is none of them."""
-        run, _ = self.get(name)
-        if log not in self.logs(run):
+        run, _ = self.get_run(name)
+        if log not in self.log_names(run):
             raise KeyError(log)
         file = next(file for file in (run.path / "logs" / log, run.path / "runs" / log) if is_below(self.root, file))
         text, start = read_end(self.root, file, LOG)
         return {"text": text, "start": start}
 
-    def checkpoints(self, run: Run) -> list[dict[str, Any]]:
+    def list_checkpoints(self, run: Run) -> list[dict[str, Any]]:
         """Weights as model directories, and what a run resumes from."""
         if run.kind == "eval":
             return []
@@ -133,38 +133,38 @@ class Runs:
         places = [("weights", steps_in(directory.weights)), ("weights", checkpoints_in(run.path)),
                   ("checkpoint", steps_in(directory.checkpoints))]  # fmt: skip
         return [
-            {"kind": kind, "step": step, "name": path.relative_to(run.path).as_posix(), "bytes": _bytes(path)}
+            {"kind": kind, "step": step, "name": path.relative_to(run.path).as_posix(), "bytes": _directory_bytes(path)}
             for kind, found in places for step, path in found.items() if not path.is_symlink()
         ]  # fmt: skip
 
-    def checkpoint(self, name: str, place: str) -> Path:
+    def find_checkpoint(self, name: str, place: str) -> Path:
         """The directory of one of its checkpoints. Raises KeyError for what is none of them."""
-        run, _ = self.get(name)
-        for one in self.checkpoints(run):
+        run, _ = self.get_run(name)
+        for one in self.list_checkpoints(run):
             if one["name"] == place:
                 return run.path / place
         raise KeyError(place)
 
-    def rollout(self, name: str, number: int) -> dict[str, Any] | None:
+    def read_rollout(self, name: str, number: int) -> dict[str, Any] | None:
         """A rollout whole, with its tokens as they can be shown and what the trainer saw of them."""
-        run, index = self.get(name)
-        found = index.whole(number)
+        run, index = self.get_run(name)
+        found = index.read_rollout(number)
         if found is None:
             return None
-        at, tokens = found["at"], Tokens.of(self.root, run)
+        at, tokens = found["at"], Tokens.of_run(self.root, run)
         seen = read_trained(index.file_of(at["step"]).parent).get((at["grp"], at["member"]), [])
-        return {**found, "sequences": tokens.sequences(found.get("turns"), seen), "decoded": tokens.is_known}
+        return {**found, "sequences": tokens.trained_sequences(found.get("turns"), seen), "decoded": tokens.is_known}
 
-    def doctor(self, name: str) -> dict[str, Any]:
-        index = self.get(name)[1]
-        index.update(waits=True)
-        return examine(index).as_dict()
+    def examine_run(self, name: str) -> dict[str, Any]:
+        index = self.get_run(name)[1]
+        index.update_index(waits=True)
+        return examine_run(index).as_dict()
 
 
-def _names(envs: list[dict[str, Any]]) -> list[str]:
+def _env_names(envs: list[dict[str, Any]]) -> list[str]:
     named = [(env.get("name"), env.get("id")) for env in envs]
-    return [clean(name if name not in (None, "None") else id) for name, id in named]
+    return [clean_text(name if name not in (None, "None") else id) for name, id in named]
 
 
-def _bytes(directory: Path) -> int:
+def _directory_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file() and not file.is_symlink())

@@ -24,79 +24,79 @@ class Admission:
         self.prefilling: list[Sequence] = []
         self.without_room = 0  # so many, the first that wait, do so for lack of slots or pages; others for their turn
 
-    def sequences(self) -> list[Sequence]:
+    def waiting_sequences(self) -> list[Sequence]:
         """Those that have no token yet."""
         return [*chain.from_iterable((s, *s.siblings) for s in self.prefilling), *self.waiting]
 
-    def plan(self, admit: bool, budget: int) -> Planned:
+    def plan_prefill(self, admit: bool, budget: int) -> Planned:
         """Plans the next prefill pass, up to `budget` tokens: first the rest of started prompts, then new prompts."""
         planned: Planned = []
         if not (self.prefilling or self.waiting):
             return planned
 
-        def plan(sequence: Sequence) -> None:
+        def plan_sequence(sequence: Sequence) -> None:
             nonlocal budget
-            end = min(len(sequence.prompt), sequence.computed + budget)
-            stretch = Stretch(sequence.prompt, sequence.pages, sequence.computed, end, sequence.adapter)
+            end = min(len(sequence.prompt_ids), sequence.computed + budget)
+            stretch = Stretch(sequence.prompt_ids, sequence.pages, sequence.computed, end, sequence.adapter)
             planned.append((sequence, stretch))
             budget -= end - sequence.computed
             if sequence.is_of_one_policy:
-                self.pool.remember(sequence.prompt[:end], sequence.pages, sequence.adapter)
+                self.pool.remember_pages(sequence.prompt_ids[:end], sequence.pages, sequence.adapter)
 
         for sequence in self.prefilling:
             if budget > 0:
-                plan(sequence)
-        leaders = {s.start: s for s in self.prefilling}
+                plan_sequence(sequence)
+        leaders = {s.prefix_key: s for s in self.prefilling}
         while admit and self.waiting:
             if not self.slots.free:
                 self.without_room = len(self.waiting)
                 break
             sequence = self.waiting[0]
-            prompt = sequence.prompt
-            leader = leaders.get(sequence.start)
+            prompt = sequence.prompt_ids
+            leader = leaders.get(sequence.prefix_key)
             if leader is None and budget <= 0:
                 break
             if leader is None:
-                shared = self.pool.match(prompt, sequence.adapter)
+                shared = self.pool.match_prefix(prompt, sequence.adapter)
             else:
                 shared = leader.pages[: len(prompt) // self.pool.size]
             # The last token's keys are never needed.
-            own = self.pool.needed(len(prompt) + sequence.max_tokens - 1) - len(shared)
-            if own + self.pool.idle_among(shared) > self.pool.available:
+            own = self.pool.pages_needed(len(prompt) + sequence.max_tokens - 1) - len(shared)
+            if own + self.pool.idle_among(shared) > self.pool.available_count:
                 self.without_room = len(self.waiting)
                 break
             self.waiting.popleft()
             self.without_room = max(0, self.without_room - 1)
-            self.pool.share(shared)
-            sequence.pages = shared + self.pool.take(own)
+            self.pool.share_pages(shared)
+            sequence.pages = shared + self.pool.take_pages(own)
             sequence.slot = self.slots.free.pop()
             if leader is not None:
                 sequence.is_of_one_policy = leader.is_of_one_policy
                 leader.siblings.append(sequence)
                 continue
             sequence.computed = len(shared) * self.pool.size
-            leaders[sequence.start] = sequence
+            leaders[sequence.prefix_key] = sequence
             self.prefilling.append(sequence)
-            plan(sequence)
+            plan_sequence(sequence)
         return planned
 
-    def independent(self, planned: Planned) -> list[Planned]:
+    def split_plan(self, planned: Planned) -> list[Planned]:
         """Splits a plan into passes, none of which reads pages that it computes; prompts with adapters go apart."""
         turns: dict[int, int] = {}  # of the pages
         parts: dict[tuple[int, bool], Planned] = defaultdict(list)
         for sequence, stretch in planned:
             first = stretch.start // self.pool.size
             turn = 1 + max((turns.get(page, 0) for page in stretch.pages[:first]), default=0)
-            turns.update(dict.fromkeys(stretch.pages[first : self.pool.needed(stretch.end)], turn))
+            turns.update(dict.fromkeys(stretch.pages[first : self.pool.pages_needed(stretch.end)], turn))
             parts[turn, stretch.adapter > 0].append((sequence, stretch))
         return [parts[key] for key in sorted(parts)]
 
-    def started(self, leaders: list[Sequence]) -> None:
+    def finish_prefill(self, leaders: list[Sequence]) -> None:
         """Ends the prefill of these sequences and their siblings. They share the full pages of the prompt; the last,
         partial page is copied for each sibling, since decoding writes to it."""
         source, target, most = [], [], 0
         for leader in leaders:
-            full, rest = divmod(len(leader.prompt), self.pool.size)
+            full, rest = divmod(len(leader.prompt_ids), self.pool.size)
             if rest:
                 most = max(most, rest)
                 source += [leader.pages[full]] * len(leader.siblings)
@@ -106,7 +106,7 @@ class Admission:
             self.cache.copy_pages(source, target, most)
         self.prefilling = [s for s in self.prefilling if s not in leaders]
 
-    def withdraw(self, sequence: Sequence) -> bool:
+    def withdraw_request(self, sequence: Sequence) -> bool:
         """Takes back a request that has no token yet; whether there was such a one."""
         if sequence in self.waiting:
             self.without_room -= self.waiting.index(sequence) < self.without_room
@@ -121,20 +121,20 @@ class Admission:
             self.prefilling.remove(leader)
             if leader.siblings:  # the first of them goes on where it stopped
                 heir, *heir_siblings = leader.siblings
-                begun = self.pool.needed(leader.computed)
+                begun = self.pool.pages_needed(leader.computed)
                 self.cache.copy_pages(leader.pages[:begun], heir.pages[:begun])
                 heir.computed, heir.siblings = leader.computed, heir_siblings
                 self.prefilling.insert(0, heir)
-        self.release(sequence)
+        self.release_sequence(sequence)
         return True
 
-    def release(self, sequence: Sequence) -> None:
+    def release_sequence(self, sequence: Sequence) -> None:
         """Gives its pages and its slot back."""
-        self.pool.release(sequence.pages)
+        self.pool.release_pages(sequence.pages)
         self.slots.free.append(sequence.slot)
         sequence.pages, sequence.slot = [], -1
 
-    def clear(self) -> None:
+    def clear_all(self) -> None:
         self.waiting.clear()
         self.without_room = 0
         self.prefilling = []

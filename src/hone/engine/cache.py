@@ -34,16 +34,18 @@ class KVCache:
 
         # Which experts each token went through, plus 1; 0: not known. In pages like its keys, so that they go together.
         cells = self.pool.pages * size
-        self.routing = untouched_zeros((cells, spec.routed), torch.int16, device) if spec.routed else None
+        self.routing = (
+            untouched_zeros((cells, spec.routed_experts), torch.int16, device) if spec.routed_experts else None
+        )
 
     def note_routing(self, model: Transformer, cells_T: Tensor, kept_N: Tensor | None = None) -> None:
         """After a forward of tokens with these cells, of which the last block kept some."""
         if self.routing is None:
             return
         routing_TR = self.routing.new_zeros(len(cells_T), self.routing.shape[1])
-        for mixture, own_TK in zip(model.mixtures, routing_TR.chunk(len(model.mixtures), 1), strict=True):
+        for mixture, own_TK in zip(model.expert_layers, routing_TR.chunk(len(model.expert_layers), 1), strict=True):
             assert mixture.chosen_TK is not None
-            is_whole = kept_N is None or mixture is not model.mixtures[-1]
+            is_whole = kept_N is None or mixture is not model.expert_layers[-1]
             own_TK[slice(None) if is_whole else kept_N] = (mixture.chosen_TK + 1).to(torch.int16)
         self.routing[cells_T] = routing_TR
 

@@ -32,23 +32,23 @@ class Decoder:
     def __init__(self, model: Transformer, cache: KVCache, slots: Slots) -> None:
         self.model, self.cache, self.slots = model, cache, slots
         self.sampler, self.adapters = Sampler(slots, model.spec.vocab_size), Adapters(model)
-        self.packed = PackedModel(model, cache) if PackedModel.takes(model) else None
+        self.packed = PackedModel(model, cache) if PackedModel.supports_model(model) else None
         self.stays_on_device = model.stays_on_device
 
     def at_once(self, kind: int, has_adapters: bool) -> int:
         """How many steps `step` takes in one call."""
         return PACKED_STEPS if self.packed is not None and not has_adapters and kind == Sampler.PLAIN else 1
 
-    def step(self, B: int, kind: int, has_adapters: bool, rows: Rows, steps: int = 1) -> Tensor | None:
+    def decode_step(self, B: int, kind: int, has_adapters: bool, rows: Rows, steps: int = 1) -> Tensor | None:
         """One token for the first B active slots, or `steps` of them where `at_once` allows it; returns the logits, if
         the kind asks for them."""
         active_B, state = rows.active_B[:B], self.slots.state
         rows = replace(rows, active_B=active_B, state=state)
         if self.packed is not None and not has_adapters:
             if kind == Sampler.PLAIN:
-                self.packed.steps(rows, steps, self.slots)
+                self.packed.decode_steps(rows, steps, self.slots)
                 return None
-            return self.draw(self.packed.decode(rows), active_B, kind, advance=True, is_logits=True)
+            return self.draw_tokens(self.packed.decode_rows(rows), active_B, kind, advance=True, is_logits=True)
         attention = DecodeAttention(self.cache, rows)
         with self.adapters.used_by(state[active_B, column.ADAPTER] if has_adapters else None):
             if self.stays_on_device:
@@ -58,14 +58,14 @@ class Decoder:
             else:
                 state_BF = state[active_B]
                 x_BD, positions_B = self.model.embed(state_BF[:, column.LAST]), state_BF[:, column.LENGTH]
-            hidden_BD = self.model.hidden(x_BD, positions_B, attention)
+            hidden_BD = self.model.forward_embedded(x_BD, positions_B, attention)
         if self.cache.routing is not None:
             size, length_B = self.cache.pool.size, state[active_B, column.LENGTH]
             cells_B = rows.table[active_B, length_B // size] * size + length_B % size
             self.cache.note_routing(self.model, cells_B)
-        return self.draw(hidden_BD, active_B, kind, advance=True)
+        return self.draw_tokens(hidden_BD, active_B, kind, advance=True)
 
-    def draw(
+    def draw_tokens(
         self, result_BD: Tensor, active_B: Tensor, kind: int, advance: bool, is_logits: bool = False
     ) -> Tensor | None:
         """A token for each of these slots, from hidden states or logits; returns the logits where there was a need to
@@ -76,5 +76,5 @@ class Decoder:
             self.sampler.sample_hidden(result_BD, weight_VD, active_B, advance)
             return None
         logits_BV = result_BD if is_logits else exact_logits(result_BD, weight_VD)
-        self.sampler.sample(logits_BV, active_B, kind, advance)
+        self.sampler.sample_tokens(logits_BV, active_B, kind, advance)
         return logits_BV

@@ -35,7 +35,7 @@ from hone.kernels.captured import Captured
 from hone.kernels.decode import Rows
 from hone.kernels.host import to_device
 from hone.models.adapters import read_adapter
-from hone.models.lora import loras
+from hone.models.lora import lora_modules
 from hone.models.transformer import Transformer
 from hone.records import Completion, ContextFull, GenerateRequest
 
@@ -66,12 +66,12 @@ class _Look:
     watched: list[int]
     snapshot: Snapshot
 
-    def running(self, indices: Iterable[int]) -> list[int]:
+    def running_indices(self, indices: Iterable[int]) -> list[int]:
         """Those of these that have not ended since."""
         return [i for i in indices if self.sequences[i].slot == self.slots[i]]
 
 
-def _slots(sequences: list[Sequence]) -> NDArray[np.int64]:
+def _slots_of(sequences: list[Sequence]) -> NDArray[np.int64]:
     return np.array([s.slot for s in sequences], dtype=np.int64)
 
 
@@ -109,7 +109,9 @@ class Engine:
         tokens = min(allowed, max_batch_size * self.max_model_len)
         self.cache = KVCache(spec, weight.dtype, self.device, tokens)
         self.pool = self.cache.pool
-        self.slots = Slots(max_batch_size, self.max_model_len, self.pool.needed(self.max_model_len), STOPS, self.device)
+        self.slots = Slots(
+            max_batch_size, self.max_model_len, self.pool.pages_needed(self.max_model_len), STOPS, self.device
+        )
         self.decoder = Decoder(model, self.cache, self.slots)
         self.sampler, self.adapters, self.packed = self.decoder.sampler, self.decoder.adapters, self.decoder.packed
         self.captured = Captured(stand_in) if self.decoder.stays_on_device else None
@@ -162,48 +164,53 @@ class Engine:
         if not 0 <= beyond < self.sampler.vocab_size:
             raise ValueError(f"the model has no token {beyond}: its vocabulary is {self.sampler.vocab_size}")
         deadline = None if request.timeout is None else time.monotonic() + request.timeout
-        adapter = self.adapters.number(request.adapter)
+        adapter = self.adapters.number_of(request.adapter)
         sequence = Sequence(request, on_finish, min(request.sampling.max_tokens, room), deadline, adapter)
         self._has_deadlines |= deadline is not None
         self.admission.waiting.append(sequence)
         return sequence
 
-    def abort(self, sequence: Sequence, reason: str = "abort") -> None:
+    def abort_request(self, sequence: Sequence, reason: str = "abort") -> None:
         """Ends a request now; it finishes with what it has."""
         if sequence in self.decoding:
-            self._settle()
+            self._process_results()
             if sequence in self.decoding:
-                self._finish([(sequence, self._count(sequence), reason)], self.slots.snapshot())
-        elif self.admission.withdraw(sequence):
+                self._finish_sequences(
+                    [(sequence, self._generated_count(sequence), reason)], self.slots.take_snapshot()
+                )
+        elif self.admission.withdraw_request(sequence):
             self._hand_over(sequence, 0, reason)
 
-    def progress(self, known: dict[str, int]) -> dict[str, Completion]:
+    def named_progress(self, known: dict[str, int]) -> dict[str, Completion]:
         """New tokens of the named requests that are decoding: those after the first `known[name]` tokens."""
-        self._settle()
+        self._process_results()
         wanted = [s for s in self.decoding if s.request.name in known]
         if not wanted:
             return {}
-        self._read([(s, self._count(s)) for s in wanted], self.slots.snapshot())
-        return {s.request.name: s.completion(self._count(s), "").part(known[s.request.name]) for s in wanted}
+        self._read_tokens([(s, self._generated_count(s)) for s in wanted], self.slots.take_snapshot())
+        return {
+            s.request.name: s.build_completion(self._generated_count(s), "").token_range(known[s.request.name])
+            for s in wanted
+        }
 
     def abort_all(self) -> None:
-        for sequence in self.sequences():
-            self.abort(sequence)
+        for sequence in self.live_sequences():
+            self.abort_request(sequence)
 
     def reset(self) -> None:
         """Drops all requests without calling their `on_finish`, and clears the state that a failed step left behind."""
-        self.admission.clear()
-        self.pool.clear()
-        self.slots.clear()
+        self.admission.clear_all()
+        self.pool.clear_pages()
+        self.slots.clear_slots()
         self.decoding, self._has_changed, self._under_way = [], True, None
 
-    def sequences(self) -> list[Sequence]:
+    def live_sequences(self) -> list[Sequence]:
         """All requests that have not ended."""
-        return [*self.decoding, *self.admission.sequences()]
+        return [*self.decoding, *self.admission.waiting_sequences()]
 
     @property
-    def running(self) -> list[Sequence]:
-        return [s for s in self.sequences() if s.slot >= 0]
+    def running_sequences(self) -> list[Sequence]:
+        return [s for s in self.live_sequences() if s.slot >= 0]
 
     @property
     def is_idle(self) -> bool:
@@ -214,11 +221,11 @@ class Engine:
         self.version = version
         if self.packed is not None:
             self.packed.is_stale = True
-        self.pool.forget()
-        for sequence in self.running:
+        self.pool.forget_prefixes()
+        for sequence in self.running_sequences:
             sequence.is_of_one_policy = False
         for sequence in self.decoding:
-            sequence.versions.append((self._count(sequence), version))
+            sequence.versions.append((self._generated_count(sequence), version))
 
     def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
         """Completions of the requests, in their order; runs until all are done."""
@@ -234,18 +241,18 @@ class Engine:
 
         Requests under way go on with it, as they do with new weights. Raises ValueError for what does not fit.
         """
-        if any(loras(self.model)):
+        if any(lora_modules(self.model)):
             raise ValueError(f"adapter {name}: the model has one that is being trained; it takes no others")
-        self.adapters.load(name, read_adapter(directory))
+        self.adapters.load_adapter(name, read_adapter(directory))
         self.set_version(self.version)  # what was computed with the old one is not used again
         self._drop_graphs()
 
     def unload_adapter(self, name: str) -> None:
         """Raises ValueError where there is none of that name or requests of it are under way."""
-        number = self.adapters.number(name)
-        if any(s.adapter == number for s in self.sequences()):
+        number = self.adapters.number_of(name)
+        if any(s.adapter == number for s in self.live_sequences()):
             raise ValueError(f"adapter {name!r} has requests under way")
-        self.adapters.unload(name)
+        self.adapters.unload_adapter(name)
         self._drop_graphs()
 
     def _drop_graphs(self) -> None:
@@ -259,17 +266,17 @@ class Engine:
     def step(self, admit: bool = True) -> None:
         """Admits and prefills as far as there is room, then decodes once, or a window of steps on a GPU."""
         if self._has_deadlines:
-            for sequence in [s for s in self.sequences() if s.is_late]:
-                self.abort(sequence, "timeout")
+            for sequence in [s for s in self.live_sequences() if s.is_late]:
+                self.abort_request(sequence, "timeout")
         budget = self.prefill_tokens
-        while budget > 0 and (planned := self.admission.plan(admit, min(budget, PASS_TOKENS))):
-            for part in [planned] if self.packed is None else self.admission.independent(planned):
-                self._prefill(part)
+        while budget > 0 and (planned := self.admission.plan_prefill(admit, min(budget, PASS_TOKENS))):
+            for part in [planned] if self.packed is None else self.admission.split_plan(planned):
+                self._run_prefill(part)
             budget -= sum(stretch.end - stretch.start for _, stretch in planned)
         if self.decoding:
-            self._decode()
+            self._run_decode()
 
-    def _prefill(self, planned: Planned) -> None:
+    def _run_prefill(self, planned: Planned) -> None:
         """Computes the keys and values of these stretches, and the first token of every prompt they complete."""
         leaders, last, end = [], [], -1
         for sequence, stretch in planned:
@@ -284,17 +291,19 @@ class Engine:
             self._drop_graphs()
         stretches = [stretch for _, stretch in planned]
         packed = None if stretches[0].adapter else self.packed
-        result = self.prefill.run(stretches, last) if packed is None else packed.prefill(stretches, last)
+        result = (
+            self.prefill.run_stretches(stretches, last) if packed is None else packed.prefill_stretches(stretches, last)
+        )
         if not started:
             return
         which_B, active_B = (to_device(x, self.device) for x in (which, [s.slot for s in started]))
-        self.slots.fill(started)
-        self.sampler.fill(started)
+        self.slots.fill_slots(started)
+        self.sampler.fill_parameters(started)
         if len(started) > len(leaders):
             result = result[which_B]
-        self.admission.started(leaders)
-        kind = Sampler.kind(started)
-        logits_BV = self.decoder.draw(result, active_B, kind, advance=False, is_logits=packed is not None)
+        self.admission.finish_prefill(leaders)
+        kind = Sampler.kind_of_batch(started)
+        logits_BV = self.decoder.draw_tokens(result, active_B, kind, advance=False, is_logits=packed is not None)
         self._note_alternatives(logits_BV, active_B, started)
         for sequence in started:
             sequence.versions.append((0, self.version))
@@ -303,9 +312,9 @@ class Engine:
         self._has_changed = True
         if self.graphs is None or any(s.max_tokens == 1 or s.is_watched for s in started):
             watched = [i for i, s in enumerate(started) if s.is_watched]
-            self._look(_Look(started, _slots(started), watched, self.slots.snapshot()))
+            self._process_look(_Look(started, _slots_of(started), watched, self.slots.take_snapshot()))
 
-    def _decode(self) -> None:
+    def _run_decode(self) -> None:
         if self._has_changed:
             self._turn = self._next_turn()
         turn, slots, B = self._turn, self.slots, len(self.decoding)
@@ -315,33 +324,33 @@ class Engine:
             steps = min(turn.window, left)
             if self.graphs is not None:
                 if self._has_changed or self.steps >= self.graphs.looks_again:
-                    self.graphs.decode(self.decoding, turn.kind, turn.has_adapters, self.steps)
-                logits_BV = self.graphs.run(steps)
+                    self.graphs.set_batch(self.decoding, turn.kind, turn.has_adapters, self.steps)
+                logits_BV = self.graphs.run_steps(steps)
             else:
                 rows = Rows(slots.active, slots.state, slots.table)
-                logits_BV = self.decoder.step(B, turn.kind, turn.has_adapters, rows, steps)
+                logits_BV = self.decoder.decode_step(B, turn.kind, turn.has_adapters, rows, steps)
             self._has_changed = False
             self.steps += steps
             if turn.window == 1:
                 self._note_alternatives(logits_BV, slots.active[:B], self.decoding)
-            self._under_way = _Look(self.decoding, turn.slots, turn.watched, self.slots.snapshot())
+            self._under_way = _Look(self.decoding, turn.slots, turn.watched, self.slots.take_snapshot())
         if before is not None:
-            self._look(before)
+            self._process_look(before)
             if self.steps >= turn.last_step:  # the device computes the last tokens of all
                 self._read_ahead(before)
         if self.graphs is None or turn.window == 1:
-            self._settle()
+            self._process_results()
 
     def _next_turn(self) -> "_Turn":
         """What holds until sequences come or go; tells the device who decodes."""
         slots = [s.slot for s in self.decoding] + [self.slots.count] * (self.max_batch_size - len(self.decoding))
         self.slots.active[:-1] = to_device(slots, self.device)
         watched = [i for i, s in enumerate(self.decoding) if s.is_watched]
-        kind, has_adapters = Sampler.kind(self.decoding), any(s.adapter for s in self.decoding)
+        kind, has_adapters = Sampler.kind_of_batch(self.decoding), any(s.adapter for s in self.decoding)
         each_step = bool(watched) or any(s.request.sampling.top_logprobs for s in self.decoding)
         at_once = self.decoder.at_once(kind, has_adapters) if self.graphs is None else WINDOW
         return _Turn(
-            _slots(self.decoding),
+            _slots_of(self.decoding),
             kind,
             has_adapters,
             watched,
@@ -357,84 +366,84 @@ class Engine:
             return
         number = max(sequences[i].request.sampling.top_logprobs for i in wanted)
         index = torch.tensor(wanted, device=self.device)
-        found = self.sampler.alternatives(logits_BV[index], active_B[index], number)
+        found = self.sampler.likeliest_tokens(logits_BV[index], active_B[index], number)
         for i, row in zip(wanted, found, strict=True):
             sequences[i].alternatives.append(row[: sequences[i].request.sampling.top_logprobs])
 
-    def _count(self, sequence: Sequence) -> int:
+    def _generated_count(self, sequence: Sequence) -> int:
         """Tokens generated for a sequence that decodes."""
         return 1 + self.steps - sequence.first_step
 
-    def _settle(self) -> None:
+    def _process_results(self) -> None:
         """Looks at all that has been computed."""
         if self._under_way is not None:
             look, self._under_way = self._under_way, None
-            self._look(look)
+            self._process_look(look)
 
-    def _look(self, look: _Look) -> None:
+    def _process_look(self, look: _Look) -> None:
         """Finishes the sequences that are done, and the `watched` ones whose stop condition (`request.ends`) is met;
         tells the sampler what those may draw next that are told token by token (`request.allows`)."""
         state, sequences = look.snapshot.on_host(), look.sequences
         ended = state[look.slots, column.DONE]
-        done, watched = look.running(ended.nonzero()[0].tolist()), look.running(look.watched)
+        done, watched = look.running_indices(ended.nonzero()[0].tolist()), look.running_indices(look.watched)
         if not done and not watched:
             return
         counts: list[int] = state[look.slots, column.COUNT].tolist()
         reasons = {i: "stop" if ended[i] == column.STOPPED else "length" for i in done}
         if watched:
-            self._read([(sequences[i], counts[i]) for i in watched], look.snapshot)
+            self._read_tokens([(sequences[i], counts[i]) for i in watched], look.snapshot)
             for i in watched:
                 request, so_far = sequences[i].request, sequences[i].ids[: counts[i]]
                 kept = request.ends(so_far) if request.ends is not None else None
                 if kept is not None:
                     counts[i], reasons[i] = kept, "stop"
                 elif request.allows is not None and i not in reasons:
-                    self.sampler.allow(sequences[i], so_far)
+                    self.sampler.allow_next(sequences[i], so_far)
         if reasons:
-            self._finish([(sequences[i], counts[i], reason) for i, reason in reasons.items()], look.snapshot)
+            self._finish_sequences([(sequences[i], counts[i], reason) for i, reason in reasons.items()], look.snapshot)
 
     def _read_ahead(self, look: _Look) -> None:
         """Reads what sequences that go on had by then, and remembers their pages, so that the end is quick."""
         counts: list[int] = look.snapshot.on_host()[look.slots, column.COUNT].tolist()
-        going = [(look.sequences[i], counts[i]) for i in look.running(range(len(counts)))]
-        self._read(going, look.snapshot)
+        going = [(look.sequences[i], counts[i]) for i in look.running_indices(range(len(counts)))]
+        self._read_tokens(going, look.snapshot)
         for sequence, _ in going:
-            self._remember(sequence)
+            self._remember_pages(sequence)
 
-    def _read(self, wanted: Iterable[tuple[Sequence, int]], snapshot: Snapshot) -> None:
+    def _read_tokens(self, wanted: Iterable[tuple[Sequence, int]], snapshot: Snapshot) -> None:
         """Brings the first tokens of these, so many of each and no more than there were at the snapshot, to the host,
         if they are not there."""
         behind = [(s, n) for s, n in wanted if len(s.ids) < n]
         if not behind:
             return
         first, end = min(len(s.ids) for s, _ in behind), max(n for _, n in behind)
-        tokens, logprobs = self.slots.generated([s.slot for s, _ in behind], first, end, snapshot)
+        tokens, logprobs = self.slots.generated_tokens([s.slot for s, _ in behind], first, end, snapshot)
         for (s, n), ids, values in zip(behind, tokens, logprobs, strict=True):
             new = slice(len(s.ids) - first, n - first)
             s.ids += ids[new]
             s.logprobs += values[new]
 
-    def _remember(self, sequence: Sequence) -> None:
+    def _remember_pages(self, sequence: Sequence) -> None:
         """Lets others use the full pages of what the host has read. The newest token has no key yet."""
-        full = (len(sequence.prompt) + len(sequence.ids) - 1) // self.pool.size
+        full = (len(sequence.prompt_ids) + len(sequence.ids) - 1) // self.pool.size
         if sequence.is_of_one_policy and full > sequence.remembered:
-            self.pool.remember([*sequence.prompt, *sequence.ids[:-1]], sequence.pages, sequence.adapter)
+            self.pool.remember_pages([*sequence.prompt_ids, *sequence.ids[:-1]], sequence.pages, sequence.adapter)
             sequence.remembered = full
 
-    def _finish(self, ended: list[tuple[Sequence, int, str]], snapshot: Snapshot) -> None:
+    def _finish_sequences(self, ended: list[tuple[Sequence, int, str]], snapshot: Snapshot) -> None:
         """Hands over sequences that decode, with so many tokens, for that reason."""
-        self._read([(s, n) for s, n, _ in ended], snapshot)
+        self._read_tokens([(s, n) for s, n, _ in ended], snapshot)
         gone = {id(s) for s, _, _ in ended}
         self.decoding = [s for s in self.decoding if id(s) not in gone]
         self._has_changed = True
         for sequence, n, reason in ended:
-            self._remember(sequence)
-            sequence.routing = self.cache.routing_of(sequence.pages, len(sequence.prompt) + n - 1)
-            self.admission.release(sequence)
+            self._remember_pages(sequence)
+            sequence.routing = self.cache.routing_of(sequence.pages, len(sequence.prompt_ids) + n - 1)
+            self.admission.release_sequence(sequence)
             self._hand_over(sequence, n, reason)
 
     def _hand_over(self, sequence: Sequence, count: int, reason: str) -> None:
         self.completions += 1
-        self.tokens_read += len(sequence.prompt)
+        self.tokens_read += len(sequence.prompt_ids)
         self.tokens_written += count
-        sequence.on_finish(sequence.completion(count, reason))
+        sequence.on_finish(sequence.build_completion(count, reason))

@@ -53,7 +53,7 @@ class Key(NamedTuple):
         return self[1:] == other[1:]
 
 
-def padded(rows: int) -> int:
+def pad_rows(rows: int) -> int:
     """The number of rows that is captured: powers of 2 up to 16, then multiples of 8, of 16, of 32."""
     if rows <= 16:
         return gpu.power_of_2(rows)
@@ -72,19 +72,19 @@ class DecodeGraphs:
         self.key: Key | None = None
         self.looks_again: float = 0  # at this step of the engine
 
-    def decode(self, sequences: list[Sequence], kind: int, has_adapters: bool, step: int) -> None:
+    def set_batch(self, sequences: list[Sequence], kind: int, has_adapters: bool, step: int) -> None:
         """From now on these sequences decode, which are the active slots; `step`: of the engine, so far.
 
         To be told again from step `looks_again` on: the best way to read what they do not share depends on its length.
         """
         # In the middle of the steps until it is told again:
-        lengths = [len(s.prompt) + step - s.first_step + SOON / 2 for s in sequences]
-        B, plan = padded(len(sequences)), self._stretches(sequences)
+        lengths = [len(s.prompt_ids) + step - s.first_step + SOON / 2 for s in sequences]
+        B, plan = pad_rows(len(sequences)), self._shared_ranges(sequences)
         taken: dict[int, int] = defaultdict(int)
         for _, _, members in plan:
             for row in members:
                 taken[row] += 1
-        parts = gpu.power_of_2(max(taken.values())) if taken else self._parts(B, sum(lengths) / len(lengths))
+        parts = gpu.power_of_2(max(taken.values())) if taken else self._choose_parts(B, sum(lengths) / len(lengths))
         stretches = gpu.power_of_2(len(plan)) if plan else 0
         self.looks_again = math.inf if plan else step + SOON
         is_long = not plan and self.is_long(B, max(lengths), parts)
@@ -92,13 +92,13 @@ class DecodeGraphs:
         if stretches:
             self._write_plan(self.key, plan, sequences)
 
-    def run(self, steps: int) -> Tensor | None:
+    def run_steps(self, steps: int) -> Tensor | None:
         """That many decode steps; returns the logits of the last, if the kind asks for them."""
         assert self.key is not None
-        logits: Tensor | None = self.captured.replay(self._graph(self.key, steps), steps)
+        logits: Tensor | None = self.captured.replay(self._choose_graph(self.key, steps), steps)
         return logits
 
-    def _graph(self, key: Key, steps: int) -> Key:
+    def _choose_graph(self, key: Key, steps: int) -> Key:
         """Of the graph that does this: its own, or the next larger one."""
         if key in self.captured:
             return key
@@ -107,10 +107,10 @@ class DecodeGraphs:
             spare = steps * (1 - key.rows / min(larger))
             if self.captured.may_stand_in(key, spare, PAYS_FOR_GRAPH):
                 return key._replace(rows=min(larger))
-        self.capture(key)
+        self.capture_graph(key)
         return key
 
-    def _stretches(self, sequences: list[Sequence]) -> list[tuple[int, int, list[int]]]:
+    def _shared_ranges(self, sequences: list[Sequence]) -> list[tuple[int, int, list[int]]]:
         """Page ranges (first, end) and the batch rows that share them: groups with the same full pages of the prompt.
         Empty where sharing would save little."""
         from hone.kernels.gpu.decode import MEMBERS
@@ -120,7 +120,7 @@ class DecodeGraphs:
         size, heads = self.decoder.cache.pool.size, self.heads
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
         for row, sequence in enumerate(sequences):
-            full = len(sequence.prompt) // size
+            full = len(sequence.prompt_ids) // size
             if full:
                 groups[full, sequence.pages[full - 1]].append(row)
         shared = {key: rows for key, rows in groups.items() if len(rows) > 1}
@@ -144,7 +144,7 @@ class DecodeGraphs:
         shape = rows * self.heads, rows, spec.hidden_size, queries, spec.head_dim
         return parts == 0 and longest > LONG and matters_length(*shape)
 
-    def _parts(self, rows: int, mean: float) -> int:
+    def _choose_parts(self, rows: int, mean: float) -> int:
         """Into how many parts each sequence is divided: blocks then read it in parallel, on multiprocessors that would
         otherwise be idle."""
         if numerics.keeps_order("attention"):
@@ -194,10 +194,10 @@ class DecodeGraphs:
         slots = to_device([s.slot for s in sequences], device)
         self.slots.state[slots, column.OWN_PAGE] = to_device(own, device)
 
-    def capture(self, key: Key) -> None:
+    def capture_graph(self, key: Key) -> None:
         """The graph of this key, while no window of steps is being decoded."""
         slots, decoder = self.slots, self.decoder  # or the graph would be in a circle of references
         rows, active = self.rows_by(key), slots.active.clone()
         slots.active.fill_(slots.count)  # what is set up is so by a step of the spare slot alone
-        self.captured.capture(key, lambda: decoder.step(key.rows, key.kind, key.has_adapters, rows))
+        self.captured.capture(key, lambda: decoder.decode_step(key.rows, key.kind, key.has_adapters, rows))
         slots.active.copy_(active)

@@ -19,7 +19,7 @@ class Room(TypedDict):
     kv_cache_gib: float
 
 
-def room(config: EngineConfig, model: Transformer, length: int | None, reserved: int = 0) -> Room:
+def plan_cache(config: EngineConfig, model: Transformer, length: int | None, reserved: int = 0) -> Room:
     """As configured, else as the model's device has room for sequences of `length` tokens.
 
     `length` None: up to the model's own limit, or as long as there is room for. `reserved`: bytes that this process
@@ -39,15 +39,15 @@ def room(config: EngineConfig, model: Transformer, length: int | None, reserved:
     free += torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
     of_token = model.spec.cache_numbers * weight.dtype.itemsize
     of_sequence = of_token * (length or model.spec.max_position_embeddings)
-    return share(config, of_sequence, free, total, reserved, least=of_sequence if length else of_token)
+    return plan_gpu_cache(config, of_sequence, free, total, reserved, least=of_sequence if length else of_token)
 
 
 def cpu_gib() -> float:
     """What keys and values may take on a CPU where nothing is configured."""
-    return min(CPU_GIB, machine.memory() / CPU_SHARE / 2**30)
+    return min(CPU_GIB, machine.usable_memory() / CPU_SHARE / 2**30)
 
 
-def share(config: EngineConfig, of_sequence: int, free: int, total: int, reserved: int, least: int) -> Room:
+def plan_gpu_cache(config: EngineConfig, of_sequence: int, free: int, total: int, reserved: int, least: int) -> Room:
     """`room` on a GPU. `of_sequence`: bytes of the longest sequence. Raises ValueError if `least` bytes do not fit."""
     gib = config.kv_cache_gib
     if gib is None:

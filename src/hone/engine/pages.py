@@ -19,9 +19,9 @@ class PagePool:
     def __init__(self, pages: int, size: int) -> None:
         self.size, self.pages = size, pages
         self._chains = count(1)
-        self.clear()
+        self.clear_pages()
 
-    def clear(self) -> None:
+    def clear_pages(self) -> None:
         """All pages are free, and none is known."""
         self.free = list(range(self.pages - 1, 0, -1))
         self.users = [0] * self.pages
@@ -30,14 +30,14 @@ class PagePool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # remembered pages without users, longest unused first
 
     @property
-    def available(self) -> int:
+    def available_count(self) -> int:
         """Pages that can be taken."""
         return len(self.free) + len(self._idle)
 
-    def needed(self, tokens: int) -> int:
+    def pages_needed(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
-    def match(self, ids: Sequence[int], adapter: int = 0) -> list[int]:
+    def match_prefix(self, ids: Sequence[int], adapter: int = 0) -> list[int]:
         """Remembered pages that hold the start of these tokens, short of the last one: its logits are wanted."""
         pages: list[int] = []
         chain = -adapter
@@ -53,7 +53,7 @@ class PagePool:
         """How many of these pages nobody uses: sharing them makes them unavailable to others."""
         return sum(page in self._idle for page in pages)
 
-    def take(self, number: int) -> list[int]:
+    def take_pages(self, number: int) -> list[int]:
         """That many pages, each with one user. There must be as many available."""
         pages = []
         for _ in range(number):
@@ -66,12 +66,12 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def share(self, pages: list[int]) -> None:
+    def share_pages(self, pages: list[int]) -> None:
         for page in pages:
             self.users[page] += 1
             self._idle.pop(page, None)
 
-    def release(self, pages: list[int]) -> None:
+    def release_pages(self, pages: list[int]) -> None:
         for page in reversed(pages):  # the end of a chain is given up before its start
             self.users[page] -= 1
             if self.users[page] == 0:
@@ -80,7 +80,7 @@ class PagePool:
                 else:
                     self.free.append(page)
 
-    def remember(self, ids: Sequence[int], pages: list[int], adapter: int = 0) -> None:
+    def remember_pages(self, ids: Sequence[int], pages: list[int], adapter: int = 0) -> None:
         """The full pages among these hold these tokens."""
         chain = -adapter
         for page, start in zip(pages, range(0, len(ids) - self.size + 1, self.size), strict=False):
@@ -92,7 +92,7 @@ class PagePool:
                 self._key_of[page] = key
             chain = self._known[key][1]
 
-    def forget(self) -> None:
+    def forget_prefixes(self) -> None:
         """No page is found again; those in use stay with their users."""
         self.free += reversed(self._idle)
         self._known.clear()

@@ -23,7 +23,7 @@ from hone.kernels import gpu
 from hone.kernels.captured import Captured
 from hone.kernels.host import to_device
 from hone.models.adapters import Adapters
-from hone.models.attention import ContinuedAttention, Heads, PackedAttention, varlen
+from hone.models.attention import ContinuedAttention, Heads, PackedAttention, flash_varlen
 from hone.models.transformer import Transformer
 
 WORTH_A_GRAPH = 2e13  # FLOP of a pass: a longer one hides its launches, and its graph would hold on to memory
@@ -51,44 +51,46 @@ class Prefill:
         self.inputs: dict[Shape, _Inputs] = {}  # of graphs
         self.seen: set[Shape] = set()
 
-    def run(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
+    def run_stretches(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
         """Computes keys and values of these stretches; hidden states of the rows `kept`, of all laid end to end."""
         size = self.cache.pool.size
         lengths, before = [s.end - s.start for s in stretches], [s.start for s in stretches]
-        positions, cells = _places(stretches, before, size)
+        positions, cells = _token_places(stretches, before, size)
         tokens = np.array(list(chain.from_iterable(s.ids[s.start : s.end] for s in stretches)), dtype=np.int64)
         numbers = [s.adapter for s in stretches]
         is_plain = not any(before) and not any(numbers)
         if self.captured is not None and is_plain and len(tokens) <= self.most_tokens:
-            shape = self._graph(self.captured, Shape.of(lengths))
+            shape = self._choose_graph(self.captured, Shape.from_lengths(lengths))
             if shape is not None:
-                self.inputs[shape].fill(tokens, positions, cells, kept, lengths)
+                self.inputs[shape].fill_inputs(tokens, positions, cells, kept, lengths)
                 hidden_ND: Tensor = self.captured.replay(shape)
                 return hidden_ND[: len(kept)]
         tokens_T, positions_T, cells_T, kept_P = (
             to_device(x, self.device) for x in (tokens, positions, cells, kept or [0])
         )
-        attention = PrefillAttention(self.cache, positions_T, cells_T, self._mix(stretches, lengths, before))
+        attention = PrefillAttention(
+            self.cache, positions_T, cells_T, self._build_attention(stretches, lengths, before)
+        )
         which_T = to_device(np.repeat(numbers, lengths), self.device) if any(numbers) else None
         with self.adapters.used_by(which_T, kept_P):
-            hidden_PD = self.model.hidden(self.model.embed(tokens_T), positions_T, attention, kept_P)
+            hidden_PD = self.model.forward_embedded(self.model.embed(tokens_T), positions_T, attention, kept_P)
         self.cache.note_routing(self.model, cells_T, kept_P)
         return hidden_PD
 
-    def capture(self, shape: "Shape") -> None:
+    def capture_graph(self, shape: "Shape") -> None:
         """The graph of this shape, where there are graphs."""
         assert self.captured is not None
         inputs = self.inputs[shape] = _Inputs(shape, self.device)  # of empty prompts
-        attention = PrefillAttention(self.cache, inputs.positions_T, inputs.cells_T, inputs.mix)
+        attention = PrefillAttention(self.cache, inputs.positions_T, inputs.cells_T, inputs.attend_graph)
 
         model = self.model  # or the graph would be in a circle of references
 
         def forward() -> Tensor:
-            return model.hidden(model.embed(inputs.tokens_T), inputs.positions_T, attention, inputs.kept_N)
+            return model.forward_embedded(model.embed(inputs.tokens_T), inputs.positions_T, attention, inputs.kept_N)
 
         self.captured.capture(shape, forward)
 
-    def _graph(self, captured: Captured, shape: "Shape") -> "Shape | None":
+    def _choose_graph(self, captured: Captured, shape: "Shape") -> "Shape | None":
         """Of the graph that does this pass, if one does: its own, or a larger one."""
         if shape in captured:
             return shape
@@ -100,15 +102,15 @@ class Prefill:
         elif shape not in self.seen:
             self.seen.add(shape)
             return None
-        self.capture(shape)
+        self.capture_graph(shape)
         return shape
 
-    def _mix(self, stretches: list[Stretch], lengths: list[int], before: list[int]) -> Mix:
+    def _build_attention(self, stretches: list[Stretch], lengths: list[int], before: list[int]) -> Mix:
         """How the stretches see what is theirs and, in the cache, what is before them."""
         if not any(before):
             fresh = PackedAttention(lengths, self.device)
             return lambda q, k, v, keys, values: fresh.attend(q, k, v)
-        _, cells = _places(stretches, [0] * len(stretches), self.cache.pool.size)
+        _, cells = _token_places(stretches, [0] * len(stretches), self.cache.pool.size)
         seen, continued = to_device(cells, self.device), ContinuedAttention(lengths, before, self.device)
         return lambda q, k, v, keys, values: continued.attend(q, keys[seen], values[seen])
 
@@ -124,7 +126,7 @@ class Shape(NamedTuple):
         return all(own >= wanted for own, wanted in zip(self, other, strict=True))
 
     @staticmethod
-    def of(lengths: list[int]) -> "Shape":
+    def from_lengths(lengths: list[int]) -> "Shape":
         tokens = max(sum(lengths), 64)
         step = max(gpu.power_of_2(tokens) // (8 if tokens <= 4096 else 16), 16)
         return Shape(-(-tokens // step) * step, gpu.power_of_2(len(lengths)), gpu.power_of_2(max(lengths)))
@@ -141,11 +143,11 @@ class _Inputs:
         sizes = [shape.tokens] * 3 + [shape.prompts]
         self.tokens_T, self.positions_T, self.cells_T, self.kept_N = self.inputs.split(sizes)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend_graph(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         longest = self.shape.longest
-        return varlen(q, k, v, self.ends, self.ends, longest, longest).flatten(1)
+        return flash_varlen(q, k, v, self.ends, self.ends, longest, longest).flatten(1)
 
-    def fill(
+    def fill_inputs(
         self, tokens: NDArray[np.int64], positions: NDArray[np.int64], cells: NDArray[np.int64], kept: list[int],
         lengths: list[int],
     ) -> None:  # fmt: skip
@@ -159,7 +161,9 @@ class _Inputs:
             target.copy_(torch.from_numpy(source).pin_memory(), non_blocking=True)
 
 
-def _places(stretches: list[Stretch], starts: list[int], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _token_places(
+    stretches: list[Stretch], starts: list[int], size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Positions of the tokens from each start to the stretch's end, end to end, and their cells in the cache."""
     lengths = np.array([s.end - start for s, start in zip(stretches, starts, strict=True)])
     pages = [s.pages[: -(-s.end // size)] for s in stretches]

@@ -20,24 +20,24 @@ _GOLDEN, _MIX_1, _MIX_2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE
 FILTERED_OUT = -1e30  # finite: compiled loops assume that there are no infinities
 
 
-def uniforms(seeds: Tensor, counters: Tensor) -> Tensor:
+def uniform_numbers(seeds: Tensor, counters: Tensor) -> Tensor:
     """Uniform numbers in [0, 1), float64: splitmix64 (Steele et al. 2014) of seeds and counters from 0, int64."""
-    bits = _mix(_mix(seeds) + (counters + 1) * _GOLDEN)
-    return _shift(bits, 11).double() * 2.0**-53
+    bits = _mix_bits(_mix_bits(seeds) + (counters + 1) * _GOLDEN)
+    return _shift_right(bits, 11).double() * 2.0**-53
 
 
-def _shift(z: Tensor, by: int) -> Tensor:
+def _shift_right(z: Tensor, by: int) -> Tensor:
     """z >> by, as if z had no sign."""
     return (z >> by) & (2 ** (64 - by) - 1)
 
 
-def _mix(z: Tensor) -> Tensor:
-    z = (z ^ _shift(z, 30)) * _MIX_1
-    z = (z ^ _shift(z, 27)) * _MIX_2
-    return z ^ _shift(z, 31)
+def _mix_bits(z: Tensor) -> Tensor:
+    z = (z ^ _shift_right(z, 30)) * _MIX_1
+    z = (z ^ _shift_right(z, 27)) * _MIX_2
+    return z ^ _shift_right(z, 31)
 
 
-def draw(
+def draw_tokens(
     logits_BV: Tensor, plain_BV: Tensor, threshold_B: Tensor | None, slots: Slots, active_B: Tensor, advance: bool
 ) -> None:
     """Draws a token for every active slot that is not done, and notes it and its logprob in the slot.
@@ -87,7 +87,9 @@ def draw_reference(logits_BV: Tensor, plain_BV: Tensor, slots: Slots, active_B: 
     active_B, logits_BV, plain_BV = active_B[is_running_B], logits_BV[is_running_B], plain_BV[is_running_B]
     state, parameters = slots.state[active_B], slots.parameters[active_B]
     count_B = state[:, column.COUNT]
-    tokens_B = pick(logits_BV, parameters[:, column.TEMPERATURE], uniforms(state[:, column.SEED], count_B))
+    tokens_B = pick_tokens(
+        logits_BV, parameters[:, column.TEMPERATURE], uniform_numbers(state[:, column.SEED], count_B)
+    )
     logprobs_BV = torch.log_softmax(plain_BV.float() / parameters[:, column.LOGPROB_TEMPERATURE, None], dim=-1)
     slots.tokens[active_B, count_B] = tokens_B
     slots.logprobs[active_B, count_B] = logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1)
@@ -100,7 +102,7 @@ def draw_reference(logits_BV: Tensor, plain_BV: Tensor, slots: Slots, active_B: 
     slots.state[active_B] = state
 
 
-def pick(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> Tensor:
+def pick_tokens(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> Tensor:
     """A token a row: the likeliest at temperature 0, else the first whose cumulative probability exceeds the number."""
     is_greedy_B = temperature_B < 1e-5
     scale_B1 = torch.where(is_greedy_B, 1.0, temperature_B)[:, None]
@@ -110,7 +112,7 @@ def pick(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> Tensor:
     return torch.where(is_greedy_B, logits_BV.argmax(dim=-1), drawn_B)
 
 
-def thresholds(logits_BV: Tensor, parameters: Tensor) -> Tensor:
+def filter_thresholds(logits_BV: Tensor, parameters: Tensor) -> Tensor:
     """The smallest logit of each row that top-k, then top-p of what that leaves, and min-p let through.
 
     top-p keeps the likeliest tokens until their probability reaches it (Holtzman et al. 2020); min-p those of at least
@@ -142,7 +144,7 @@ class Sampler:
         self.bias: Tensor
 
     @classmethod
-    def kind(cls, sequences: list[Sequence]) -> int:
+    def kind_of_batch(cls, sequences: list[Sequence]) -> int:
         samplings = [s.request.sampling for s in sequences]
         if any(s.is_penalised for s in samplings) or any(s.request.allows is not None for s in sequences):
             return cls.PENALISED
@@ -150,7 +152,7 @@ class Sampler:
             return cls.FILTERED
         return cls.NOTED if any(s.top_logprobs for s in samplings) else cls.PLAIN
 
-    def fill(self, sequences: list[Sequence]) -> None:
+    def fill_parameters(self, sequences: list[Sequence]) -> None:
         """Before the first draw of these sequences."""
         penalised = [s for s in sequences if s.request.sampling.is_penalised or s.request.allows is not None]
         if not penalised and self.counts is None:
@@ -163,13 +165,13 @@ class Sampler:
         index = [s.slot for s in sequences]
         self.counts[index], self.in_prompt[index], self.bias[index] = 0, False, 0.0
         for s in penalised:
-            self.in_prompt[s.slot, s.prompt] = True
+            self.in_prompt[s.slot, s.prompt_ids] = True
             for token, bias in s.request.sampling.logit_bias:
                 self.bias[s.slot, token] = bias
             if s.request.allows is not None:
-                self.allow(s, [])
+                self.allow_next(s, [])
 
-    def allow(self, sequence: Sequence, ids: list[int]) -> None:
+    def allow_next(self, sequence: Sequence, ids: list[int]) -> None:
         """Before the draw of the token that follows these: those that the request allows."""
         allows = sequence.request.allows
         assert allows is not None
@@ -178,14 +180,14 @@ class Sampler:
             row[token] += bias
         self.bias[sequence.slot] = torch.from_numpy(row).to(self.bias.device)
 
-    def sample(self, logits_BV: Tensor, active_B: Tensor, kind: int, advance: bool) -> None:
+    def sample_tokens(self, logits_BV: Tensor, active_B: Tensor, kind: int, advance: bool) -> None:
         if kind <= self.NOTED:
-            draw(logits_BV, logits_BV, None, self.slots, active_B, advance)
+            draw_tokens(logits_BV, logits_BV, None, self.slots, active_B, advance)
             return
         parameters = self.slots.parameters[active_B]
-        changed_BV = self._penalised(logits_BV, active_B, parameters) if kind == self.PENALISED else logits_BV
+        changed_BV = self._apply_penalties(logits_BV, active_B, parameters) if kind == self.PENALISED else logits_BV
         changed_BV = self._without_early_stops(changed_BV, active_B)
-        draw(changed_BV, logits_BV, thresholds(changed_BV, parameters), self.slots, active_B, advance)
+        draw_tokens(changed_BV, logits_BV, filter_thresholds(changed_BV, parameters), self.slots, active_B, advance)
         if self.counts is not None:
             drawn_B = self.slots.state[active_B, column.LAST]
             ones_B = torch.ones_like(drawn_B, dtype=torch.int32)
@@ -199,7 +201,7 @@ class Sampler:
         of_slots = (slots.parameters, slots.state, active_B, slots.stops, slots.tokens, slots.logprobs)
         sampling.draw_from_hidden(hidden_BD, weight_VD, *of_slots, advance)
 
-    def _penalised(self, logits_BV: Tensor, active_B: Tensor, parameters: Tensor) -> Tensor:
+    def _apply_penalties(self, logits_BV: Tensor, active_B: Tensor, parameters: Tensor) -> Tensor:
         assert self.counts is not None
         counts_BV = self.counts[active_B]
         repetition, presence, frequency = (
@@ -216,7 +218,7 @@ class Sampler:
         ceiling_BS = torch.where(held_BS, FILTERED_OUT, float("inf")).to(logits_BV.dtype)
         return logits_BV.scatter_reduce(1, stops_BS.clamp(min=0), ceiling_BS, "amin")
 
-    def alternatives(self, logits_BV: Tensor, active_B: Tensor, number: int) -> list[list[tuple[int, float]]]:
+    def likeliest_tokens(self, logits_BV: Tensor, active_B: Tensor, number: int) -> list[list[tuple[int, float]]]:
         """The likeliest tokens of each row and their logprobs."""
         temperature = self.slots.parameters[active_B, column.LOGPROB_TEMPERATURE]
         top = torch.log_softmax(logits_BV.float() / temperature[:, None], dim=-1).topk(number, dim=-1)

@@ -34,7 +34,7 @@ class Sequence:
     routing: NDArray[np.int16] | None = None  # experts of its tokens, once it has ended
 
     @property
-    def prompt(self) -> list[int]:
+    def prompt_ids(self) -> list[int]:
         return self.request.prompt_ids
 
     @property
@@ -43,7 +43,7 @@ class Sequence:
         return self.request.ends is not None or self.request.allows is not None
 
     @property
-    def start(self) -> tuple[int, tuple[int, ...]]:
+    def prefix_key(self) -> tuple[int, tuple[int, ...]]:
         """Identifies the keys and values of the prompt: requests with the same adapter and prompt can share them."""
         return self.adapter, tuple(self.request.prompt_ids)
 
@@ -51,7 +51,7 @@ class Sequence:
     def is_late(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline
 
-    def completion(self, count: int, reason: str) -> Completion:
+    def build_completion(self, count: int, reason: str) -> Completion:
         """Its first `count` tokens, which the host has read."""
         ends = [*(start for start, _ in self.versions[1:]), count]
         versions: list[int] = []

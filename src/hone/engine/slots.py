@@ -31,31 +31,31 @@ class Slots:
         rows = count + 1
         self.count, self.device = count, device
 
-        def integers(*shape: int, fill: int = 0) -> Tensor:
+        def integer_buffer(*shape: int, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int64, device=device)
 
-        self.state = integers(rows, column.FIELDS)
+        self.state = integer_buffer(rows, column.FIELDS)
         self.state[count, column.DONE] = column.FULL
         self.parameters = torch.ones(rows, column.PARAMETERS, device=device)
-        self.table = integers(rows, pages)
-        self.stops = integers(rows, stops, fill=-1)
+        self.table = integer_buffer(rows, pages)
+        self.stops = integer_buffer(rows, stops, fill=-1)
         self.tokens = untouched_zeros((rows, capacity), torch.int64, device)
         self.logprobs = untouched_zeros((rows, capacity), torch.float32, device)
-        self.active = integers(rows)
-        self.clear()
+        self.active = integer_buffer(rows)
+        self.clear_slots()
         self.reader = torch.cuda.Stream() if device.type == "cuda" else None
 
-    def clear(self) -> None:
+    def clear_slots(self) -> None:
         """All are free."""
         self.free = list(range(self.count - 1, -1, -1))
 
-    def fill(self, sequences: list[Sequence]) -> None:
+    def fill_slots(self, sequences: list[Sequence]) -> None:
         """Sets the slots of these sequences to their start."""
         index = to_device([s.slot for s in sequences], self.device)
         most = min(max(len(s.pages) for s in sequences) + 1, self.table.shape[1])  # 0 behind the last: the spare page
         samplings = [s.request.sampling for s in sequences]
         state = np.zeros((len(sequences), column.FIELDS), dtype=np.int64)
-        state[:, column.LENGTH] = [len(s.prompt) for s in sequences]
+        state[:, column.LENGTH] = [len(s.prompt_ids) for s in sequences]
         state[:, column.MAX] = [s.max_tokens for s in sequences]
         state[:, column.MIN] = np.minimum([each.min_tokens for each in samplings], state[:, column.MAX])
         state[:, column.ADAPTER] = [s.adapter for s in sequences]
@@ -73,7 +73,7 @@ class Slots:
         for target, values in zip(targets, (state, parameters, table, stops), strict=True):
             target.index_copy_(0, index, to_device(values, self.device))
 
-    def snapshot(self) -> "Snapshot":
+    def take_snapshot(self) -> "Snapshot":
         """Starts copying the state to the host, as it is after all work launched so far; a CPU needs no copy."""
         (state,), arrival = started_to_host([self.state])
         return Snapshot(state, arrival)
@@ -87,7 +87,7 @@ class Slots:
         self.stops = wider
         return True
 
-    def generated(
+    def generated_tokens(
         self, slots: list[int], first: int, end: int, snapshot: "Snapshot"
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Tokens `first` to `end`, that one excluded, and their logprobs of these slots, of what there was at the

@@ -9,13 +9,13 @@ import math
 from collections import Counter
 
 from hone.environments.conversation import Conversation, TokenClient
-from hone.environments.environment import Environment, checked
+from hone.environments.environment import Environment, check_rollout
 from hone.environments.rubric import RewardError
 from hone.records import Example, Refused, Rollout, Sampling
 from hone.users_code import CONTAINED, ExitInUserCode
 
 
-async def attempt(
+async def attempt_rollout(
     environment: Environment,
     client: TokenClient,
     example: Example,
@@ -33,7 +33,7 @@ async def attempt(
         try:
             async with deadline:
                 with CONTAINED:
-                    rollout = checked(await environment.rollout(talk, example.copy(), sampling))
+                    rollout = check_rollout(await environment.rollout(talk, example.copy(), sampling))
                 rollout.example = example  # as it was: the environment may have changed its own copy
         except asyncio.CancelledError:
             me = asyncio.current_task()
@@ -62,7 +62,7 @@ async def attempt(
     return Rollout(example, [], [], error=error)
 
 
-async def compare(environment: Environment, rollouts: list[Rollout], timeout: float | None = None) -> None:
+async def score_group_or_fail(environment: Environment, rollouts: list[Rollout], timeout: float | None = None) -> None:
     """Adds what functions give that compare the rollouts of an example; where one cannot, all of them have failed."""
     if not environment.has_group_rewards:
         return

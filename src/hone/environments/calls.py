@@ -14,7 +14,7 @@ def by_identity(look: Callable[[Callable[..., Any]], T]) -> Callable[[Callable[.
     """Keep what was found of a function, also of one that has no hash."""
     known: dict[int, tuple[Callable[..., Any], T]] = {}
 
-    def looked(function: Callable[..., Any]) -> T:
+    def look_up(function: Callable[..., Any]) -> T:
         own = getattr(function, "__func__", function)  # a bound method is a new object every time
         found = known.get(id(own))
         if found is None or found[0] is not own:
@@ -23,11 +23,11 @@ def by_identity(look: Callable[[Callable[..., Any]], T]) -> Callable[[Callable[.
             found = known[id(own)] = own, look(function)
         return found[1]
 
-    return looked
+    return look_up
 
 
 @by_identity
-def wanted(function: Callable[..., Any]) -> frozenset[str] | None:
+def parameter_names(function: Callable[..., Any]) -> frozenset[str] | None:
     """Names of the parameters of a function; None where it takes everything."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -36,7 +36,7 @@ def wanted(function: Callable[..., Any]) -> frozenset[str] | None:
 
 
 @by_identity
-def required(function: Callable[..., Any]) -> tuple[str, ...]:
+def required_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the parameters that it cannot do without."""
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     parameters = inspect.signature(function).parameters.values()
@@ -53,7 +53,7 @@ class OutOfTime(TimeoutError):
     """A call took longer than it may."""
 
 
-async def ask(
+async def call_function(
     function: Callable[..., Any],
     available: dict[str, Any],
     timeout: float | None = None,
@@ -64,7 +64,7 @@ async def ask(
     Raises OutOfTime after `timeout` seconds; a plain function then goes on in its thread, where nobody waits for it.
     Raises ExitInUserCode where the function wants to end the process.
     """
-    names = wanted(function)
+    names = parameter_names(function)
     arguments = available if names is None else {k: available[k] for k in names if k in available}
     if timeout is None:
         with CONTAINED:

@@ -30,26 +30,26 @@ class Conversation:
             sampling = replace(sampling, seed=other_seed(sampling.seed, self._begun))
         self._begun += 1
         asked = list(messages)  # the environment may go on with its own
-        turn = await self.client.chat(self._prompt(asked, tools), sampling)
+        turn = await self.client.chat(self._build_prompt(asked, tools), sampling)
         self.turns.append((asked, turn))
         return turn
 
-    def _prompt(self, messages: list[Message], tools: list[Tool] | None) -> Prompt:
+    def _build_prompt(self, messages: list[Message], tools: list[Tool] | None) -> Prompt:
         """With the ids of the longest of the turns so far that these messages go on from."""
         found = Prompt(messages, tools, template_arguments=self.template_arguments)
         for asked, turn in self.turns:
             n = len(asked)
             is_longer = n >= found.covered and len(messages) > n
-            if is_longer and messages[:n] == asked and _says(messages[n], turn) and turn.prompt_ids:
+            if is_longer and messages[:n] == asked and _is_message_of_turn(messages[n], turn) and turn.prompt_ids:
                 found = replace(found, before=turn.prompt_ids + turn.completion.ids, covered=n + 1)
         return found
 
 
-def _says(message: Message, turn: Turn) -> bool:
+def _is_message_of_turn(message: Message, turn: Turn) -> bool:
     """Whether a message is what the model said in a turn."""
-    said = (message.get("role"), message.get("content") or "", _calls(message.get("tool_calls") or []))
-    return said == ("assistant", turn.text or "", _calls(turn.tool_calls))
+    said = (message.get("role"), message.get("content") or "", _list_calls(message.get("tool_calls") or []))
+    return said == ("assistant", turn.text or "", _list_calls(turn.tool_calls))
 
 
-def _calls(calls: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _list_calls(calls: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]

@@ -21,8 +21,8 @@ class EnvGroup(Environment):
         self.envs, self.env_names = list(envs), names
         self.of = dict(zip(names, envs, strict=True))
         self._owned: list[tuple[list[Example], list[Example]]] = []  # ours and theirs: to train on, to evaluate on
-        self._train = self._numbered([env.get_dataset() for env in envs])
-        self._eval = self._numbered([env.get_eval_dataset() for env in envs])
+        self._train = self._number_examples([env.get_dataset() for env in envs])
+        self._eval = self._number_examples([env.get_eval_dataset() for env in envs])
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         rollout = await self.of[example.task].rollout(client, self._own_of(example), sampling)
@@ -68,7 +68,7 @@ class EnvGroup(Environment):
                 return owned[example.id]
         raise ValueError(f"example {example.id} of {example.task} is none of this group's")
 
-    def _numbered(self, of_each: list[list[Example]]) -> list[Example]:
+    def _number_examples(self, of_each: list[list[Example]]) -> list[Example]:
         found: list[Example] = []
         for name, examples in zip(self.env_names, of_each, strict=True):
             found += [replace(one, id=len(found) + i, task=name) for i, one in enumerate(examples)]

@@ -33,7 +33,7 @@ class ModelClient(Protocol):
         ...
 
 
-def checked(rollout: Any) -> Rollout:
+def check_rollout(rollout: Any) -> Rollout:
     """What an environment gave, with numbers as Python has them. Raises TypeError where it is no rollout."""
     if not isinstance(rollout, Rollout):
         raise TypeError(f"rollout() gave {type(rollout).__name__}, not a Rollout")
@@ -71,15 +71,15 @@ class Environment(ABC):
         self.parser = parser or Parser()
         self.rubric = rubric or Rubric(parser=self.parser)
         self.call_timeout = call_timeout
-        self._train, self._eval = self._examples(dataset), self._examples(eval_dataset)
+        self._train, self._eval = self._build_examples(dataset), self._build_examples(eval_dataset)
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
         """The examples to train on (those for evaluation where there are no others)."""
-        return _some(self._train if self._train is not None else self._eval or [], n, seed)
+        return _select_examples(self._train if self._train is not None else self._eval or [], n, seed)
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
         """The examples to evaluate on (those for training where none are held out)."""
-        return _some(self._eval if self._eval is not None else self._train or [], n, seed)
+        return _select_examples(self._eval if self._eval is not None else self._train or [], n, seed)
 
     @abstractmethod
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
@@ -101,7 +101,7 @@ class Environment(ABC):
         """Adds to the rewards of an example's rollouts what functions give that compare them. Raises RewardError."""
         scored = [rollout for rollout in rollouts if not rollout.error]
         if scored and self.has_group_rewards:
-            available = [self._available(rollout) for rollout in scored]
+            available = [self._scoring_arguments(rollout) for rollout in scored]
             found = await self.rubric.score_group(available, self.call_timeout)
             for rollout, (reward, metrics) in zip(scored, found, strict=True):
                 rollout.reward += reward
@@ -118,7 +118,7 @@ class Environment(ABC):
     async def score(self, rollout: Rollout, state: State) -> Rollout:
         """Gives a rollout its reward and metrics. Raises RewardError for a function that gives no number."""
         rollout.state = state
-        rollout.reward, rollout.metrics = await self.rubric.score(self.call_timeout, **self._available(rollout))
+        rollout.reward, rollout.metrics = await self.rubric.score(self.call_timeout, **self._scoring_arguments(rollout))
         state["reward"], state["metrics"] = rollout.reward, rollout.metrics
         return rollout
 
@@ -135,7 +135,7 @@ class Environment(ABC):
         """What a reward function that gives no number does to its rollout: "fail" it, or count "zero" in it."""
         self.rubric.set_on_error(what)
 
-    def _available(self, rollout: Rollout) -> dict[str, Any]:
+    def _scoring_arguments(self, rollout: Rollout) -> dict[str, Any]:
         example, state = rollout.example, rollout.state
         return {
             "prompt": state.get("prompt", example.prompt), "completion": rollout.messages, "parser": self.parser,
@@ -143,14 +143,14 @@ class Environment(ABC):
             "task": example.task,
         }  # fmt: skip
 
-    def _examples(self, rows: Rows | Callable[[], Rows] | None) -> list[Example] | None:
+    def _build_examples(self, rows: Rows | Callable[[], Rows] | None) -> list[Example] | None:
         rows = rows() if callable(rows) else rows
         if rows is None:
             return None
         is_arrow = hasattr(rows, "features")  # a datasets.Dataset: its columns add nulls
-        return [self._example(i, _without_nulls(row) if is_arrow else row) for i, row in enumerate(rows)]
+        return [self._build_example(i, _without_nulls(row) if is_arrow else row) for i, row in enumerate(rows)]
 
-    def _example(self, index: int, row: dict[str, Any]) -> Example:
+    def _build_example(self, index: int, row: dict[str, Any]) -> Example:
         prompt = row.get("prompt")
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
@@ -194,7 +194,7 @@ def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
     return {key: drop_nulls(value) if key == "prompt" else value for key, value in row.items()}
 
 
-def _some(examples: list[Example], n: int, seed: int | None) -> list[Example]:
+def _select_examples(examples: list[Example], n: int, seed: int | None) -> list[Example]:
     if seed is not None:
         examples = random.Random(seed).sample(examples, len(examples))
     return examples if n < 0 else examples[:n]

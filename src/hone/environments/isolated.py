@@ -43,7 +43,7 @@ def sampling_of(message: dict[str, Any]) -> Sampling:
     return Sampling(**given | {"logit_bias": tuple(map(tuple, given["logit_bias"]))})
 
 
-def written(rollout: Rollout) -> dict[str, Any]:
+def encode_rollout(rollout: Rollout) -> dict[str, Any]:
     """A rollout for JSON, with what of its state can be."""
     found = {key: value for key, value in vars(rollout).items() if key not in ("turns", "state")}
     state = {key: value for key, value in rollout.state.items() if _is_json(value)}
@@ -123,15 +123,15 @@ class Isolated(Environment):
         """Functions that compare rollouts get of `states` what JSON can carry."""
         scored = [rollout for rollout in rollouts if not rollout.error]
         if scored and self.has_group_rewards:
-            done = await min(self.workers, key=lambda one: one.load).score(scored)
+            done = await min(self.workers, key=lambda one: one.pending_count).score(scored)
             for rollout, (reward, metrics) in zip(scored, done, strict=True):
                 rollout.reward, rollout.metrics = reward, metrics
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
-        worker = min(self.workers, key=lambda one: one.load)
+        worker = min(self.workers, key=lambda one: one.pending_count)
         rollout = await worker.rollout(client, example, sampling)
         for rubric in self.added:
-            reward, metrics = await rubric.score(self.call_timeout, **self._available(rollout))
+            reward, metrics = await rubric.score(self.call_timeout, **self._scoring_arguments(rollout))
             rollout.reward += reward
             rollout.metrics |= metrics
         return rollout
@@ -165,30 +165,32 @@ class Worker:
         self._last, self._is_up = 0.0, False  # when it was heard, whether it was at all
 
     @property
-    def load(self) -> int:
+    def pending_count(self) -> int:
         return len(self.waiting)
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         """Raises ConnectionError where the worker died, RuntimeError with what the environment raised."""
-        done = await self.ask({"begin": 0, "example": asdict(example), "sampling": asdict(sampling)}, client)
+        done = await self.send_request({"begin": 0, "example": asdict(example), "sampling": asdict(sampling)}, client)
         return rollout_of(done, example)
 
     async def score(self, rollouts: list[Rollout]) -> list[tuple[float, dict[str, float]]]:
         """Rewards and metrics of a group, with those of functions that compare them. Raises like `rollout`."""
-        return (await self.ask({"score": 0, "rollouts": [written(rollout) for rollout in rollouts]}, None))["scores"]
+        return (
+            await self.send_request({"score": 0, "rollouts": [encode_rollout(rollout) for rollout in rollouts]}, None)
+        )["scores"]
 
-    async def ask(self, message: dict[str, Any], client: ModelClient | None = None) -> dict[str, Any]:
+    async def send_request(self, message: dict[str, Any], client: ModelClient | None = None) -> dict[str, Any]:
         """The result of what its first key names, whose value is to be a number. Raises like `rollout`."""
         number = next(self.numbers)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         one = self.waiting[number] = _Waiting(future, client)
         try:
-            one.process = await self._start()
-            self._send(message | {next(iter(message)): number})
+            one.process = await self._start_process()
+            self._send_message(message | {next(iter(message)): number})
             return await future
         except asyncio.CancelledError:  # out of time
-            self._send({"cancel": number})
-            self._run(self._kill_unless_it_answers())
+            self._send_message({"cancel": number})
+            self._run_task(self._kill_unless_it_answers())
             raise
         finally:
             self.waiting.pop(number, None)
@@ -208,12 +210,12 @@ class Worker:
             task.cancel()
         self._starting, self._heard = asyncio.Lock(), asyncio.Event()  # the next loop may be another
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def _start_process(self) -> asyncio.subprocess.Process:
         async with self._starting:
             if self.process is not None and self.process.returncode is None:
                 return self.process
@@ -221,16 +223,16 @@ class Worker:
             self.process = await asyncio.create_subprocess_exec(
                 *self.words, stdin=pipe, stdout=pipe, limit=LINE, env=self.environment
             )
-            self._reader = asyncio.create_task(self._read(self.process))
-            self._run(self._watch(self.process))
+            self._reader = asyncio.create_task(self._read_messages(self.process))
+            self._run_task(self._watch_process(self.process))
             return self.process
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send_message(self, message: dict[str, Any]) -> None:
         if self.process is not None and self.process.stdin is not None:
             with contextlib.suppress(ConnectionError, RuntimeError):  # it has died: `_read` says so
                 self.process.stdin.write(json.dumps(message).encode() + b"\n")
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
+    async def _read_messages(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         while line := await process.stdout.readline():
             message: dict[str, Any] = json.loads(line)
@@ -242,7 +244,7 @@ class Worker:
             if one is None or one.future.done():
                 continue
             if kind == "chat" and one.client is not None:
-                self._run(self._chat(number, one.client, message))
+                self._run_task(self._answer_chat(number, one.client, message))
             elif kind == "done":
                 one.future.set_result(message["result"])
             else:
@@ -253,26 +255,26 @@ class Worker:
             if one.process is process and not one.future.done():  # others are at the worker after it
                 one.future.set_exception(ConnectionError(f"the worker of {self.name} {how}"))
 
-    async def _chat(self, number: int, client: ModelClient, message: dict[str, Any]) -> None:
+    async def _answer_chat(self, number: int, client: ModelClient, message: dict[str, Any]) -> None:
         try:
             turn = await client.chat(message["messages"], sampling_of(message), message.get("tools"))
         except Exception as error:  # the environment learns of it
             is_full = isinstance(error, ContextFull)
             words = f"{type(error).__name__}: {error}"
-            self._send({"error": number, "question": message["question"], "words": words, "is_full": is_full})
+            self._send_message({"error": number, "question": message["question"], "words": words, "is_full": is_full})
         else:
-            self._send({"turn": number, "question": message["question"], "value": asdict(turn)})
+            self._send_message({"turn": number, "question": message["question"], "value": asdict(turn)})
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+    async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
         """Kills it when it gives no sign of life while it has work."""
         self._last, self._is_up = time.monotonic(), False
         while process.returncode is None:
             before = time.monotonic()
-            self._send({"alive": -1})
+            self._send_message({"alive": -1})
             await asyncio.sleep(LOOK)
             if time.monotonic() - before > 2 * LOOK:  # we slept ourselves
                 self._last = time.monotonic()
-            limit = machine.silence() if self._is_up else START
+            limit = machine.silence_seconds() if self._is_up else START
             if time.monotonic() - self._last > limit and process.returncode is None:
                 log.warning(
                     "The worker of %s (%d) gives no sign of life for %.0f s: it is killed, and its %d rollouts are "
@@ -284,7 +286,7 @@ class Worker:
         """Kills the worker if its event loop does not answer: a blocked loop would hold up its other rollouts too."""
         process = self.process
         self._heard.clear()
-        self._send({"ping": -1})
+        self._send_message({"ping": -1})
         try:
             await asyncio.wait_for(self._heard.wait(), ANSWER)
         except TimeoutError:

@@ -4,7 +4,7 @@ import asyncio
 import os
 from typing import Any
 
-from hone.environments.calls import ask
+from hone.environments.calls import call_function
 from hone.environments.parsers import Completion, Parser
 from hone.environments.rubric import Rubric
 from hone.records import Message
@@ -62,15 +62,15 @@ class JudgeRubric(Rubric):
         text = self.judge_prompt.format(question=asked, answer=answer, response=response or "")
         kept: dict[str, str] = {} if state is None else state.setdefault("judge_response", {})
         if text not in kept:
-            kept[text] = await self._ask([{"role": "user", "content": text}])
+            kept[text] = await self._ask_judge([{"role": "user", "content": text}])
         return kept[text]
 
-    async def _ask(self, messages: list[Message]) -> str:
+    async def _ask_judge(self, messages: list[Message]) -> str:
         import httpx  # not needed by environments without a judge
 
         body = {"model": self.judge_model, "messages": messages, **self.judge_sampling_args}
         if self.judge_client is not None:
-            answer = await ask(self.judge_client.chat.completions.create, body)
+            answer = await call_function(self.judge_client.chat.completions.create, body)
             return answer.choices[0].message.content or ""
         key = os.environ.get(self.api_key_var, "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}

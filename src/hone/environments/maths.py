@@ -54,12 +54,12 @@ class MathRubric(Rubric):
         super().__init__(funcs, weights, parser or MaybeThinkParser(extract_fn=extract_boxed_answer), **others)
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError('MathRubric needs the module math_verify: install "hone-rl[math]"')
-        self.comparer = Comparer(timeout_seconds, max_workers or min(MOST_WORKERS, machine.cores()))
+        self.comparer = Comparer(timeout_seconds, max_workers or min(MOST_WORKERS, machine.usable_cores()))
         self.add_reward_func(self.correct_answer)
 
     async def correct_answer(self, parser: Parser, completion: Completion, answer: str) -> float:
         given = parser.parse_answer(completion) or ""
-        return float(await self.comparer.same(str(answer), given))
+        return float(await self.comparer.is_equal(str(answer), given))
 
 
 class Comparer:
@@ -74,7 +74,7 @@ class Comparer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._free: asyncio.LifoQueue[asyncio.subprocess.Process | None]
 
-    async def same(self, gold: str, given: str) -> bool:
+    async def is_equal(self, gold: str, given: str) -> bool:
         """Return True if two expressions are equal mathematically; False for one that takes too long to tell."""
         if not given.strip():
             return False
@@ -88,14 +88,14 @@ class Comparer:
         process = await self._free.get()
         try:
             if process is None or process.returncode is not None:
-                process = await self._start()
+                process = await self._start_process()
             assert process.stdin is not None and process.stdout is not None
             async with asyncio.timeout(self.timeout):
                 process.stdin.write(json.dumps([gold, given]).encode() + b"\n")
                 line = await process.stdout.readline()
             return bool(json.loads(line or b"false"))
         except BaseException as error:
-            await self._end(process)
+            await self._end_process(process)
             process = None
             if isinstance(error, TimeoutError | OSError | ValueError):
                 return False
@@ -103,7 +103,7 @@ class Comparer:
         finally:
             self._free.put_nowait(process)
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def _start_process(self) -> asyncio.subprocess.Process:
         """Return a process that has imported what it needs. Raises RuntimeError where it cannot."""
         pipe, words = asyncio.subprocess.PIPE, (sys.executable, "-P", "-c", WORKER)
         silent = asyncio.subprocess.DEVNULL
@@ -115,14 +115,14 @@ class Comparer:
         except TimeoutError:
             is_ready = False
         except BaseException:
-            await self._end(process)
+            await self._end_process(process)
             raise
         if not is_ready:
-            await self._end(process)
+            await self._end_process(process)
             raise RuntimeError(f"the process that compares answers by math_verify did not start within {START:.0f} s")
         return process
 
-    async def _end(self, process: asyncio.subprocess.Process | None) -> None:
+    async def _end_process(self, process: asyncio.subprocess.Process | None) -> None:
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()

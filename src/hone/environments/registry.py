@@ -23,10 +23,10 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
 
     Raises ValueError for an unknown id (with the nearest installed one) or arguments it does not take.
     """
-    return _load(EnvConfig(id=env_id, args=env_args))
+    return _load_configured(EnvConfig(id=env_id, args=env_args))
 
 
-def _load(env: EnvConfig) -> Environment:
+def _load_configured(env: EnvConfig) -> Environment:
     env_id = env.id
     name = env_id.rpartition("/")[2]
     module_name = name.replace("-", "_")
@@ -41,7 +41,7 @@ def _load(env: EnvConfig) -> Environment:
             f"environment {env_id!r} is not installed (no module {module_name}); {hint}; one of your own: "
             f"PYTHONPATH=DIRECTORY_OF_{module_name}.py, or install its package"
         )
-    return native.load(env_id, module_name, env.args)
+    return native.load_native(env_id, module_name, env.args)
 
 
 def add_folder(place: str, env_id: str) -> None:
@@ -57,7 +57,7 @@ def described_environments() -> list[tuple[str, str, str, str]]:
     """Of each that is installed: name, version, protocol, what it is."""
     rows = []
     for distribution in importlib.metadata.distributions():
-        protocol = _protocol(distribution)
+        protocol = _find_protocol(distribution)
         if protocol:
             about = distribution.metadata
             rows.append((about["Name"].replace("_", "-"), about["Version"], protocol, about["Summary"] or ""))
@@ -71,7 +71,7 @@ def installed_environments() -> list[str]:
     return sorted({name for name, *_ in described_environments()})
 
 
-def _protocol(distribution: importlib.metadata.Distribution) -> str:
+def _find_protocol(distribution: importlib.metadata.Distribution) -> str:
     needs = [requirement for requirement in distribution.requires or [] if "extra ==" not in requirement]
     found = {name for need in needs for name in ("hone-rl", "verifiers") if re.match(rf"{name}\b", need)}
     return "hone" if "hone-rl" in found else "verifiers" if found else ""
@@ -86,7 +86,7 @@ def load_environments(
     """
     environments: dict[str, Environment] = {}
     for env in wanted:
-        environment = _load(env)
+        environment = _load_configured(env)
         if env.on_reward_error is not None:
             environment.on_reward_error(env.on_reward_error)
         is_whole = isinstance(environment, verifiers_v0.Foreign)  # in processes of its own

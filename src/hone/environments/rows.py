@@ -13,11 +13,11 @@ def row_of(rollout: Rollout, env: str, token_ids: bool = True) -> dict[str, Any]
         "completion": rollout.messages, "answer": example.answer, "info": example.info, "reward": rollout.reward,
         "metrics": rollout.metrics, "stop": rollout.stop, "is_truncated": rollout.is_truncated, "error": rollout.error,
         "seconds": round(rollout.seconds, 4), "timings": {k: round(v, 5) for k, v in rollout.timings.items()},
-        "turns": [_turn(turn, token_ids) for turn in rollout.turns],
+        "turns": [_encode_turn(turn, token_ids) for turn in rollout.turns],
     }  # fmt: skip
 
 
-def _turn(turn: Turn, token_ids: bool) -> dict[str, Any]:
+def _encode_turn(turn: Turn, token_ids: bool) -> dict[str, Any]:
     done = turn.completion
     tokens = {"prompt_ids": turn.prompt_ids, "ids": done.ids, "logprobs": done.logprobs}
     return {

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hone.environments.calls import OutOfTime, ask, required
+from hone.environments.calls import OutOfTime, call_function, required_names
 from hone.environments.parsers import Parser
 from hone.users_code import ExitInUserCode
 
@@ -84,7 +84,7 @@ class Rubric:
         for func in self.funcs:
             names = OF_GROUP if _is_of_group(func) else OF_ONE
             known = [*names, "parser", *self.class_objects]
-            for name in required(func):
+            for name in required_names(func):
                 if name not in known:
                     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
                     hint = f"did you mean {near[0]}? " if near else ""
@@ -102,9 +102,9 @@ class Rubric:
         found: dict[int, float | None] = {}
         for i, func in enumerate(self.funcs):
             if not _is_of_group(func):
-                values = await self._called(func, available, timeout, _one_number)
+                values = await self._call_function(func, available, timeout, _one_number)
                 found[i] = values[0] if values else None
-        return self._sum(found)
+        return self._sum_scores(found)
 
     async def score_group(
         self, available: Sequence[dict[str, Any]], timeout: float | None = None
@@ -113,57 +113,57 @@ class Rubric:
         every: dict[str, Any] = {many: [one[name] for one in available] for many, name in OF_GROUP.items()}
         every |= {"parser": self.parser, **self.class_objects}
         mine = [i for i, func in enumerate(self.funcs) if _is_of_group(func)]
-        found = {i: await self._all(self.funcs[i], every, len(available), timeout) for i in mine}
-        return [self._sum({i: values[k] for i, values in found.items()}) for k in range(len(available))]
+        found = {i: await self._call_for_all(self.funcs[i], every, len(available), timeout) for i in mine}
+        return [self._sum_scores({i: values[k] for i, values in found.items()}) for k in range(len(available))]
 
-    async def _all(
+    async def _call_for_all(
         self, func: RewardFunction, available: dict[str, Any], count: int, timeout: float | None
     ) -> list[float | None]:
-        def numbers(value: Any) -> list[float]:
-            values = [_number(one) for one in value]
+        def read_numbers(value: Any) -> list[float]:
+            values = [_read_number(one) for one in value]
             if len(values) != count:
                 raise TypeError(f"gave {len(values)} values for {count} rollouts")
             return values
 
-        found = await self._called(func, available, timeout, numbers)
+        found = await self._call_function(func, available, timeout, read_numbers)
         return list(found) if found else [None] * count
 
-    async def _called(
+    async def _call_function(
         self, func: RewardFunction, available: dict[str, Any], timeout: float | None,
         read: Callable[[Any], list[float]],
     ) -> list[float] | None:  # fmt: skip
         try:
-            return read(await ask(func, available, timeout))
+            return read(await call_function(func, available, timeout))
         except Exception as error:  # a user's function: whatever it raises must not end the run
             what = str(error) if isinstance(error, _NoNumber) else f"raised {type(error).__name__}: {error}"
             what = f"wanted to end the process: {error}" if isinstance(error, ExitInUserCode) else what
             what = f"gave no value within {timeout:g} s" if isinstance(error, OutOfTime) else what
             at = traceback.extract_tb((error.__cause__ or error).__traceback__)[-1]
             place = "" if isinstance(error, _NoNumber) else f" ({at.filename}:{at.lineno})"
-            self._tell(func, what + place, at.lineno)
+            self._warn_once(func, what + place, at.lineno)
             if self.on_error == "zero":
                 return None
             raise RewardError(f"reward function {name_of(func)} {what}") from error
 
-    def _tell(self, func: RewardFunction, what: str, where: object) -> None:
+    def _warn_once(self, func: RewardFunction, what: str, where: object) -> None:
         name = name_of(func)
         if (name, str(where)) not in _said:
             _said.add((name, str(where)))
             then = "counts 0" if self.on_error == "zero" else "fails its rollouts"
             log.warning("reward function %s %s; that %s, here and from now on", name, what, then)
 
-    def _sum(self, found: dict[int, float | None]) -> tuple[float, dict[str, float]]:
-        names, values = self.names(), {i: 0.0 if value is None else value for i, value in found.items()}
+    def _sum_scores(self, found: dict[int, float | None]) -> tuple[float, dict[str, float]]:
+        names, values = self.function_names(), {i: 0.0 if value is None else value for i, value in found.items()}
         metrics = {names[i]: value for i, value in values.items()}
         reward = sum(self.weights[i] * value for i, value in values.items())
         lost = sum(value is None for value in found.values())
         return reward, metrics | ({RAISED: float(lost)} if lost else {})
 
-    def names(self) -> list[str]:
+    def function_names(self) -> list[str]:
         """Of the functions; the second of a name is NAME_2."""
-        return list(numbered(tuple(map(name_of, self.funcs))))
+        return list(make_unique(tuple(map(name_of, self.funcs))))
 
-    get_reward_func_names = names
+    get_reward_func_names = function_names
 
 
 class RubricGroup(Rubric):
@@ -195,30 +195,30 @@ class RubricGroup(Rubric):
             rubric.check()
 
     async def score(self, timeout: float | None = None, **available: Any) -> tuple[float, dict[str, float]]:
-        return _together([await rubric.score(timeout, **available) for rubric in self.rubrics])
+        return _merge_scores([await rubric.score(timeout, **available) for rubric in self.rubrics])
 
     async def score_group(
         self, available: Sequence[dict[str, Any]], timeout: float | None = None
     ) -> list[tuple[float, dict[str, float]]]:
         found = [await rubric.score_group(available, timeout) for rubric in self.rubrics]
-        return [_together(of_one) for of_one in zip(*found, strict=True)]
+        return [_merge_scores(of_one) for of_one in zip(*found, strict=True)]
 
-    def names(self) -> list[str]:
-        return list(numbered(tuple(name for rubric in self.rubrics for name in rubric.names())))
+    def function_names(self) -> list[str]:
+        return list(make_unique(tuple(name for rubric in self.rubrics for name in rubric.function_names())))
 
-    get_reward_func_names = names
+    get_reward_func_names = function_names
 
 
-def _together(scores: Sequence[tuple[float, dict[str, float]]]) -> tuple[float, dict[str, float]]:
+def _merge_scores(scores: Sequence[tuple[float, dict[str, float]]]) -> tuple[float, dict[str, float]]:
     items = [(name, value) for _, metrics in scores for name, value in metrics.items() if name != RAISED]
-    names = numbered(tuple(name for name, _ in items))
+    names = make_unique(tuple(name for name, _ in items))
     metrics = {name: value for name, (_, value) in zip(names, items, strict=True)}
     lost = sum(metrics.get(RAISED, 0.0) for _, metrics in scores)
     return sum(reward for reward, _ in scores), metrics | ({RAISED: lost} if lost else {})
 
 
 @functools.lru_cache(maxsize=256)
-def numbered(given: tuple[str, ...]) -> tuple[str, ...]:
+def make_unique(given: tuple[str, ...]) -> tuple[str, ...]:
     """The names, each once: the second of one is NAME_2."""
     names: list[str] = []
     for name in given:
@@ -237,7 +237,7 @@ def name_of(func: RewardFunction) -> str:
 
 
 def _is_of_group(func: RewardFunction) -> bool:
-    return bool(OF_GROUP.keys() & set(required(func)))
+    return bool(OF_GROUP.keys() & set(required_names(func)))
 
 
 class _NoNumber(TypeError):
@@ -245,10 +245,10 @@ class _NoNumber(TypeError):
 
 
 def _one_number(value: Any) -> list[float]:
-    return [_number(value)]
+    return [_read_number(value)]
 
 
-def _number(value: Any) -> float:
+def _read_number(value: Any) -> float:
     """Raises _NoNumber, in words, for what is none, or not finite."""
     if isinstance(value, str) or value is None:
         raise _NoNumber(f"returned {value!r}")

@@ -95,7 +95,7 @@ class Sandbox:
         """What the code printed, the value of its last line included, and what became of it."""
         if not isinstance(code, str):
             raise ValueError(f"code must be text, found {type(code).__name__}")
-        answer = await self._ask({"code": code, "seconds": self.limits.seconds})
+        answer = await self._send_request({"code": code, "seconds": self.limits.seconds})
         said = [answer["text"].rstrip("\n")] if answer["text"] else []
         if answer["dropped"]:
             said.append(f"[output cut: {answer['dropped']} more bytes]")
@@ -105,7 +105,7 @@ class Sandbox:
 
     async def reset(self) -> None:
         """Another's turn: no name, file or process is left."""
-        await self._ask({"reset": True})
+        await self._send_request({"reset": True})
 
     async def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -114,7 +114,7 @@ class Sandbox:
         with contextlib.suppress(OSError):
             os.rmdir(self.root)
 
-    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+    async def _send_request(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
         if self.is_broken:
             raise ConnectionError("the sandbox is gone")

@@ -47,7 +47,7 @@ SYSTEM_CALLS = {
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def call(name, *arguments):
+def call_libc(name, *arguments):
     if getattr(libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -55,10 +55,10 @@ def call(name, *arguments):
 
 def mount(source, target, kind=None, flags=0, options=None):
     words = [None if word is None else word.encode() for word in (source, target, kind)]
-    call("mount", *words, ctypes.c_ulong(flags), None if options is None else options.encode())
+    call_libc("mount", *words, ctypes.c_ulong(flags), None if options is None else options.encode())
 
 
-def enter(root, readable, disk):
+def enter_root(root, readable, disk):
     """A root directory with nothing in it but what may be read."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
@@ -80,8 +80,8 @@ def enter(root, readable, disk):
     os.makedirs(root + HOME, exist_ok=True)
     mount_home(root + HOME, disk)
     os.chdir(root)
-    call("pivot_root", b".", b".")
-    call("umount2", b".", MNT_DETACH)
+    call_libc("pivot_root", b".", b".")
+    call_libc("umount2", b".", MNT_DETACH)
     mount("none", "/", None, MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir(HOME)
 
@@ -119,7 +119,7 @@ def filter_system_calls():
     code = b"".join(struct.pack("HBBI", *rule) for rule in rules)
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HxxxxxxP", len(rules), ctypes.addressof(buffer))
-    call("prctl", PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.c_char_p(program), 0, 0)
+    call_libc("prctl", PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.c_char_p(program), 0, 0)
 
 
 def give_up_privileges(limits, user):
@@ -136,8 +136,8 @@ def give_up_privileges(limits, user):
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    call("capset", header, data)
-    call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    call_libc("capset", header, data)
+    call_libc("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     filter_system_calls()
 
 
@@ -155,7 +155,7 @@ class Session:
                 os.closerange(4, 256)
                 os.setsid()
                 give_up_privileges(limits, user)
-                serve()
+                serve_calls()
             finally:
                 os._exit(1)
         for fd in (ask, out, end):
@@ -213,13 +213,13 @@ def describe_death(status):
     return f"ended the session ({names.get(number, f'signal {number}')})"
 
 
-def serve():
+def serve_calls():
     names = {"__name__": "__main__"}
     while True:
         size = read_all(8)
         if size is None:
             os._exit(0)
-        run(read_all(int.from_bytes(size, "big")).decode(), names)
+        run_code(read_all(int.from_bytes(size, "big")).decode(), names)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -236,7 +236,7 @@ def read_all(count):
     return found
 
 
-def run(code, names):
+def run_code(code, names):
     try:
         tree = ast.parse(code, "<python>")
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -261,7 +261,7 @@ def main():
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     user = limits["user"]
     readable = [*SYSTEM, *dict.fromkeys(limits["readable"])]
-    enter(limits["root"], readable, limits["disk"])
+    enter_root(limits["root"], readable, limits["disk"])
     os.environ.clear()
     os.environ.update(HOME=HOME, PATH="/usr/bin:/bin", OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", TMPDIR=HOME)
     sys.path.append(limits["packages"])
@@ -273,7 +273,7 @@ def main():
             session.end()
             text, dropped, what = b"", 0, "reset"
             os.chdir("/")
-            call("umount2", HOME.encode(), MNT_DETACH)
+            call_libc("umount2", HOME.encode(), MNT_DETACH)
             mount_home(HOME, limits["disk"])
             os.chdir(HOME)
         else:

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from pydantic import Field, create_model
 
-from hone.environments.calls import OutOfTime, ask
+from hone.environments.calls import OutOfTime, call_function
 from hone.environments.environment import State
 from hone.environments.rubric import Rubric, name_of
 from hone.environments.turns import MultiTurnEnv, stop
@@ -21,9 +21,9 @@ ToolFunction = Callable[..., Any]
 
 def schema_of(function: ToolFunction, skip: Sequence[str] = ()) -> Tool:
     """A function as an OpenAI tool. Descriptions are those of its docstring (Google's style: `Args:`)."""
-    text, of_parameters = _docstring(inspect.getdoc(_written(function)) or "")
+    text, of_parameters = _parse_docstring(inspect.getdoc(_unwrap_partial(function)) or "")
     try:
-        types = get_type_hints(_written(function))
+        types = get_type_hints(_unwrap_partial(function))
     except Exception as error:  # annotations are users' code
         raise ValueError(f"tool {name_of(function)}: its annotations cannot be read: {error}") from None
     fields: dict[str, Any] = {}
@@ -45,14 +45,14 @@ def schema_of(function: ToolFunction, skip: Sequence[str] = ()) -> Tool:
     }
 
 
-def _written(function: ToolFunction) -> ToolFunction:
+def _unwrap_partial(function: ToolFunction) -> ToolFunction:
     """Return the function as it was written, without arguments that were given to it in advance."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
-def _docstring(text: str) -> tuple[str, dict[str, str]]:
+def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
     """What stands before the sections, and what is said of each parameter."""
     head, _, rest = text.partition("\nArgs:")
     head = re.split(r"\n(?:Returns|Raises|Examples?|Yields|Note)s?:", head)[0]
@@ -79,17 +79,17 @@ class ToolRubric(Rubric):
             self.add_tool(name_of(tool))
 
     def add_tool(self, name: str) -> None:
-        def calls(completion: list[Message]) -> float:
-            return float(sum(call["function"]["name"] == name for call in _calls(completion)))
+        def count_calls(completion: list[Message]) -> float:
+            return float(sum(call["function"]["name"] == name for call in _list_calls(completion)))
 
-        calls.__name__ = f"{name}_calls"
-        self.add_metric(calls)
+        count_calls.__name__ = f"{name}_calls"
+        self.add_metric(count_calls)
 
     async def total_tool_calls(self, completion: list[Message]) -> float:
-        return float(len(_calls(completion)))
+        return float(len(_list_calls(completion)))
 
 
-def _calls(completion: list[Message]) -> list[dict[str, Any]]:
+def _list_calls(completion: list[Message]) -> list[dict[str, Any]]:
     return [call for message in completion for call in message.get("tool_calls") or []]
 
 
@@ -146,9 +146,9 @@ class ToolEnv(MultiTurnEnv):
         return bool(state["trajectory"]) and not state["trajectory"][-1]["completion"][-1].get("tool_calls")
 
     async def env_response(self, messages: list[Message], state: State) -> list[Message]:
-        return [await self._answer(call, messages, state) for call in messages[-1].get("tool_calls") or []]
+        return [await self._answer_call(call, messages, state) for call in messages[-1].get("tool_calls") or []]
 
-    async def _answer(self, call: dict[str, Any], messages: list[Message], state: State) -> Message:
+    async def _answer_call(self, call: dict[str, Any], messages: list[Message], state: State) -> Message:
         name, written = call["function"]["name"], call["function"]["arguments"]
         try:
             arguments = json.loads(written or "{}") if isinstance(written, str) else written
@@ -174,7 +174,7 @@ class ToolEnv(MultiTurnEnv):
         except TypeError as error:
             raise ValueError(f"{tool_name}: {error}") from None
         try:
-            result = await ask(tool, tool_args, self.call_timeout)
+            result = await call_function(tool, tool_args, self.call_timeout)
         except OutOfTime:
             raise ValueError(f"{tool_name} did not end within {self.call_timeout} s") from None
         content = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
@@ -198,4 +198,4 @@ class StatefulToolEnv(ToolEnv):
     async def arguments_of(
         self, name: str, arguments: dict[str, Any], messages: list[Message], state: State
     ) -> dict[str, Any]:
-        return await ask(self.update_tool_args, {}, None, (name, arguments, messages, state))
+        return await call_function(self.update_tool_args, {}, None, (name, arguments, messages, state))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from hone.environments.calls import ask, positional_names
+from hone.environments.calls import call_function, positional_names
 from hone.environments.environment import Environment, ModelClient, State
 from hone.records import ContextFull, Example, Message, Rollout, Sampling, Tool, Turn
 
@@ -17,23 +17,23 @@ log = logging.getLogger("hone.environments")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _marked(kind: str, words: str) -> Callable[..., Any]:
+def _make_decorator(kind: str, words: str) -> Callable[..., Any]:
     """A decorator of methods, with or without `(priority=…)`; those of higher priority come first."""
 
-    def mark(method: F | None = None, *, priority: int = 0) -> Any:
+    def mark_method(method: F | None = None, *, priority: int = 0) -> Any:
         def with_priority(method: F) -> F:
             setattr(method, f"hone_{kind}", priority)
             return method
 
         return with_priority if method is None else with_priority(method)
 
-    mark.__doc__ = f"Marks a method {words} Those of higher priority come first."
-    return mark
+    mark_method.__doc__ = f"Marks a method {words} Those of higher priority come first."
+    return mark_method
 
 
-stop = _marked("stop", "`condition(self, state) -> bool`: the conversation ends when it holds.")
-cleanup = _marked("cleanup", "`clean(self, state)` that is called when a rollout has ended, however it did.")
-teardown = _marked("teardown", "that is called when the environment is no longer needed.")
+stop = _make_decorator("stop", "`condition(self, state) -> bool`: the conversation ends when it holds.")
+cleanup = _make_decorator("cleanup", "`clean(self, state)` that is called when a rollout has ended, however it did.")
+teardown = _make_decorator("teardown", "that is called when the environment is no longer needed.")
 
 
 class MultiTurnEnv(Environment):
@@ -52,8 +52,8 @@ class MultiTurnEnv(Environment):
     def __init__(self, max_turns: int = -1, **others: Any) -> None:
         super().__init__(**others)
         self.max_turns, self._told = max_turns, False
-        self._stops = dict(self._marked("stop"))
-        self._cleanups = list(self._marked("cleanup"))
+        self._stops = dict(self._marked_methods("stop"))
+        self._cleanups = list(self._marked_methods("cleanup"))
 
     # ------------------------------------------------------------------------------------------ overridden
 
@@ -73,7 +73,7 @@ class MultiTurnEnv(Environment):
                 state["stop_condition"] = name
                 return True
         for name, condition in self._stops.items():
-            if await ask(condition, {"state": state, "environment": self}):
+            if await call_function(condition, {"state": state, "environment": self}):
                 state["stop_condition"] = name
                 return True
         return False
@@ -95,13 +95,13 @@ class MultiTurnEnv(Environment):
         asked = 0.0  # seconds of the model
         try:
             if not self._is_ours("setup_state"):
-                state = await self._call("setup_state", state) or state
+                state = await self._call_hook("setup_state", state) or state
             while not await self._is_over(state):
                 messages = [*state["prompt"], *state["completion"]]
                 if turns:
-                    answers = _messages(await self._call("env_response", state, messages), state)
+                    answers = _parse_messages(await self._call_hook("env_response", state, messages), state)
                     if state.get("final_env_response") is not None:
-                        state["completion"] += _messages(state["final_env_response"], state)
+                        state["completion"] += _parse_messages(state["final_env_response"], state)
                         continue
                     state["completion"] += answers
                     messages += answers
@@ -118,12 +118,12 @@ class MultiTurnEnv(Environment):
                     asked += time.perf_counter() - now
                 turns.append(turn)
                 state["turn"] += 1
-                state["completion"].append(turn.message)
-                state["trajectory"].append({"prompt": messages, "completion": [turn.message]})
+                state["completion"].append(turn.assistant_message)
+                state["trajectory"].append({"prompt": messages, "completion": [turn.assistant_message]})
             state["is_completed"] = True
         finally:
             for _, clean in self._cleanups:
-                await ask(clean, {"state": state})
+                await call_function(clean, {"state": state})
         ended = time.perf_counter()
         rollout = Rollout(example, turns, state["completion"], stop=state["stop_condition"] or "")
         await self.score(rollout, state)
@@ -142,13 +142,13 @@ class MultiTurnEnv(Environment):
         self._told = True
 
     async def close(self) -> None:
-        for _, end in self._marked("teardown"):
-            await ask(end, {})
+        for _, end in self._marked_methods("teardown"):
+            await call_function(end, {})
 
     async def _is_over(self, state: State) -> bool:
         if self._is_ours("is_completed"):
             return await self.is_completed(state)
-        over = bool(await self._call("is_completed", state, [*state["prompt"], *state["completion"]]))
+        over = bool(await self._call_hook("is_completed", state, [*state["prompt"], *state["completion"]]))
         if over and not state["stop_condition"]:
             state["stop_condition"] = "is_completed"
         return over
@@ -157,15 +157,15 @@ class MultiTurnEnv(Environment):
         """Whether a method is not overridden: then it does little, and is not worth looking at for every rollout."""
         return getattr(getattr(self, name), "__func__", None) is getattr(MultiTurnEnv, name)
 
-    async def _call(self, name: str, state: State, messages: list[Message] | None = None) -> Any:
+    async def _call_hook(self, name: str, state: State, messages: list[Message] | None = None) -> Any:
         """A method that may be the user's: with (messages, state) or (state), as it was written."""
         method = getattr(self, name)
         takes_messages = messages is not None and positional_names(method)[:1] not in (("state",), ())
         positional = (messages, state) if takes_messages else (state,)
         timeout = self.call_timeout if name == "env_response" and not self.times_its_calls else None
-        return await ask(method, {}, timeout, positional)
+        return await call_function(method, {}, timeout, positional)
 
-    def _marked(self, kind: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    def _marked_methods(self, kind: str) -> Iterator[tuple[str, Callable[..., Any]]]:
         found = []
         for name in dir(type(self)):
             method = getattr(type(self), name, None)
@@ -182,7 +182,7 @@ BUILT_IN: dict[str, Callable[[MultiTurnEnv, State], bool]] = {
 }
 
 
-def _messages(given: Any, state: State) -> list[Message]:
+def _parse_messages(given: Any, state: State) -> list[Message]:
     """The messages that an environment answered with: a list, one, its text; or any of them and the state."""
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict):
         given, changed = given

@@ -9,8 +9,8 @@ from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Any
 
-from hone.environments.environment import Environment, checked
-from hone.environments.isolated import ARGUMENTS_VARIABLE, rollout_of, sampling_of, turn_of, written
+from hone.environments.environment import Environment, check_rollout
+from hone.environments.isolated import ARGUMENTS_VARIABLE, encode_rollout, rollout_of, sampling_of, turn_of
 from hone.environments.registry import load_environment
 from hone.records import ContextFull, Example, Message, Sampling, Tool, Turn
 from hone.users_code import CONTAINED
@@ -36,13 +36,13 @@ class Worker:
         self.environment, self.send = environment, send
         self.running: dict[int, tuple[asyncio.Task[None], Client]] = {}
 
-    def take(self, line: str) -> None:
+    def handle_line(self, line: str) -> None:
         message = json.loads(line)
         kind, number = next(iter(message.items()))
         if kind in ("begin", "score"):
             client = Client(number, self.send)
-            work = self._rollout(client, message) if kind == "begin" else self._scores(message)
-            self.running[number] = asyncio.get_running_loop().create_task(self._one(number, work)), client
+            work = self._run_rollout(client, message) if kind == "begin" else self._run_scoring(message)
+            self.running[number] = asyncio.get_running_loop().create_task(self._run_request(number, work)), client
         elif kind == "ping":
             self.send({"pong": number})
         elif number in self.running:
@@ -56,16 +56,16 @@ class Worker:
                     kind = ContextFull if message["is_full"] else RuntimeError
                     answer.set_exception(kind(message["words"]))
 
-    async def _rollout(self, client: Client, message: dict[str, Any]) -> dict[str, Any]:
+    async def _run_rollout(self, client: Client, message: dict[str, Any]) -> dict[str, Any]:
         done = await self.environment.rollout(client, Example(**message["example"]), sampling_of(message))
-        return written(checked(done))
+        return encode_rollout(check_rollout(done))
 
-    async def _scores(self, message: dict[str, Any]) -> dict[str, Any]:
+    async def _run_scoring(self, message: dict[str, Any]) -> dict[str, Any]:
         rollouts = [rollout_of(found, Example(**found["example"])) for found in message["rollouts"]]
         await self.environment.score_group(rollouts)
         return {"scores": [(rollout.reward, rollout.metrics) for rollout in rollouts]}
 
-    async def _one(self, number: int, work: Coroutine[Any, Any, dict[str, Any]]) -> None:
+    async def _run_request(self, number: int, work: Coroutine[Any, Any, dict[str, Any]]) -> None:
         try:
             with CONTAINED:
                 self.send({"done": number, "result": await work})
@@ -83,31 +83,31 @@ def main() -> None:
 
     sending = threading.Lock()
 
-    def send(message: dict[str, Any]) -> None:
+    def send_message(message: dict[str, Any]) -> None:
         with sending:
             out.write(json.dumps(message) + "\n")
             out.flush()
 
-    async def work() -> None:
+    async def run_worker() -> None:
         loop = asyncio.get_running_loop()
         lines: asyncio.Queue[str] = asyncio.Queue()
 
-        def read() -> None:
+        def read_lines() -> None:
             for line in sys.stdin:
                 if line.startswith('{"alive"'):  # whatever the environment is at
-                    send({"alive": -1})
+                    send_message({"alive": -1})
                     continue
                 loop.call_soon_threadsafe(lines.put_nowait, line)
             os._exit(0)  # nobody is there any more, whatever the environment is at
 
-        threading.Thread(target=read, daemon=True).start()
+        threading.Thread(target=read_lines, daemon=True).start()
         environment = load_environment(name, **arguments)
         environment.on_reward_error(on_reward_error)
-        worker = Worker(environment, send)
+        worker = Worker(environment, send_message)
         while True:
-            worker.take(await lines.get())
+            worker.handle_line(await lines.get())
 
-    asyncio.run(work())
+    asyncio.run(run_worker())
 
 
 if __name__ == "__main__":

@@ -41,10 +41,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "-e", "--endpoints-path", default="configs/endpoints.py", help="endpoint registry (.py or .toml) with ENDPOINTS"
     )
     add("-p", "--env-dir-path", default="environments", help="folder with environments that are not installed")
-    add("-n", "--num-examples", type=examples, default=5, help="examples to evaluate, -1 for all (default 5)")
-    add("-r", "--rollouts-per-example", type=positive, default=3, help="rollouts of each (default 3)")
-    add("-c", "--max-concurrent", type=positive, default=32, help="requests in flight (default 32)")
-    add("-t", "--max-tokens", type=positive, default=1024, help="longest completion (default 1024)")
+    add(
+        "-n", "--num-examples", type=parse_example_count, default=5, help="examples to evaluate, -1 for all (default 5)"
+    )
+    add("-r", "--rollouts-per-example", type=parse_positive, default=3, help="rollouts of each (default 3)")
+    add("-c", "--max-concurrent", type=parse_positive, default=32, help="requests in flight (default 32)")
+    add("-t", "--max-tokens", type=parse_positive, default=1024, help="longest completion (default 1024)")
     add("-T", "--temperature", type=float, default=1.0, help="softmax temperature; 0 is greedy (default 1.0)")
     add("-S", "--sampling-args", type=json_object, default={}, help="further request fields as JSON; they win")
     add("--chat-template", help="of a model that is loaded here: a file, the name of one of Hone's, or its text")
@@ -63,13 +65,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the draws (default 0)")
     add("--timeout", type=float, default=600.0, help="seconds until a request is given up (default 600)")
     args = parser.parse_args(argv)
-    args.sampling_args = with_template(fields(args.sampling_args), args.template_arguments)
+    args.sampling_args = with_template(flatten_extra_body(args.sampling_args), args.template_arguments)
     if args.env is None and args.compare is None:
         parser.error("which environment? As in: vf-eval reverse-text -m MODEL -b http://localhost:8000/v1")
     return args
 
 
-def entries(args: argparse.Namespace) -> list[argparse.Namespace]:
+def list_evaluations(args: argparse.Namespace) -> list[argparse.Namespace]:
     """The evaluations that are asked for: one, or those of a TOML file, whose own keys win over the flags.
 
     Raises ValueError for keys that it does not know.
@@ -104,7 +106,7 @@ def entries(args: argparse.Namespace) -> list[argparse.Namespace]:
             ):
                 raise ValueError(f"{path}: {key} must be 1 or more, found {keys[key]!r}")
         if "sampling_args" in keys:
-            keys["sampling_args"] = with_template(fields(keys["sampling_args"]), args.template_arguments)
+            keys["sampling_args"] = with_template(flatten_extra_body(keys["sampling_args"]), args.template_arguments)
         if not keys["env"]:
             raise ValueError(f"{path}: an [[eval]] entry has no env_id")
         found.append(argparse.Namespace(**vars(args) | keys))
@@ -113,7 +115,7 @@ def entries(args: argparse.Namespace) -> list[argparse.Namespace]:
     return found
 
 
-def fields(given: dict[str, Any]) -> dict[str, Any]:
+def flatten_extra_body(given: dict[str, Any]) -> dict[str, Any]:
     """Fields of a request; those under extra_body, where OpenAI's client has them, stand beside the others."""
     return {key: value for key, value in given.items() if key != "extra_body"} | (given.get("extra_body") or {})
 
@@ -127,15 +129,15 @@ def with_template(fields: dict[str, Any], arguments: dict[str, Any]) -> dict[str
     )
 
 
-def positive(text: str) -> int:
+def parse_positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, found {text}")
     return value
 
 
-def examples(text: str) -> int:
-    return -1 if text == "-1" else positive(text)
+def parse_example_count(text: str) -> int:
+    return -1 if text == "-1" else parse_positive(text)
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -8,17 +8,17 @@ from rich.console import Console
 from rich.table import Table
 
 from hone.evals.results import Folder
-from hone.evals.statistics import paired
+from hone.evals.statistics import paired_difference
 
 
-def compare(a: Path, b: Path) -> int:
+def compare_results(a: Path, b: Path) -> int:
     """Prints reward and metrics, paired by example. Raises ValueError where there is nothing to compare."""
     one, other = by_example(a), by_example(b)
     table = Table(title=f"A {a}\nB {b}", box=None, pad_edge=False, title_justify="left")
     for heading in ("", "A", "B", "B - A", "95 %", "p", "better", "worse"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name in ["reward", *sorted((one.keys() & other.keys()) - {"reward"})]:
-        found = paired(one[name], other[name])
+        found = paired_difference(one[name], other[name])
         low, high = found.mean - 1.96 * found.error, found.mean + 1.96 * found.error
         both = one[name].keys() & other[name].keys()
         table.add_row(
@@ -34,7 +34,7 @@ def compare(a: Path, b: Path) -> int:
 def by_example(path: Path) -> dict[str, dict[str, float]]:
     """Of each metric the mean of every example's rollouts that did not fail."""
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in Folder.of(path).rows():
+    for row in Folder.open(path).read_rows():
         if not row["error"]:
             for name, value in {"reward": row["reward"], **row["metrics"]}.items():
                 values[name][f"{row['env']} {row['example_id']}"].append(value)

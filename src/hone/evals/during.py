@@ -3,7 +3,7 @@
 from hone.config.sections import EvalConfig
 from hone.engine.engine import Engine
 from hone.environments import load_environments
-from hone.evals.held_out import evaluate
+from hone.evals.held_out import evaluate_environments
 from hone.inference.service import EngineService, LocalClient
 from hone.models.lora import Merged
 from hone.models.transformer import Transformer
@@ -26,18 +26,18 @@ class Evaluation:
         if self._sampled is None or self._sampled.trained is not model:
             self._sampled = Merged(model)
             self._engine = Engine(self._sampled.model, kv_cache_gib=CACHE_GIB)
-        self._sampled.follow()
+        self._sampled.follow_step()
         self._engine.set_version(step)
         service = EngineService(self._engine, lockstep=True)
         found: dict[str, float] = {}
 
-        async def program() -> None:
+        async def run_evaluation() -> None:
             client = LocalClient(service, tokenizer)
             try:
-                found.update(await evaluate(self.config, self.environments, client, self.seed))
+                found.update(await evaluate_environments(self.config, self.environments, client, self.seed))
             finally:  # the next evaluation has an event loop of its own
                 for environment in self.environments.values():
                     await environment.close()
 
-        service.run_beside(program())
+        service.run_beside(run_evaluation())
         return found

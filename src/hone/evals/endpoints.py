@@ -25,7 +25,7 @@ def find_endpoint(model: str, base_url: str | None, key_variable: str, registry:
     """Where to send requests: `base_url` as given, else what the registry says of `model` (or of "default")."""
     if base_url is not None:
         return Endpoint(base_url, model, os.environ.get(key_variable) or own_key(base_url))
-    entries = _read(Path(registry))
+    entries = _read_endpoints(Path(registry))
     name = model if model in entries else "default"
     if name not in entries:
         known = f"{registry} has {', '.join(entries)}" if entries else f"there is no registry {registry}"
@@ -40,10 +40,10 @@ def find_endpoint(model: str, base_url: str | None, key_variable: str, registry:
 
 def is_named(model: str, registry: str) -> bool:
     """Whether the registry has an entry of that name."""
-    return model in _read(Path(registry))
+    return model in _read_endpoints(Path(registry))
 
 
-def _read(path: Path) -> dict[str, dict[str, str]]:
+def _read_endpoints(path: Path) -> dict[str, dict[str, str]]:
     if not path.is_file():
         return {}
     if path.suffix == ".toml":

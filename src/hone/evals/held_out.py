@@ -11,12 +11,12 @@ import numpy as np
 
 from hone.config.sections import EvalConfig
 from hone.environments import Environment
-from hone.environments.attempt import attempt, compare
+from hone.environments.attempt import attempt_rollout, score_group_or_fail
 from hone.environments.conversation import TokenClient
 from hone.records import Example, Rollout, Sampling
 
 
-async def evaluate(
+async def evaluate_environments(
     config: EvalConfig, environments: dict[str, Environment], client: TokenClient, seed: int
 ) -> dict[str, float]:
     """Mean reward and metrics of each environment."""
@@ -24,12 +24,14 @@ async def evaluate(
     for name, environment in environments.items():
         examples = environment.get_eval_dataset()[: config.num_examples]
         sampling = Sampling(config.temperature, config.max_tokens, seed)
-        rollouts = await attempts(environment, client, examples, config.rollouts_per_example, sampling, config.timeout)
-        found |= {f"eval/{name}/{key}": value for key, value in means(rollouts).items()}
+        rollouts = await attempt_rollouts(
+            environment, client, examples, config.rollouts_per_example, sampling, config.timeout
+        )
+        found |= {f"eval/{name}/{key}": value for key, value in mean_scores(rollouts).items()}
     return found
 
 
-async def attempts(
+async def attempt_rollouts(
     environment: Environment, client: TokenClient, examples: list[Example], n: int, sampling: Sampling,
     timeout: float | None = None, at_once: int | None = None, retries: int = 0,
     known: dict[int, Rollout] | None = None, done: Callable[[int, Rollout], None] | None = None,
@@ -44,28 +46,28 @@ async def attempts(
     count = len(examples) * n
     slots = asyncio.Semaphore(at_once or max(1, count))
 
-    async def one(i: int) -> Rollout:
+    async def attempt_one(i: int) -> Rollout:
         async with slots:
             if give_up():
                 return Rollout(examples[i // n], [], [], error="not tried, since all before it failed")
             own = replace(sampling, seed=(sampling.seed << 40) + i)
-            return await attempt(environment, client, examples[i // n], own, timeout, retries)
+            return await attempt_rollout(environment, client, examples[i // n], own, timeout, retries)
 
-    async def group(start: int) -> list[Rollout]:
+    async def attempt_group(start: int) -> list[Rollout]:
         numbers = range(start, start + n)
         if known and all(i in known for i in numbers):
             return [known[i] for i in numbers]
-        rollouts = await asyncio.gather(*map(one, numbers))
-        await compare(environment, rollouts, timeout)
+        rollouts = await asyncio.gather(*map(attempt_one, numbers))
+        await score_group_or_fail(environment, rollouts, timeout)
         for i, rollout in zip(numbers, rollouts, strict=True):
             if done is not None:
                 done(i, rollout)
         return rollouts
 
-    return [rollout for of_one in await asyncio.gather(*map(group, range(0, count, n))) for rollout in of_one]
+    return [rollout for of_one in await asyncio.gather(*map(attempt_group, range(0, count, n))) for rollout in of_one]
 
 
-def means(rollouts: list[Rollout]) -> dict[str, float]:
+def mean_scores(rollouts: list[Rollout]) -> dict[str, float]:
     """Mean reward and metrics of those that did not fail, and how many did."""
     scored = [r for r in rollouts if not r.error]
     reward = {"reward": float(np.mean([r.reward for r in scored]))} if scored else {}

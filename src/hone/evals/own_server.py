@@ -53,7 +53,7 @@ def endpoint_for(
             raise
     is_here = Path(model).expanduser().is_dir() or found is None or httpx.URL(found.base_url).host in LOOPBACK
     is_own = found is None or (found.is_default and is_here and can_be_loaded(model))
-    if found is not None and not (is_own and (chat_template is not None or not _serves(found))):
+    if found is not None and not (is_own and (chat_template is not None or not _is_serving(found))):
         if chat_template is not None:
             raise ValueError(
                 f"--chat-template is for a model that is loaded here; {found.base_url} renders by its own: start it "
@@ -65,7 +65,7 @@ def endpoint_for(
         yield endpoint
 
 
-def _serves(endpoint: Endpoint) -> bool:
+def _is_serving(endpoint: Endpoint) -> bool:
     """Whether the server answers and has the model."""
     headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
     uses_proxy = httpx.URL(endpoint.base_url).host not in LOOPBACK
@@ -99,7 +99,7 @@ def own_server(model: str, chat_template: str | None = None) -> Iterator[Endpoin
             env=os.environ | {"HONE_PARENT_PID": str(os.getpid()), "HONE_API_KEY": ""},
         )  # fmt: skip
         try:
-            yield Endpoint(f"{_url(process, said.fileno())}/v1", name, None, is_own=True)
+            yield Endpoint(f"{_await_url(process, said.fileno())}/v1", name, None, is_own=True)
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -108,7 +108,7 @@ def own_server(model: str, chat_template: str | None = None) -> Iterator[Endpoin
             process.wait()
 
 
-def _url(process: "subprocess.Popen[bytes]", said: int) -> str:
+def _await_url(process: "subprocess.Popen[bytes]", said: int) -> str:
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.1)

@@ -34,39 +34,39 @@ find.oninput = show; order.onchange = sort;
 
 
 def write_page(file: Path, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    summary = "".join(f"<tr><th>{_text(k)}</th><td>{_text(v)}</td></tr>" for k, v in settings.items())
-    body = "\n".join(_rollout(number, row) for number, row in enumerate(rows))
+    summary = "".join(f"<tr><th>{_render_text(k)}</th><td>{_render_text(v)}</td></tr>" for k, v in settings.items())
+    body = "\n".join(_render_rollout(number, row) for number, row in enumerate(rows))
     title = f"{settings.get('env', '')} by {settings.get('model', '')}"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(
         "<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-        f"<title>{_text(title)}</title>"
-        f"<style>{STYLE}</style><h1>{_text(title)}</h1><table>{summary}</table><p>"
+        f"<title>{_render_text(title)}</title>"
+        f"<style>{STYLE}</style><h1>{_render_text(title)}</h1><table>{summary}</table><p>"
         "<input id=find placeholder='find in rollouts'><select id=order><option value=''>in their order</option>"
         "<option value=low>lowest reward first</option><option value=high>highest reward first</option></select>"
         f"<div id=rollouts>{body}</div><script>{SCRIPT}</script>\n"
     )
 
 
-def _rollout(number: int, row: dict[str, Any]) -> str:
-    said = "".join(map(_message, [*row["prompt"], *row["completion"]]))
+def _render_rollout(number: int, row: dict[str, Any]) -> str:
+    said = "".join(map(_render_message, [*row["prompt"], *row["completion"]]))
     parts = " ".join(f"{name} {value:g}" for name, value in row["metrics"].items())
-    worth = f"<span class=bad>{_text(row['error'])}</span>" if row["error"] else f"reward {row['reward']:.3f}"
+    worth = f"<span class=bad>{_render_text(row['error'])}</span>" if row["error"] else f"reward {row['reward']:.3f}"
     reward = -1e9 if row["error"] else row["reward"]
     return (
         f"<details data-number={number} data-reward={reward}>"
-        f"<summary>example {_text(row['example_id'])}: {worth}</summary>{said}<p>{_text(parts)}"
-        f"<br>right answer: {_text(row['answer'])}; ended by {_text(row.get('stop') or 'nothing')}; "
+        f"<summary>example {_render_text(row['example_id'])}: {worth}</summary>{said}<p>{_render_text(parts)}"
+        f"<br>right answer: {_render_text(row['answer'])}; ended by {_render_text(row.get('stop') or 'nothing')}; "
         f"{row['seconds']:.2f} s</details>"
     )
 
 
-def _message(message: dict[str, Any]) -> str:
+def _render_message(message: dict[str, Any]) -> str:
     calls = "".join(f"\n{json.dumps(call.get('function', call))}" for call in message.get("tool_calls") or [])
     role = message["role"] if message["role"] in ("system", "user", "assistant", "tool") else "user"
-    text = _text(str(message.get("content") or "") + calls)
-    return f"<div class=role>{_text(message['role'])}</div><pre class={role}>{text}</pre>"
+    text = _render_text(str(message.get("content") or "") + calls)
+    return f"<div class=role>{_render_text(message['role'])}</div><pre class={role}>{text}</pre>"
 
 
-def _text(value: Any) -> str:
+def _render_text(value: Any) -> str:
     return html.escape(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))

@@ -33,20 +33,20 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._bar.stop()
 
-    def add(self, number: int, rollout: Rollout, is_new: bool = True) -> None:
+    def add_rollout(self, number: int, rollout: Rollout, is_new: bool = True) -> None:
         self.done += 1
         self.failed += bool(rollout.error)
         self.total += 0.0 if rollout.error else rollout.reward
         if self.folder is not None and is_new:
-            self.folder.add(number, rollout)
+            self.folder.append_rollout(number, rollout)
         if sys.stderr.isatty():
-            self._bar.update(self._task, completed=self.done, mean=self.mean)
+            self._bar.update(self._task, completed=self.done, mean=self.mean_reward)
         elif time.monotonic() - self._said > EVERY:
             self._said = time.monotonic()
-            print(f"{self.name}: {self.done} of {self.count}, {self.mean}", file=sys.stderr, flush=True)
+            print(f"{self.name}: {self.done} of {self.count}, {self.mean_reward}", file=sys.stderr, flush=True)
 
     @property
-    def mean(self) -> str:
+    def mean_reward(self) -> str:
         scored = self.done - self.failed
         failed = f", {self.failed} failed" if self.failed else ""
         return f"reward {self.total / scored:.3f}{failed}" if scored else f"{self.failed} failed"

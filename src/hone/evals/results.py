@@ -20,7 +20,7 @@ class Folder:
         self.path, self.settings, self.token_ids = path, settings, token_ids
 
     @classmethod
-    def new(cls, settings: dict[str, Any], token_ids: bool) -> "Folder":
+    def create(cls, settings: dict[str, Any], token_ids: bool) -> "Folder":
         name = f"{settings['env']}--{settings['model']}".replace("/", "--")
         folder = cls(Path("outputs") / "evals" / name / uuid.uuid4().hex[:8], settings, token_ids)
         folder.path.mkdir(parents=True)
@@ -28,7 +28,7 @@ class Folder:
         return folder
 
     @classmethod
-    def of(cls, path: Path) -> "Folder":
+    def open(cls, path: Path) -> "Folder":
         """Raises ValueError for a folder that has no results."""
         if not (path / ABOUT).is_file():
             raise ValueError(f"{path} has no {ABOUT}: it is no folder of results (outputs/evals/ENV--MODEL/ID)")
@@ -38,9 +38,9 @@ class Folder:
         self.settings = settings
         (self.path / ABOUT).write_text(json.dumps(settings, indent=2) + "\n")
 
-    def add(self, number: int, rollout: Rollout) -> None:
+    def append_rollout(self, number: int, rollout: Rollout) -> None:
         with (self.path / FILE).open("a") as file:
-            file.write(self._line(number, rollout))
+            file.write(self._format_line(number, rollout))
 
     def end_line(self) -> None:
         """What was cut in the middle of a line stands alone."""
@@ -49,20 +49,20 @@ class Folder:
             with file.open("a") as out:
                 out.write("\n")
 
-    def _line(self, number: int, rollout: Rollout) -> str:
+    def _format_line(self, number: int, rollout: Rollout) -> str:
         if "saved row" in rollout.state:
             return json.dumps(rollout.state["saved row"], ensure_ascii=False) + "\n"
         row = rollout.metrics | row_of(rollout, self.settings["env"], self.token_ids) | {"rollout": number}
         return json.dumps(row, ensure_ascii=False, default=str) + "\n"
 
-    def rewrite(self, rollouts: list[Rollout]) -> None:
+    def rewrite_rollouts(self, rollouts: list[Rollout]) -> None:
         """All of them, in their order."""
-        whole = "".join(self._line(number, rollout) for number, rollout in enumerate(rollouts))
+        whole = "".join(self._format_line(number, rollout) for number, rollout in enumerate(rollouts))
         partial = self.path / f"{FILE}.partial"
         partial.write_text(whole)
         partial.rename(self.path / FILE)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def read_rows(self) -> list[dict[str, Any]]:
         file, found = self.path / FILE, []
         for line in file.read_text().split("\n") if file.is_file() else []:
             try:
@@ -71,25 +71,25 @@ class Folder:
                 continue
         return found
 
-    def known(self, settings: dict[str, Any]) -> dict[int, Rollout]:
+    def read_known(self, settings: dict[str, Any]) -> dict[int, Rollout]:
         """The rollouts that need not be made again. Raises ValueError where other settings are asked for."""
         for key in SAME:
             if self.settings.get(key) != settings[key]:
                 raise ValueError(f"--resume: {key} is {settings[key]!r}, the results have {self.settings.get(key)!r}")
         known = {}
-        for row in self.rows():
+        for row in self.read_rows():
             if not row["error"]:
                 known[row["rollout"]] = rollout_of(row)
                 known[row["rollout"]].state["saved row"] = row
         return known
 
 
-def latest(settings: dict[str, Any]) -> Folder | None:
+def find_unfinished(settings: dict[str, Any]) -> Folder | None:
     """The newest folder of an evaluation that was not finished, with these settings."""
     name = f"{settings['env']}--{settings['model']}".replace("/", "--")
     paths = sorted((Path("outputs") / "evals" / name).glob(f"*/{ABOUT}"), key=lambda path: path.stat().st_mtime)
     for path in reversed(paths):
-        folder = Folder.of(path.parent)
+        folder = Folder.open(path.parent)
         if "seconds" not in folder.settings and all(folder.settings.get(key) == settings[key] for key in SAME):
             return folder
     return None

@@ -44,7 +44,7 @@ class Difference:
     count: int
 
 
-def paired(a: dict[str, float], b: dict[str, float]) -> Difference:
+def paired_difference(a: dict[str, float], b: dict[str, float]) -> Difference:
     """Of what both have. Raises ValueError where that is nothing."""
     both = sorted(a.keys() & b.keys())
     if not both:

@@ -19,16 +19,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from hone.clients.http import HttpClient
-from hone.config.secrets import redact
+from hone.config.secrets import redact_secrets
 from hone.environments import Environment
 from hone.environments.registry import add_folder, load_environment
 from hone.environments.rows import row_of
-from hone.evals.arguments import entries, parse_arguments
+from hone.evals.arguments import list_evaluations, parse_arguments
 from hone.evals.endpoints import Endpoint
-from hone.evals.held_out import attempts
+from hone.evals.held_out import attempt_rollouts
 from hone.evals.own_server import endpoint_for
 from hone.evals.progress import Progress
-from hone.evals.results import Folder, latest
+from hone.evals.results import Folder, find_unfinished
 from hone.evals.statistics import SIGMAS, clustered_error, pass_at_k
 from hone.records import Example, Rollout, Sampling
 from hone.text.printable import make_line, make_printable
@@ -39,21 +39,21 @@ FAILURES = 16  # that come before any rollout that does not fail: then the other
 def main(argv: list[str]) -> int:
     args = parse_arguments(argv)
     if args.compare is not None:
-        from hone.evals.compare import compare
+        from hone.evals.compare import compare_results
 
-        return compare(*map(Path, args.compare))
-    wanted = entries(args)
+        return compare_results(*map(Path, args.compare))
+    wanted = list_evaluations(args)
     found, failed = [], []
     for entry in wanted:
         try:
-            found.append(one(entry))
+            found.append(run_evaluation(entry))
         except (ValueError, ConnectionError) as error:
             if len(wanted) == 1:
                 raise
             failed.append(entry.env)
             print(f"vf-eval: error: {entry.env}: {error}", file=sys.stderr)
     if len(found) > 1:
-        overview(found)
+        print_overview(found)
     if failed:
         print(
             f"vf-eval: error: {len(failed)} of {len(wanted)} evaluations failed: {', '.join(failed)}", file=sys.stderr
@@ -63,15 +63,15 @@ def main(argv: list[str]) -> int:
     )
 
 
-def one(args: argparse.Namespace) -> dict[str, Any]:
+def run_evaluation(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluates, prints and saves; what is in the metadata."""
     with endpoint_for(
         args.model, args.api_base_url, args.api_key_var, args.endpoints_path, args.chat_template
     ) as endpoint:
-        return _one(args, endpoint)
+        return _run_evaluation(args, endpoint)
 
 
-def _one(args: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
+def _run_evaluation(args: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
     add_folder(args.env_dir_path, args.env)
     environment = load_environment(args.env, **args.env_args)
     examples = environment.get_eval_dataset(args.num_examples)
@@ -79,22 +79,22 @@ def _one(args: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
         raise ValueError(f"{args.env} has no examples to evaluate on")
     settings: dict[str, Any] = {
         "env": args.env,
-        "env_args": redact(args.env_args),
+        "env_args": redact_secrets(args.env_args),
         "model": endpoint.model,
         "base_url": "own server" if endpoint.is_own else endpoint.base_url,
         "num_examples": len(examples),
         "rollouts_per_example": args.rollouts_per_example,
         "temperature": args.sampling_args.get("temperature", args.temperature),
         "max_tokens": args.sampling_args.get("max_tokens", args.max_tokens),
-        "sampling_args": redact(args.sampling_args),
+        "sampling_args": redact_secrets(args.sampling_args),
         "seed": args.seed,
     }
-    folder, known = where(args, settings)
+    folder, known = choose_folder(args, settings)
     progress = Progress(args.env, len(examples) * args.rollouts_per_example, folder)
     start = time.perf_counter()
     try:
         with progress:
-            rollouts, used = asyncio.run(evaluate(environment, examples, endpoint, args, known, progress))
+            rollouts, used = asyncio.run(collect_rollouts(environment, examples, endpoint, args, known, progress))
     except KeyboardInterrupt:
         if folder is None:
             print("nothing of it is kept: -s saves rollouts as they come, and --resume continues", file=sys.stderr)
@@ -102,12 +102,12 @@ def _one(args: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
             print(f"what is done is in {folder.path}; to continue: --resume {folder.path}", file=sys.stderr)
         raise
     settings["seconds"] = round(time.perf_counter() - start, 2)
-    settings |= summarise(rollouts, args.rollouts_per_example, args.pass_at) | used
+    settings |= summarize_rollouts(rollouts, args.rollouts_per_example, args.pass_at) | used
     if args.price and used["prompt_tokens"]:
         dollars = (used["prompt_tokens"] * args.price[0] + used["completion_tokens"] * args.price[1]) / 1e6
         settings["dollars"] = round(dollars, 6)
     if folder is not None:
-        folder.rewrite(rollouts)
+        folder.rewrite_rollouts(rollouts)
         folder.write_about(settings)
     print_results(settings, rollouts, args.verbose)
     if folder is not None:
@@ -124,21 +124,21 @@ def _one(args: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
     return settings | {"fail_above": args.fail_above}
 
 
-def where(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[Folder | None, dict[int, Rollout]]:
+def choose_folder(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[Folder | None, dict[int, Rollout]]:
     """The folder for results, if any, and what is known from it."""
     if args.resume is None:
-        return (Folder.new(settings, args.token_ids) if args.save_results else None), {}
-    folder = Folder.of(Path(args.resume)) if args.resume else latest(settings)
+        return (Folder.create(settings, args.token_ids) if args.save_results else None), {}
+    folder = Folder.open(Path(args.resume)) if args.resume else find_unfinished(settings)
     if folder is None:
         raise ValueError("--resume: no evaluation with these settings was left unfinished under outputs/evals")
-    known = folder.known(settings)
+    known = folder.read_known(settings)
     folder.token_ids = args.token_ids
     folder.end_line()
     print(f"going on with {folder.path}: {len(known)} rollouts are there")
     return folder, known
 
 
-async def evaluate(
+async def collect_rollouts(
     environment: Environment,
     examples: list[Example],
     endpoint: Endpoint,
@@ -150,36 +150,36 @@ async def evaluate(
     server, most = (endpoint.base_url, endpoint.model, endpoint.api_key), args.max_concurrent
     failed, succeeds = 0, False
 
-    def done(number: int, rollout: Rollout) -> None:
+    def record_rollout(number: int, rollout: Rollout) -> None:
         nonlocal failed, succeeds
         failed, succeeds = failed + bool(rollout.error), succeeds or not rollout.error
-        progress.add(number, rollout)
+        progress.add_rollout(number, rollout)
 
     async with HttpClient(*server, args.sampling_args, args.timeout) as client:
-        await client.check()
+        await client.wait_until_serving()
         sampling = Sampling(args.temperature, args.max_tokens, args.seed)
         try:
-            rollouts = await attempts(
+            rollouts = await attempt_rollouts(
                 environment, client, examples, args.rollouts_per_example, sampling, at_once=most,
-                retries=args.max_retries, known=known, done=done, give_up=lambda: failed >= FAILURES and not succeeds,
+                retries=args.max_retries, known=known, done=record_rollout, give_up=lambda: failed >= FAILURES and not succeeds,
             )  # fmt: skip
         finally:
             await environment.close()
         return rollouts, {"prompt_tokens": client.prompt_tokens, "completion_tokens": client.completion_tokens}
 
 
-def summarise(rollouts: list[Rollout], n: int, passed: float) -> dict[str, Any]:
+def summarize_rollouts(rollouts: list[Rollout], n: int, passed: float) -> dict[str, Any]:
     """Means of those that did not fail, with standard errors clustered by example, pass@k, what ended them."""
     scored = [r for r in rollouts if not r.error]
     ids = [r.example.id for r in scored]
 
-    def mean(values: list[float], of: list[int]) -> dict[str, float]:
+    def mean_of(values: list[float], of: list[int]) -> dict[str, float]:
         return {"mean": float(np.mean(values)), "std": float(np.std(values)), "error": clustered_error(values, of)}
 
     rewards = [r.reward for r in scored]
     names = sorted({name for r in scored for name in r.metrics})
     having = {name: [r for r in scored if name in r.metrics] for name in names}
-    whole = mean(rewards, ids) if scored else {"mean": None, "std": None, "error": None}
+    whole = mean_of(rewards, ids) if scored else {"mean": None, "std": None, "error": None}
     groups = [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
     successes = [[r.reward >= passed for r in group if not r.error] for group in groups]
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= n]
@@ -224,7 +224,7 @@ def print_results(settings: dict[str, Any], rollouts: list[Rollout], verbose: bo
             console.print(f"r{k + 1}: [{', '.join(row[:10])}{', …' if len(row) > 10 else ''}]", markup=False)
         for name, value in settings["metrics"].items():
             console.print(f"{name}: avg - {value:.3f}, 95 % ± {SIGMAS * settings['metrics_error'][name]:.3f}")
-        console.print(f"95 % of the mean reward: {interval(settings)} (clustered by example)")
+        console.print(f"95 % of the mean reward: {format_interval(settings)} (clustered by example)")
         console.print("pass@k: " + ", ".join(f"{k}: {value:.3f}" for k, value in settings["pass_at"].items()))
         stops = ", ".join(f"{name} {count}" for name, count in settings["stops"].items())
         console.print(f"ended by: {stops}; cut at max_tokens: {settings['truncated']}")
@@ -237,19 +237,19 @@ def print_results(settings: dict[str, Any], rollouts: list[Rollout], verbose: bo
     console.print(f"time: {settings['seconds']:.1f} s")
 
 
-def interval(settings: dict[str, Any]) -> str:
+def format_interval(settings: dict[str, Any]) -> str:
     half = SIGMAS * settings["reward_error"]
     return (
         f"{settings['reward'] - half:.3f} to {settings['reward'] + half:.3f}" if half == half else "one example alone"
     )
 
 
-def overview(found: list[dict[str, Any]]) -> None:
+def print_overview(found: list[dict[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in ("env", "model", "reward", "95 %", "failed"):
         table.add_column(heading)
     for settings in found:
         failed = f"{settings['failed']} of {settings['rollouts']}"
         reward = f"{settings['reward']:.3f}"
-        table.add_row(settings["env"], settings["model"], reward, interval(settings), failed)
+        table.add_row(settings["env"], settings["model"], reward, format_interval(settings), failed)
     Console(highlight=False).print(table)

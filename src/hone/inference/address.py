@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """A bound socket. Raises ValueError when the address cannot be had, with who holds it where the system tells."""
     # The protocol is named: asyncio turns Nagle's algorithm off, which costs 40 ms an answer, only where it sees TCP.
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -16,16 +16,16 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ValueError(
-            f"server.port: cannot listen on {host}:{port}: {error.strerror}{_held(port)}; "
+            f"server.port: cannot listen on {host}:{port}: {error.strerror}{describe_port_holder(port)}; "
             "stop what listens there or choose another with --server.port (of rl: --inference.server.port; of vf-rl: "
             "--trainer.args.vllm-server-port)"
         ) from None
     return sock
 
 
-def _held(port: int) -> str:
+def describe_port_holder(port: int) -> str:
     """Whose process listens on a port, where /proc tells: ` by process 42 (python -m …)`."""
-    sockets = {f"socket:[{inode}]" for inode in _listening(port)}
+    sockets = {f"socket:[{inode}]" for inode in find_listening_sockets(port)}
     for folder in Path("/proc").glob("[0-9]*") if sockets else ():
         try:
             if any(os.readlink(file) in sockets for file in (folder / "fd").iterdir()):
@@ -37,7 +37,7 @@ def _held(port: int) -> str:
     return ""
 
 
-def _listening(port: int) -> Iterator[str]:
+def find_listening_sockets(port: int) -> Iterator[str]:
     """The inodes of sockets that listen on a port."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:

@@ -23,7 +23,7 @@ from hone.inference.protocol import ChatRequest, CompletionRequest, Request
 from hone.inference.streams import Spelling
 from hone.records import Completion, Prompt
 from hone.text.detokenizer import name_of
-from hone.text.stops import cut
+from hone.text.stops import cut_at_stop
 from hone.text.tokenizer import Tokenizer
 
 Choice = dict[str, Any]
@@ -49,15 +49,15 @@ class Answer:
             "model": request.model,
         }
 
-    def encode(self, value: dict[str, Any]) -> str:
+    def encode_json(self, value: dict[str, Any]) -> str:
         """As JSON."""
-        text = _json(value)
+        text = _dump_json(value)
         while self._written:
             place, written = self._written.popitem()
             text = text.replace(f'"{place}"', written, 1)
         return text
 
-    def written(self, text: str) -> str:
+    def embed_json(self, text: str) -> str:
         """Stands for JSON that is written already."""
         place = f"{PLACE}{len(self._written)}"
         self._written[place] = text
@@ -66,35 +66,38 @@ class Answer:
     def prompt_of(self, index: int) -> list[int]:
         return self.prompts[index // (self.request.n or 1)]
 
-    def body(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The whole answer."""
-        choices = [{"index": i, **self.choice(i, one), **self.extras(one)} for i, one in enumerate(completions)]
-        usage = self.usage(sum(len(one.ids) for one in completions))
-        return {**self.head, "object": self.kind, "choices": choices, "usage": usage, **self.around()}
+        choices = [
+            {"index": i, **self.build_choice(i, one), **self.build_token_fields(one)}
+            for i, one in enumerate(completions)
+        ]
+        usage = self.count_usage(sum(len(one.ids) for one in completions))
+        return {**self.head, "object": self.kind, "choices": choices, "usage": usage, **self.build_envelope()}
 
-    def usage(self, written: int) -> dict[str, int]:
+    def count_usage(self, written: int) -> dict[str, int]:
         read = sum(map(len, self.prompts))
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
-    def around(self) -> dict[str, Any]:
+    def build_envelope(self) -> dict[str, Any]:
         return {}
 
-    def choice(self, index: int, completion: Completion) -> Choice:
+    def build_choice(self, index: int, completion: Completion) -> Choice:
         raise NotImplementedError
 
-    def context(self, index: int) -> list[int]:
+    def context_tokens(self, index: int) -> list[int]:
         """Return the tokens that the text of a completion goes on from; none where it stands by itself."""
         return []
 
-    def text(self, completion: Completion, index: int = 0) -> str:
+    def completion_text(self, completion: Completion, index: int = 0) -> str:
         """Return the text of a completion, as far as a stop string."""
         request, ids = self.request, completion.ids
         if ids and self.has_form and ids[-1] in self.tokenizer.stop_ids:  # the form is of what comes before
             ids = ids[:-1]
-        text = self.tokenizer.decode_after(self.context(index), ids, self.skip)
-        return cut(text, request.stop, keep=bool(request.include_stop_str_in_output)) if request.stop else text
+        text = self.tokenizer.decode_after(self.context_tokens(index), ids, self.skip)
+        return cut_at_stop(text, request.stop, keep=bool(request.include_stop_str_in_output)) if request.stop else text
 
-    def extras(self, completion: Completion) -> dict[str, Any]:
+    def build_token_fields(self, completion: Completion) -> dict[str, Any]:
         """What is asked for beside the text, of these tokens."""
         extras: dict[str, Any] = {}
         if self.request.return_token_logprobs:
@@ -109,32 +112,36 @@ class Answer:
 
     # -------------------------------------------------------------------------------------------- in pieces
 
-    def spelling(self, index: int) -> Spelling:
+    def start_spelling(self, index: int) -> Spelling:
         stops: list[str] = list(self.request.stop or [])
         shown = [] if self.request.include_stop_str_in_output else stops
         return Spelling(
-            self.tokenizer, self.skip, shown, self.hold, self.tokenizer.context_of(self.context(index), self.skip)
+            self.tokenizer,
+            self.skip,
+            shown,
+            self.held_back_strings,
+            self.tokenizer.context_of(self.context_tokens(index), self.skip),
         )
 
     @property
-    def hold(self) -> list[str]:
+    def held_back_strings(self) -> list[str]:
         """What is not shown before all is written."""
         return []
 
-    def chunk(self, choices: list[Choice], **more: Any) -> str:
+    def encode_chunk(self, choices: list[Choice], **more: Any) -> str:
         """As JSON, whose head is the same for all of a stream."""
-        self._chunk_head = self._chunk_head or _json({**self.head, "object": self.chunk_kind})[:-1]
-        return f"{self._chunk_head},{self.encode({'choices': choices, **more})[1:]}"
+        self._chunk_head = self._chunk_head or _dump_json({**self.head, "object": self.chunk_kind})[:-1]
+        return f"{self._chunk_head},{self.encode_json({'choices': choices, **more})[1:]}"
 
-    def first(self, index: int) -> Choice | None:
+    def build_first_delta(self, index: int) -> Choice | None:
         """Of the chunk before the first token."""
         return None
 
-    def piece(self, index: int, said: str, piece: Completion) -> Choice:
+    def build_delta(self, index: int, said: str, piece: Completion) -> Choice:
         """Return the chunk of tokens and of what they let be said."""
         raise NotImplementedError
 
-    def last(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
+    def build_last_delta(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
         """With the tokens that come last, and the reason for the end."""
         raise NotImplementedError
 
@@ -147,44 +154,46 @@ class ChatAnswer(Answer):
         self.chat, self.prompt = request, prompt
         self._begun: set[int] = set()  # completions of which there were tokens
 
-    def around(self) -> dict[str, Any]:
+    def build_envelope(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompts[0]} if self.request.return_token_ids else {}
 
-    def _message(self, completion: Completion) -> tuple[dict[str, Any], str]:
+    def _build_message(self, completion: Completion) -> tuple[dict[str, Any], str]:
         """What was said, and why it ended."""
         most = 1 if self.chat.parallel_tool_calls is False else None
-        turn = self.tokenizer.turn(self.prompt, self.prompts[0], completion, self.text(completion), most)
+        turn = self.tokenizer.build_turn(
+            self.prompt, self.prompts[0], completion, self.completion_text(completion), most
+        )
         called = bool(turn.tool_calls) and completion.finish_reason == "stop"
-        return turn.message, "tool_calls" if called else completion.finish_reason
+        return turn.assistant_message, "tool_calls" if called else completion.finish_reason
 
-    def choice(self, index: int, completion: Completion) -> Choice:
-        message, reason = self._message(completion)
-        choice = {"message": message, "finish_reason": reason, "logprobs": self._logprobs(index, completion)}
+    def build_choice(self, index: int, completion: Completion) -> Choice:
+        message, reason = self._build_message(completion)
+        choice = {"message": message, "finish_reason": reason, "logprobs": self._build_logprobs(index, completion)}
         return choice | ({"routing": completion.routing} if self.chat.return_routing else {})
 
     @property
-    def hold(self) -> list[str]:
+    def held_back_strings(self) -> list[str]:
         if not self.prompt.tools:
             return []
         return list(self.tokenizer.require_template().call_format.openings)
 
-    def first(self, index: int) -> Choice:
+    def build_first_delta(self, index: int) -> Choice:
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         return choice | {"logprobs": None}
 
-    def piece(self, index: int, said: str, piece: Completion) -> Choice:
+    def build_delta(self, index: int, said: str, piece: Completion) -> Choice:
         choice = {"index": index, "delta": {"content": said}, "finish_reason": None}
-        return choice | {"logprobs": self._logprobs(index, piece), **self.extras(piece)}
+        return choice | {"logprobs": self._build_logprobs(index, piece), **self.build_token_fields(piece)}
 
-    def last(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
-        message, reason = self._message(whole)
+    def build_last_delta(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
+        message, reason = self._build_message(whole)
         calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls") or [])]
-        said = spelling.rest(message["content"])
+        said = spelling.finish_text(message["content"])
         delta = {**({"content": said} if said else {}), **({"tool_calls": calls} if calls else {})}
         done = {"index": index, "delta": delta, "finish_reason": reason}
-        return done | {"logprobs": self._logprobs(index, piece), **self.extras(piece)}
+        return done | {"logprobs": self._build_logprobs(index, piece), **self.build_token_fields(piece)}
 
-    def _logprobs(self, index: int, completion: Completion) -> dict[str, Any] | None:
+    def _build_logprobs(self, index: int, completion: Completion) -> dict[str, Any] | None:
         """Return the entries of the next tokens of a completion, whose bytes joined are its text."""
         if not self.chat.logprobs:
             return None
@@ -192,16 +201,16 @@ class ChatAnswer(Answer):
         if completion.ids:
             self._begun.add(index)
         if completion.alternatives is None and not is_first:
-            return {"content": self.written(self._entries(completion))}
+            return {"content": self.embed_json(self._encode_entries(completion))}
         content = []
         for i, (token_id, logprob) in enumerate(zip(completion.ids, completion.logprobs, strict=True)):
             begins = is_first and i == 0
             others = completion.alternatives[i] if completion.alternatives else []
-            tops = [self._entry(*other, begins) for other in others]
-            content.append({**self._entry(token_id, logprob, begins), "top_logprobs": tops})
+            tops = [self._build_entry(*other, begins) for other in others]
+            content.append({**self._build_entry(token_id, logprob, begins), "top_logprobs": tops})
         return {"content": content}
 
-    def _entries(self, completion: Completion) -> str:
+    def _encode_entries(self, completion: Completion) -> str:
         """Return the list as JSON: of most tokens only the number is new, and thousands a second are written."""
         by_id = bool(self.request.return_tokens_as_token_ids)
         known: dict[int, tuple[str, str]] = self.tokenizer.kept.setdefault(("entries", by_id), {})
@@ -209,13 +218,13 @@ class ChatAnswer(Answer):
             raise ValueError("the model gives logprobs that are not finite")
         for token_id in completion.ids:
             if token_id not in known:
-                head, tail = json.dumps(self._entry(token_id, 0.0) | {"top_logprobs": []}).split(': 0.0, "bytes"')
+                head, tail = json.dumps(self._build_entry(token_id, 0.0) | {"top_logprobs": []}).split(': 0.0, "bytes"')
                 known[token_id] = (head + ": ", ', "bytes"' + tail)
         around = map(known.__getitem__, completion.ids)
         parts = [f"{head}{value!r}{tail}" for (head, tail), value in zip(around, completion.logprobs, strict=True)]
         return f"[{', '.join(parts)}]"
 
-    def _entry(self, token_id: int, logprob: float, begins: bool = False) -> dict[str, Any]:
+    def _build_entry(self, token_id: int, logprob: float, begins: bool = False) -> dict[str, Any]:
         texts = self.tokenizer.token_texts
         piece = texts.first_bytes_of(token_id) if begins else texts.bytes_of(token_id)
         return {"token": self.token_name(token_id, piece), "logprob": logprob, "bytes": list(piece)}
@@ -237,46 +246,46 @@ class TextAnswer(Answer):
         self.ask, self.echoed = request, echoed
         self._counts: dict[int, Characters] = {}
 
-    def context(self, index: int) -> list[int]:
+    def context_tokens(self, index: int) -> list[int]:
         return self.prompt_of(index)
 
-    def before(self, index: int) -> str:
+    def echoed_text(self, index: int) -> str:
         """Return the prompt's text, where it is echoed."""
         return self.tokenizer.decode(self.prompt_of(index), skip_special_tokens=self.skip) if self.ask.echo else ""
 
-    def choice(self, index: int, completion: Completion) -> Choice:
-        count = Characters(len(self.before(index)))
-        logprobs = self._logprobs(completion, count, follows=True)
+    def build_choice(self, index: int, completion: Completion) -> Choice:
+        count = Characters(len(self.echoed_text(index)))
+        logprobs = self._build_logprobs(completion, count, follows=True)
         if logprobs is not None and self.echoed is not None:
             echoed = self.echoed[index // (self.request.n or 1)]
-            ahead = self._logprobs(echoed, Characters(0), follows=False)
+            ahead = self._build_logprobs(echoed, Characters(0), follows=False)
             assert ahead is not None
             logprobs = {key: ahead[key] + logprobs[key] for key in logprobs}
-        text = self.before(index) + self.text(completion, index)
+        text = self.echoed_text(index) + self.completion_text(completion, index)
         ids = {"prompt_token_ids": self.prompt_of(index)} if self.request.return_token_ids else {}
         return {"text": text, "finish_reason": completion.finish_reason, "logprobs": logprobs, **ids}
 
-    def first(self, index: int) -> Choice | None:
+    def build_first_delta(self, index: int) -> Choice | None:
         if not (self.ask.echo or self.request.return_token_ids):
             return None
         ids = {"prompt_token_ids": self.prompt_of(index)} if self.request.return_token_ids else {}
-        return {"index": index, "text": self.before(index), "finish_reason": None, "logprobs": None, **ids}
+        return {"index": index, "text": self.echoed_text(index), "finish_reason": None, "logprobs": None, **ids}
 
-    def piece(self, index: int, said: str, piece: Completion) -> Choice:
-        count = self._counts.setdefault(index, Characters(len(self.before(index))))
+    def build_delta(self, index: int, said: str, piece: Completion) -> Choice:
+        count = self._counts.setdefault(index, Characters(len(self.echoed_text(index))))
         choice = {"index": index, "text": said, "finish_reason": None}
-        return choice | {"logprobs": self._logprobs(piece, count, follows=True), **self.extras(piece)}
+        return choice | {"logprobs": self._build_logprobs(piece, count, follows=True), **self.build_token_fields(piece)}
 
-    def last(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
-        said = self.piece(index, spelling.rest(self.text(whole, index)), piece)
+    def build_last_delta(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
+        said = self.build_delta(index, spelling.finish_text(self.completion_text(whole, index)), piece)
         return said | {"finish_reason": whole.finish_reason}
 
-    def _logprobs(self, completion: Completion, count: "Characters", follows: bool) -> dict[str, Any] | None:
+    def _build_logprobs(self, completion: Completion, count: "Characters", follows: bool) -> dict[str, Any] | None:
         """Return the logprobs of tokens. `count`: the characters before them; `follows`: there are tokens before."""
         if self.ask.logprobs is None:
             return None
         texts, ids = self.tokenizer.token_texts, completion.ids
-        pieces = texts.pieces(ids, follows)
+        pieces = texts.token_bytes(ids, follows)
         offsets, names, tops = [], [], list[dict[str, float] | None]()
         for i, (token_id, piece, logprob) in enumerate(zip(ids, pieces, completion.logprobs, strict=True)):
             offsets.append(count.so_far)
@@ -284,10 +293,12 @@ class TextAnswer(Answer):
             names.append(self.token_name(token_id, piece, "bytes:"))
             others = completion.alternatives[i] if completion.alternatives else []
             begins = not follows and i == 0
-            tops.append(None if logprob is None else self._tops(token_id, names[-1], logprob, others, begins))
+            tops.append(
+                None if logprob is None else self._build_top_logprobs(token_id, names[-1], logprob, others, begins)
+            )
         return {"tokens": names, "token_logprobs": completion.logprobs, "top_logprobs": tops, "text_offset": offsets}
 
-    def _tops(
+    def _build_top_logprobs(
         self, token_id: int, name: str, logprob: float, others: Sequence[tuple[int, float]], begins: bool
     ) -> dict[str, float]:
         """Return the likeliest tokens at a place and the one that is there; two of one text by their ids."""
@@ -311,7 +322,7 @@ class Characters:
         self.so_far += len(self._decoder.decode(piece))
 
 
-def _json(value: dict[str, Any]) -> str:
+def _dump_json(value: dict[str, Any]) -> str:
     """By pydantic in a fifth of the time of Python's own, which is left what that would write otherwise: numbers that
     are not finite, for which it raises ValueError, and halves of characters and ends of lines, which it escapes."""
     with suppress(PydanticSerializationError):

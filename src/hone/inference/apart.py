@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hone.config.inference import InferenceConfig
 from hone.config.sections import BACKEND_LOST
-from hone.inference.loop import run as run_loop
+from hone.inference.loop import run_event_loop as run_loop
 from hone.inference.sampler import ENGINE_CAN, Alternatives, Pause, Sampler
 from hone.inference.served import Served, find_allowed_directories
 from hone.inference.streams import Streams
@@ -93,22 +93,22 @@ class Frames(asyncio.Protocol):
     def send(self, value: Any) -> None:
         if not self._out:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._out.append(framed(value))
+        self._out.append(encode_frame(value))
 
     def _flush(self) -> None:
         self.transport.write(b"".join(self._out))
         self._out.clear()
 
 
-def framed(value: Any) -> bytes:
+def encode_frame(value: Any) -> bytes:
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     return len(data).to_bytes(HEAD, "little") + data
 
 
-def received(sock: socket.socket) -> Any:
+def receive_value(sock: socket.socket) -> Any:
     """The next value from a socket that blocks. Raises EOFError where the other end is gone."""
 
-    def exactly(count: int) -> bytes:
+    def read_exactly(count: int) -> bytes:
         parts = []
         while count:
             part = sock.recv(min(count, 2**20))
@@ -118,7 +118,7 @@ def received(sock: socket.socket) -> Any:
             count -= len(part)
         return b"".join(parts)
 
-    return pickle.loads(exactly(int.from_bytes(exactly(HEAD), "little")))
+    return pickle.loads(read_exactly(int.from_bytes(read_exactly(HEAD), "little")))
 
 
 # ---------------------------------------------------------------------------------------------- requests as bytes
@@ -134,21 +134,23 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tokenizer):
-            return _tokenizer, (self.number_of(value),)
+            return _get_tokenizer, (self.number_of(value),)
         if isinstance(value, Following):  # is read anew there
-            return _following, (value.form, value.tokenizer, value.vocabulary, value.stops, value.before)
+            return _rebuild_grammar, (value.form, value.tokenizer, value.vocabulary, value.stops, value.before)
         return NotImplemented
 
 
-def _tokenizer(number: int) -> Tokenizer:
+def _get_tokenizer(number: int) -> Tokenizer:
     return _known[number]
 
 
-def _following(form: Form, tokenizer: Tokenizer, vocabulary: int, stops: list[int], before: list[int]) -> Following:
-    return Following(form, tokenizer, vocabulary, stops).another(before)
+def _rebuild_grammar(
+    form: Form, tokenizer: Tokenizer, vocabulary: int, stops: list[int], before: list[int]
+) -> Following:
+    return Following(form, tokenizer, vocabulary, stops).start_another(before)
 
 
-def _learn(number: int, tokenizer: Tokenizer) -> None:
+def _register_tokenizer(number: int, tokenizer: Tokenizer) -> None:
     _known[number] = tokenizer
     for old in sorted(_known)[:-2]:  # the one before is of requests that are on the way
         del _known[old]
@@ -164,16 +166,16 @@ class ApartSampler(Sampler):
 
     def __init__(self, facts: Facts, lost: Callable[[], None]) -> None:
         self.facts, self.lost = facts, lost
-        self.streams = Streams(self.generate, lambda known: self._call("look", known))
+        self.streams = Streams(self.generate, lambda known: self._call_engine("look", known))
         self._numbers, self._tokenizers = itertools.count(), itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._sent: tuple[Tokenizer, int] | None = None
 
     async def open(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        _, self.frames = await loop.create_connection(lambda: Frames(self._take, self.lost, RESULTS), sock=sock)
+        _, self.frames = await loop.create_connection(lambda: Frames(self._handle_frame, self.lost, RESULTS), sock=sock)
 
-    def _take(self, frame: tuple[int, Any, BaseException | None, Facts | None]) -> None:
+    def _handle_frame(self, frame: tuple[int, Any, BaseException | None, Facts | None]) -> None:
         number, result, error, facts = frame
         self.facts = facts or self.facts
         future = self._waiting.pop(number, None)
@@ -184,7 +186,7 @@ class ApartSampler(Sampler):
         else:
             future.set_result(result)
 
-    async def _call(self, name: str, *args: Any) -> Any:
+    async def _call_engine(self, name: str, *args: Any) -> Any:
         number = next(self._numbers)
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         self.frames.send((number, name, args))
@@ -202,11 +204,11 @@ class ApartSampler(Sampler):
         return self._sent[1]
 
     @property
-    def context(self) -> int:
+    def max_context(self) -> int:
         return self.facts.context
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         return self.facts.vocabulary
 
     @property
@@ -220,45 +222,45 @@ class ApartSampler(Sampler):
     async def generate(self, request: GenerateRequest) -> Completion:
         file = io.BytesIO()
         _Pickler(file, self._number_of).dump(request)
-        completion, failure = await self._call("generate", file.getvalue(), request.allows is not None)
+        completion, failure = await self._call_engine("generate", file.getvalue(), request.allows is not None)
         if isinstance(request.allows, Following):
             request.allows.failure = failure
         return completion
 
     def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
-        return self.streams.of(requests)
+        return self.streams.stream_requests(requests)
 
     async def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
-        return await self._call("score", sequences, temperature)
+        return await self._call_engine("score", sequences, temperature)
 
-    async def likeliest(
+    async def find_likeliest(
         self, ids: list[int], number: int, adapter: str | None = None
     ) -> tuple[list[float], list[Alternatives]]:
-        return await self._call("likeliest", ids, number, adapter)
+        return await self._call_engine("likeliest", ids, number, adapter)
 
-    async def update(self, place: Path, version: int, message: Message) -> dict[str, Any]:
-        return await self._call("update", place, version, message)
+    async def update_weights(self, place: Path, version: int, message: Message) -> dict[str, Any]:
+        return await self._call_engine("update", place, version, message)
 
-    async def state(self, each: bool = False) -> dict[str, Any]:
-        return await self._call("state", each)
+    async def describe_state(self, each: bool = False) -> dict[str, Any]:
+        return await self._call_engine("state", each)
 
     async def pause(self, mode: Pause) -> None:
-        await self._call("pause", mode)
+        await self._call_engine("pause", mode)
 
     async def resume(self) -> None:
-        await self._call("resume")
+        await self._call_engine("resume")
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        await self._call("load_adapter", name, directory)
+        await self._call_engine("load_adapter", name, directory)
 
     async def unload_adapter(self, name: str) -> None:
-        await self._call("unload_adapter", name)
+        await self._call_engine("unload_adapter", name)
 
-    async def progress(self, known: dict[str, int]) -> dict[str, Any]:
-        return await self._call("progress", known)
+    async def report_progress(self, known: dict[str, int]) -> dict[str, Any]:
+        return await self._call_engine("progress", known)
 
-    async def numbers(self) -> dict[str, float]:
-        return await self._call("numbers")
+    async def read_metrics(self) -> dict[str, float]:
+        return await self._call_engine("numbers")
 
 
 class Apart:
@@ -274,19 +276,19 @@ class Apart:
         words = [sys.executable, "-c", program]
         self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         theirs.close()
-        self.sock.sendall(framed(self.config))
+        self.sock.sendall(encode_frame(self.config))
         return self
 
     def wait(self) -> Served:
         """Raises what the engine's process could not start for."""
         try:
-            ready = received(self.sock)
+            ready = receive_value(self.sock)
         except (EOFError, OSError):
-            raise ValueError(f"the engine's process did not start ({self._cause()})") from None
+            raise ValueError(f"the engine's process did not start ({self._describe_failure()})") from None
         if isinstance(ready, BaseException):
             raise ready
         directory, facts = ready
-        self.sampler = ApartSampler(facts, self._lost)
+        self.sampler = ApartSampler(facts, self._handle_engine_loss)
         return Served(
             self.sampler,
             Tokenizer.for_model(directory, self.config.model),
@@ -302,7 +304,7 @@ class Apart:
             self.process.kill()
             self.process.wait()
 
-    def _cause(self) -> str:
+    def _describe_failure(self) -> str:
         try:
             code = self.process.wait(GRACE)
         except subprocess.TimeoutExpired:
@@ -310,69 +312,69 @@ class Apart:
             code = self.process.wait()
         return f"killed: {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
-    def _lost(self) -> None:
+    def _handle_engine_loss(self) -> None:
         if not self.is_over:
-            log.error("the engine's process has ended (%s): so does this server", self._cause())
+            log.error("the engine's process has ended (%s): so does this server", self._describe_failure())
             os._exit(BACKEND_LOST)  # at once: who waits for an answer learns of it and asks elsewhere
 
     def run(self, program: Coroutine[Any, Any, None]) -> None:
         """Raises SystemExit with BACKEND_LOST where the engine's process ends before the program does."""
 
-        async def both() -> None:
+        async def run_both() -> None:
             await self.sampler.open(self.sock)
             await program
             self.is_over = True
 
         self.is_over = False
         gc.freeze()  # what is loaded by now stays; going through it would stop everything for a while
-        run_loop(both())
+        run_loop(run_both())
 
 
 # ---------------------------------------------------------------------------------------------- in the engine's process
 
 
-def facts(sampler: Sampler) -> Facts:
-    return Facts(sampler.context, sampler.vocabulary, sampler.is_paused, sampler.adapters)
+def collect_facts(sampler: Sampler) -> Facts:
+    return Facts(sampler.max_context, sampler.vocab_size, sampler.is_paused, sampler.adapters)
 
 
 async def answer_calls(sock: socket.socket, sampler: "EmbeddedSampler") -> None:
     """Does what the frames of a server ask for, until it is gone; then so is this process."""
     tasks: dict[int, asyncio.Task[None]] = {}
 
-    async def generate(data: bytes, has_form: bool) -> tuple[Completion, str]:
+    async def generate_completion(data: bytes, has_form: bool) -> tuple[Completion, str]:
         request = await asyncio.to_thread(pickle.loads, data) if has_form else pickle.loads(data)
         completion = await sampler.generate(request)
         return completion, request.allows.failure if has_form else ""
 
-    async def answer(number: int, name: str, args: tuple[Any, ...]) -> None:
+    async def answer_call(number: int, name: str, args: tuple[Any, ...]) -> None:
         result: Any = None
         error: BaseException | None = None
         try:
-            result = await (generate(*args) if name == "generate" else getattr(sampler, name)(*args))
+            result = await (generate_completion(*args) if name == "generate" else getattr(sampler, name)(*args))
         except asyncio.CancelledError:
             return
         except Exception as failed:
-            error = portable(failed)
+            error = make_portable(failed)
         finally:
             tasks.pop(number, None)
-        frames.send((number, result, error, None if name in ("generate", "look") else facts(sampler)))
+        frames.send((number, result, error, None if name in ("generate", "look") else collect_facts(sampler)))
 
-    def take(frame: tuple[int, str, tuple[Any, ...]]) -> None:
+    def handle_frame(frame: tuple[int, str, tuple[Any, ...]]) -> None:
         number, name, args = frame
         if name == "tokenizer":
-            _learn(number, *args)
+            _register_tokenizer(number, *args)
         elif name == "cancel":
             if task := tasks.get(number):
                 task.cancel()
         else:
-            tasks[number] = asyncio.get_running_loop().create_task(answer(number, name, args))
+            tasks[number] = asyncio.get_running_loop().create_task(answer_call(number, name, args))
 
     loop = asyncio.get_running_loop()
-    _, frames = await loop.create_connection(lambda: Frames(take, functools.partial(os._exit, 0)), sock=sock)
+    _, frames = await loop.create_connection(lambda: Frames(handle_frame, functools.partial(os._exit, 0)), sock=sock)
     await asyncio.Event().wait()
 
 
-def portable(error: Exception) -> Exception:
+def make_portable(error: Exception) -> Exception:
     """As it is, where it can travel."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -389,15 +391,15 @@ def main(number: int) -> None:
     from hone.monitors.log import start_logging
 
     sock = socket.socket(fileno=number)
-    config = received(sock)
+    config = receive_value(sock)
     sys.setswitchinterval(SWITCH)
-    machine.prepare()
+    machine.prepare_environment()
     start_logging(config.log_level)
-    machine.Neighbours.watch()
+    machine.Neighbours.start_watching()
     try:
         opened = Embedded(config)
     except Exception as error:
-        sock.sendall(framed(portable(error)))
+        sock.sendall(encode_frame(make_portable(error)))
         return
-    sock.sendall(framed((opened.served.tokenizer.directory, facts(opened.sampler))))
+    sock.sendall(encode_frame((opened.served.tokenizer.directory, collect_facts(opened.sampler))))
     opened.run(answer_calls(sock, opened.sampler))

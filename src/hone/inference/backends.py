@@ -16,7 +16,7 @@ from typing import Any
 from hone import machine
 from hone.config.inference import InferenceConfig
 from hone.config.sections import BACKEND_LOST
-from hone.inference.loop import run as run_loop
+from hone.inference.loop import run_event_loop as run_loop
 from hone.inference.served import Served, find_allowed_directories
 
 log = logging.getLogger("hone.inference")
@@ -38,10 +38,10 @@ def takes_vllm(config: InferenceConfig) -> bool:
 
 
 def is_installed(config: InferenceConfig) -> bool:
-    from hone.inference.vllm_process import installed
+    from hone.inference.vllm_process import find_installation
 
     try:
-        return bool(installed(config.vllm_python or sys.executable))
+        return bool(find_installation(config.vllm_python or sys.executable))
     except ValueError:
         return False  # the model is refused, with what there is to do
 
@@ -49,7 +49,7 @@ def is_installed(config: InferenceConfig) -> bool:
 def is_apart(config: InferenceConfig) -> bool:
     """Whether Hone's engine has a process of its own."""
     if config.engine_apart is None:
-        return config.model.device != "cpu" and bool(machine.gpus())
+        return config.model.device != "cpu" and bool(machine.usable_gpus())
     return config.engine_apart
 
 
@@ -58,26 +58,26 @@ class Embedded:
 
     def __init__(self, config: InferenceConfig) -> None:
         from hone.engine.engine import Engine
-        from hone.engine.memory import room
-        from hone.engine.rehearsal import capture, rehearse
+        from hone.engine.memory import plan_cache
+        from hone.engine.rehearsal import capture_graphs, compile_kernels
         from hone.inference.embedded import EmbeddedSampler
         from hone.inference.service import EngineService
         from hone.kernels import fingerprints
         from hone.kernels.gpu.compiling import together
-        from hone.models.loading import load
+        from hone.models.loading import load_configured
 
-        loaded = load(config.model, seed=config.seed)
+        loaded = load_configured(config.model, seed=config.seed)
         length = config.max_model_len
-        sizes = room(config, loaded.model, length)
+        sizes = plan_cache(config, loaded.model, length)
         engine = Engine(loaded.model, max_model_len=length, stand_in=True, **sizes)
         with together():
-            rehearse(engine, engine.max_batch_size)
+            compile_kernels(engine, engine.max_batch_size)
             fingerprints.rehearse(loaded.model.embed.weight)
         for name, directory in config.adapters.items():
             if name == config.model.name:
                 raise ValueError(f"adapters: {name!r} is the name of the model itself")
             engine.load_adapter(name, directory)
-        capture(engine)
+        capture_graphs(engine)
         self.service = EngineService(engine)
         self.sampler = EmbeddedSampler(self.service)
         self.served = Served(self.sampler, loaded.tokenizer, config.model.name, find_allowed_directories(config))
@@ -126,22 +126,22 @@ class Vllm:
     def run(self, program: Coroutine[Any, Any, None]) -> None:
         """Raises SystemExit with BACKEND_LOST where vLLM ends before the program does."""
 
-        async def both() -> None:
+        async def run_both() -> None:
             await self.sampler.open()
             serving = asyncio.ensure_future(program)
             while not serving.done():
                 if self.process.process.poll() is not None:
-                    log.error("vLLM has ended (%s): so does this server", self.process.cause())
+                    log.error("vLLM has ended (%s): so does this server", self.process.describe_failure())
                     self.process.__exit__()
                     os._exit(BACKEND_LOST)  # at once: who waits for an answer learns of it and asks elsewhere
                 await asyncio.wait([serving], timeout=LOOK)
             await self.sampler.close()
             await serving
 
-        asyncio.run(both())
+        asyncio.run(run_both())
 
     @staticmethod
-    def work(config: InferenceConfig) -> None:
+    def run_headless(config: InferenceConfig) -> None:
         """Copies of the model for a server on another machine, until they end or are ended."""
         from hone.inference.vllm_process import VllmProcess
         from hone.models.hf import resolve_model
@@ -149,4 +149,4 @@ class Vllm:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         with VllmProcess(config, resolve_model(config.model.name)) as process:
             process.process.wait()
-            raise ValueError(f"vLLM has ended ({process.cause()})")
+            raise ValueError(f"vLLM has ended ({process.describe_failure()})")

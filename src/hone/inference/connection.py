@@ -30,10 +30,10 @@ class Listening:
     def __enter__(self) -> "Listening":
         self.task, self.was_cut = asyncio.current_task(), False
         self.hung_up = asyncio.ensure_future(self.connection.receive())
-        self.hung_up.add_done_callback(self._cut)
+        self.hung_up.add_done_callback(self._cancel_reading)
         return self
 
-    def _cut(self, hung_up: "asyncio.Future[Any]") -> None:
+    def _cancel_reading(self, hung_up: "asyncio.Future[Any]") -> None:
         if not hung_up.cancelled() and self.task is not None:
             self.was_cut = True
             self.task.cancel()
@@ -72,9 +72,9 @@ class EventStream(Response):
         try:
             async with aclosing(self.events):
                 await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-                await send(self._part(self.head))
+                await send(self._build_part(self.head))
                 async for event in self.events:
-                    await send(self._part(event))
+                    await send(self._build_part(event))
         except BaseException as error:
             try:
                 self.listening.__exit__(type(error), error, None)
@@ -82,7 +82,7 @@ class EventStream(Response):
                 return
             raise
 
-    def _part(self, event: str) -> Message:
+    def _build_part(self, event: str) -> Message:
         is_last = event.endswith(DONE)
         if is_last:
             self.listening.close()  # that the answer is over is not that the client is gone

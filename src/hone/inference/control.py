@@ -104,7 +104,7 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
 
     @app.post("/update_weights", dependencies=guard)
     async def update_weights(body: Update) -> dict[str, Any]:
-        update = served.update(Path(body.weight_dir), body.version, body.model_name, body.transport)
+        update = served.update_weights(Path(body.weight_dir), body.version, body.model_name, body.transport)
         return await unless_refused(update)
 
     @app.post("/v1/load_lora_adapter", dependencies=guard)
@@ -117,15 +117,15 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
 
     @app.get("/version", dependencies=guard)
     async def version(each: bool = False) -> dict[str, Any]:
-        return await served.state(each)
+        return await served.describe_state(each)
 
     @app.post("/progress", dependencies=guard)
     async def progress(body: Known) -> dict[str, Any]:
         """`known`: how many tokens of a request are known already, by its name and number, NAME/I."""
-        return await sampler.progress(body.known)
+        return await sampler.report_progress(body.known)
 
     @app.post("/score", dependencies=guard)
-    async def scored(body: Ids) -> dict[str, Any]:
+    async def score_sequences(body: Ids) -> dict[str, Any]:
         is_one = isinstance(body.ids[0], int)
         sequences: list[list[int]] = [body.ids] if is_one else body.ids  # type: ignore[list-item,assignment]
         found = await unless_refused(sampler.score(sequences, body.temperature))

@@ -25,11 +25,11 @@ CODES = {
 }
 
 
-def describe(app: FastAPI, served: Served) -> None:
-    app.openapi = lambda: _description(app, served.names)  # type: ignore[method-assign]
+def install_description(app: FastAPI, served: Served) -> None:
+    app.openapi = lambda: _build_description(app, served.model_names)  # type: ignore[method-assign]
 
 
-def _description(app: FastAPI, names: list[str]) -> dict[str, Any]:
+def _build_description(app: FastAPI, names: list[str]) -> dict[str, Any]:
     said = get_openapi(title=app.title, version="1", routes=app.routes)
     schemas = said.setdefault("components", {}).setdefault("schemas", {})
     for path, kind in BODIES.items():

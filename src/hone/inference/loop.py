@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-def run(program: Coroutine[Any, Any, None]) -> None:
+def run_event_loop(program: Coroutine[Any, Any, None]) -> None:
     """As `asyncio.run`."""
     make = asyncio.new_event_loop
     if importlib.util.find_spec("uvloop"):  # not where only the few packages are that are needed (docs/gpu.md)

@@ -20,17 +20,17 @@ def of_engine(engine: "Engine") -> dict[str, float]:
     """Call on the compute thread."""
     pages = engine.pool.pages - 1
     return {
-        "requests_running": len(engine.running),
+        "requests_running": len(engine.running_sequences),
         "requests_waiting": len(engine.admission.waiting),
         "requests_total": engine.completions,
         "prompt_tokens_total": engine.tokens_read,
         "generated_tokens_total": engine.tokens_written,
-        "cache_used_ratio": 1 - engine.pool.available / pages if pages else 0.0,
+        "cache_used_ratio": 1 - engine.pool.available_count / pages if pages else 0.0,
         "policy_version": engine.version,
     }
 
 
-def text(found: dict[str, float]) -> str:
+def format_metrics(found: dict[str, float]) -> str:
     lines = []
     for name, (kind, words) in KINDS.items():
         if name not in found:

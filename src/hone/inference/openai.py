@@ -23,7 +23,7 @@ from hone.inference.protocol import ChatRequest, CompletionRequest, DetokenizeRe
 from hone.inference.responses import ResponsesAnswer, ResponsesRequest
 from hone.inference.sampler import Sampler
 from hone.inference.served import Served
-from hone.inference.streaming import check_forms, streamed
+from hone.inference.streaming import check_forms, stream_answer
 from hone.records import Completion, ContextFull, GenerateRequest, other_seed
 from hone.text.forms import Following, FormEnds, form_of_call
 from hone.text.stops import StopStrings
@@ -41,7 +41,7 @@ class Refusal(ValueError):
         self.status, self.param = status, param
 
 
-def refuse(
+def build_refusal(
     status: int, message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
 ) -> JSONResponse:
     return JSONResponse(error_body(code or status, message, kind, param), status_code=status)
@@ -50,8 +50,8 @@ def refuse(
 def refuse_request(error: ValueError) -> JSONResponse:
     """In OpenAI's words where they exist."""
     if isinstance(error, ContextFull):
-        return refuse(400, str(error), code="context_length_exceeded")
-    return refuse(400, str(error))
+        return build_refusal(400, str(error), code="context_length_exceeded")
+    return build_refusal(400, str(error))
 
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -60,132 +60,134 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 def add_openai(app: FastAPI, served: Served) -> None:
     sampler = served.sampler
 
-    def posted(path: str) -> Callable[[Handler], Handler]:
+    def add_post_route(path: str) -> Callable[[Handler], Handler]:
         """A route that reads its body itself, before all others and without what FastAPI does around a function: that
         takes as long as the rest of a request."""
 
-        def add(handler: Handler) -> Handler:
+        def register_handler(handler: Handler) -> Handler:
             app.router.routes.insert(0, Route(path, handler, methods=["POST"]))
             return handler
 
-        return add
+        return register_handler
 
-    def card(name: str) -> dict[str, Any]:
-        card = {"object": "model", "created": 0, "owned_by": "hone", "max_model_len": sampler.context}
+    def build_model_card(name: str) -> dict[str, Any]:
+        card = {"object": "model", "created": 0, "owned_by": "hone", "max_model_len": sampler.max_context}
         return {"id": name, **card, **({} if name == served.name else {"parent": served.name})}
 
     def check_model(name: str | None) -> None:
-        if name is not None and name not in served.names:
-            known = ", ".join(map(repr, served.names))
+        if name is not None and name not in served.model_names:
+            known = ", ".join(map(repr, served.model_names))
             raise Refusal(404, f"model {name!r} is not served here; this server has {known}", param="model")
 
     @app.exception_handler(Refusal)
-    async def refused(_: Request, error: Refusal) -> JSONResponse:
-        return refuse(error.status, str(error), param=error.param)
+    async def answer_refusal(_: Request, error: Refusal) -> JSONResponse:
+        return build_refusal(error.status, str(error), param=error.param)
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card(name) for name in served.names]}
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [build_model_card(name) for name in served.model_names]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
+    async def get_model(name: str) -> dict[str, Any]:
         check_model(name)
-        return card(name)
+        return build_model_card(name)
 
-    @posted("/v1/chat/completions")
+    @add_post_route("/v1/chat/completions")
     async def chat_completions(connection: Request) -> Response:
-        return await chat(await read(connection, ChatRequest), connection, None)
+        return await answer_chat(await read_body(connection, ChatRequest), connection, None)
 
-    @posted("/v1/chat/completions/tokens")
+    @add_post_route("/v1/chat/completions/tokens")
     async def chat_of_tokens(connection: Request) -> Response:
-        body = await read(connection, TokensRequest)
-        return await chat(body, connection, body.tokens)
+        body = await read_body(connection, TokensRequest)
+        return await answer_chat(body, connection, body.tokens)
 
-    @posted("/v1/responses")
-    async def responses(connection: Request) -> Response:
-        body = await read(connection, ResponsesRequest)
+    @add_post_route("/v1/responses")
+    async def create_response(connection: Request) -> Response:
+        body = await read_body(connection, ResponsesRequest)
         try:
             asked = body.as_chat()
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from None
         except ValueError as error:
             return refuse_request(error)
-        return await chat(asked, connection, None, ResponsesAnswer)
+        return await answer_chat(asked, connection, None, ResponsesAnswer)
 
-    async def chat(
+    async def answer_chat(
         body: ChatRequest, connection: Request, prompt_ids: list[int] | None, kind: type[ChatAnswer] = ChatAnswer
     ) -> Response:
         check_model(body.model)
         tokenizer = served.tokenizer
         try:
             if body.return_routing:
-                sampler.require("routing")
-            prompt = body.prompt()
+                sampler.require_capability("routing")
+            prompt = body.build_prompt()
             if prompt_ids is None:
-                prompt_ids = await beside(
+                prompt_ids = await run_beside_loop(
                     lambda: tokenizer.prompt_ids(prompt),
-                    _size(body.messages) + len(str(body.tools or "")) + len(str(body.chat_template_kwargs or "")),
+                    _count_characters(body.messages)
+                    + len(str(body.tools or ""))
+                    + len(str(body.chat_template_kwargs or "")),
                     served,
                 )
-            room, wanted = sampler.context, body.max_completion_tokens or body.max_tokens
+            room, wanted = sampler.max_context, body.max_completion_tokens or body.max_tokens
             if body.max_total_tokens is not None:
                 room = min(room, body.max_total_tokens)
                 wanted = max(1, min(wanted or room, room - len(prompt_ids)))
-            requests = await _made(body, [prompt_ids], served, wanted, room)
+            requests = await _build_requests(body, [prompt_ids], served, wanted, room)
             answer = kind(body, prompt, prompt_ids, tokenizer)
             if body.stream:
-                return await streamed(connection, sampler, answer, requests)
+                return await stream_answer(connection, sampler, answer, requests)
             completions = await unless_gone(connection, *(sampler.generate(request) for request in requests))
             if body.so_far:
-                completions = [joined(one, rest) for one, rest in zip(body.so_far, completions, strict=True)]
+                completions = [join_completions(one, rest) for one, rest in zip(body.so_far, completions, strict=True)]
             check_forms(requests)
-            return whole(answer, completions)
+            return build_whole_response(answer, completions)
         except HungUp:
             return Response(status_code=499)  # nobody reads it
         except ValueError as error:
             return refuse_request(error)
 
-    @posted("/v1/completions")
-    async def completions(connection: Request) -> Response:
-        body = await read(connection, CompletionRequest)
+    @add_post_route("/v1/completions")
+    async def create_completions(connection: Request) -> Response:
+        body = await read_body(connection, CompletionRequest)
         check_model(body.model)
-        tokenizer, room = served.tokenizer, sampler.context
-        texts = body.prompts()
+        tokenizer, room = served.tokenizer, sampler.max_context
+        texts = body.list_prompts()
         try:
 
-            def encode(one: str | list[int]) -> list[int]:
+            def encode_prompt(one: str | list[int]) -> list[int]:
                 return tokenizer.encode(one, body.add_special_tokens) if isinstance(one, str) else one
 
-            prompts = await beside(lambda: [encode(one) for one in texts], sum(map(len, texts)), served)
+            prompts = await run_beside_loop(lambda: [encode_prompt(one) for one in texts], sum(map(len, texts)), served)
             wanted = body.max_tokens if "max_tokens" in body.model_fields_set else 16
-            requests = await _made(body, prompts, served, wanted, room)
+            requests = await _build_requests(body, prompts, served, wanted, room)
             if body.stream and body.max_tokens != 0:
-                return await streamed(connection, sampler, TextAnswer(body, prompts, tokenizer), requests)
+                return await stream_answer(connection, sampler, TextAnswer(body, prompts, tokenizer), requests)
             echoed = None
             if body.echo and body.logprobs is not None:
                 adapter = None if body.model == served.name else body.model
-                (echoed,) = await unless_gone(connection, _echoed(body, prompts, sampler, adapter))
+                (echoed,) = await unless_gone(connection, _score_prompts(body, prompts, sampler, adapter))
             if body.max_tokens == 0:
                 done = [Completion([], [], [], "length", []) for _ in requests]
             else:
                 done = await unless_gone(connection, *(sampler.generate(request) for request in requests))
             check_forms(requests)
-            return whole(TextAnswer(body, prompts, tokenizer, echoed), done)
+            return build_whole_response(TextAnswer(body, prompts, tokenizer, echoed), done)
         except HungUp:
             return Response(status_code=499)  # nobody reads it
         except ValueError as error:
             return refuse_request(error)
 
     @app.post("/tokenize", response_model=None)
-    async def tokenize(body: TokenizeRequest) -> Any:
+    async def tokenize_prompt(body: TokenizeRequest) -> Any:
         check_model(body.model)
         tokenizer = served.tokenizer
 
-        def encode() -> list[int]:
+        def encode_prompt() -> list[int]:
             if body.messages is None:
                 return tokenizer.encode(body.prompt or "", body.add_special_tokens)
             return tokenizer.encode(
-                tokenizer.require_template().render(
+                tokenizer.require_template().render_conversation(
                     [message.model_dump() for message in body.messages],
                     add_generation_prompt=body.add_generation_prompt, tools=body.tools or None,
                     **(body.chat_template_kwargs or {}),
@@ -193,28 +195,34 @@ def add_openai(app: FastAPI, served: Served) -> None:
             )  # fmt: skip
 
         try:
-            ids = await beside(encode, len(body.prompt or "") + _size(body.messages or []), served)
+            ids = await run_beside_loop(
+                encode_prompt, len(body.prompt or "") + _count_characters(body.messages or []), served
+            )
         except ValueError as error:
-            return refuse(400, str(error))
-        strings = [tokenizer.token(i) for i in ids] if body.return_token_strs else None
-        return {"count": len(ids), "max_model_len": sampler.context, "tokens": ids, "token_strs": strings}
+            return build_refusal(400, str(error))
+        strings = [tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": sampler.max_context, "tokens": ids, "token_strs": strings}
 
     @app.post("/detokenize", response_model=None)
-    async def detokenize(body: DetokenizeRequest) -> Any:
+    async def detokenize_tokens(body: DetokenizeRequest) -> Any:
         check_model(body.model)
-        if len(body.tokens) > sampler.context:
-            return refuse(400, f"tokens: {len(body.tokens)} are more than the model's context of {sampler.context}")
+        if len(body.tokens) > sampler.max_context:
+            return build_refusal(
+                400, f"tokens: {len(body.tokens)} are more than the model's context of {sampler.max_context}"
+            )
         beyond = [i for i in body.tokens if not 0 <= i < served.tokenizer.vocab_size]
         if beyond:
-            return refuse(400, f"tokens: {beyond[0]} is not one of the tokenizer's {served.tokenizer.vocab_size}")
+            return build_refusal(
+                400, f"tokens: {beyond[0]} is not one of the tokenizer's {served.tokenizer.vocab_size}"
+            )
         return {"prompt": served.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
 
-def whole(answer: Answer, completions: Sequence[Completion]) -> Response:
-    return Response(answer.encode(answer.body(completions)), media_type="application/json")
+def build_whole_response(answer: Answer, completions: Sequence[Completion]) -> Response:
+    return Response(answer.encode_json(answer.build_body(completions)), media_type="application/json")
 
 
-async def read(connection: Request, kind: type[B]) -> B:
+async def read_body(connection: Request, kind: type[B]) -> B:
     """The body, read without what FastAPI does for it, which takes longer than the rest of a request."""
     try:
         return kind.model_validate_json(await connection.body())
@@ -222,7 +230,7 @@ async def read(connection: Request, kind: type[B]) -> B:
         raise RequestValidationError(error.errors()) from None
 
 
-async def beside(work: Callable[[], T], size: int, served: Served | None = None) -> T:
+async def run_beside_loop(work: Callable[[], T], size: int, served: Served | None = None) -> T:
     """The result of work on a text of so many characters; of a large one computed in a thread.
 
     Raises ValueError, before any work, for one that cannot have room in the context of what is `served`.
@@ -230,23 +238,23 @@ async def beside(work: Callable[[], T], size: int, served: Served | None = None)
     if size <= LONG:
         return work()
 
-    def bounded() -> T:
-        if served is not None and size > served.sampler.context * served.tokenizer.longest:
+    def check_then_work() -> T:
+        if served is not None and size > served.sampler.max_context * served.tokenizer.longest_token:
             raise ContextFull(
-                f"This model's maximum context length is {served.sampler.context} tokens, but the prompt has "
-                f"{size} characters, and none of its tokens more than {served.tokenizer.longest}"
+                f"This model's maximum context length is {served.sampler.max_context} tokens, but the prompt has "
+                f"{size} characters, and none of its tokens more than {served.tokenizer.longest_token}"
             )
         return work()
 
-    return await asyncio.to_thread(bounded)
+    return await asyncio.to_thread(check_then_work)
 
 
-def _size(messages: Sequence[protocol.ChatMessage]) -> int:
+def _count_characters(messages: Sequence[protocol.ChatMessage]) -> int:
     """Characters, about."""
     return sum(len(one.content) if isinstance(one.content, str) else len(str(one.content)) for one in messages)
 
 
-async def _made(
+async def _build_requests(
     body: protocol.Request, prompts: list[list[int]], served: Served, wanted: int | None, room: int
 ) -> list[GenerateRequest]:
     """The requests of all prompts. Raises ValueError. The grammar of a form is made in a thread: it may be large, and
@@ -255,13 +263,13 @@ async def _made(
     if len(prompts) * (body.n or 1) > MOST:
         raise ValueError(f"{len(prompts)} prompts x n = {body.n or 1}: a request may ask for {MOST} completions")
 
-    def make() -> list[GenerateRequest]:
-        return [request for ids in prompts for request in _requests(body, ids, served, wanted, room)]
+    def build_all() -> list[GenerateRequest]:
+        return [request for ids in prompts for request in _build_requests_of_prompt(body, ids, served, wanted, room)]
 
-    return await asyncio.to_thread(make) if body.has_form else make()
+    return await asyncio.to_thread(build_all) if body.has_form else build_all()
 
 
-def _requests(
+def _build_requests_of_prompt(
     body: protocol.Request, prompt_ids: list[int], served: Served, wanted: int | None, room: int
 ) -> list[GenerateRequest]:
     """One for each of `n`; `wanted`: tokens that are asked for, `room`: for the prompt too. Raises ValueError."""
@@ -272,27 +280,27 @@ def _requests(
         )
     seed = body.seed if body.seed is not None else int.from_bytes(os.urandom(7), "little")
     tokenizer, stop_ids = served.tokenizer, served.stop_ids | set(body.stop_token_ids or ())
-    vocab_size = served.sampler.vocabulary
+    vocab_size = served.sampler.vocab_size
     so_far = (body.so_far if isinstance(body, ChatRequest) else None) or []
     name = body.request_name if isinstance(body, ChatRequest) else None
 
-    form = body.form()
+    form = body.requested_form()
     if isinstance(body, ChatRequest) and body.must_call:
         form = form_of_call(body.callable_tools(), tokenizer.require_template().call_format, tokenizer)
     if form is not None:
-        served.sampler.require("forms")
+        served.sampler.require_capability("forms")
     follows = None if form is None else Following(form, tokenizer, vocab_size, sorted(stop_ids))
     decode, first = partial(tokenizer.decode, skip_special_tokens=False), None
     if isinstance(body, CompletionRequest):  # whose text goes on from the prompt's
         first = partial(tokenizer.decode_after, prompt_ids[-CONTEXT:], skip_special_tokens=False)
 
-    def request(i: int) -> GenerateRequest:
+    def build_request(i: int) -> GenerateRequest:
         before, draws = so_far[i].ids if so_far else [], seed + i
         if before:  # draws of its own: those of its first tokens are used up
             draws = other_seed(draws, len(before))
-        sampling = body.sampling(max(1, (room if wanted is None else wanted) - len(before)), draws, vocab_size)
+        sampling = body.build_sampling(max(1, (room if wanted is None else wanted) - len(before)), draws, vocab_size)
         ends: Any = StopStrings(decode, body.stop, first) if body.stop else None
-        allows = None if follows is None else follows.another(before)
+        allows = None if follows is None else follows.start_another(before)
         if allows is not None:  # the form says what the end is, not a number of tokens
             sampling, ends = replace(sampling, min_tokens=0), FormEnds(ends, allows)
         return GenerateRequest(
@@ -306,10 +314,10 @@ def _requests(
             allows,
         )
 
-    return [request(i) for i in range(body.n or 1)]
+    return [build_request(i) for i in range(body.n or 1)]
 
 
-def joined(before: protocol.Written, rest: Completion) -> Completion:
+def join_completions(before: protocol.Written, rest: Completion) -> Completion:
     """A completion that was begun elsewhere, whole."""
     return Completion(
         before.ids + rest.ids, before.logprobs + rest.logprobs, before.versions + rest.versions, rest.finish_reason,
@@ -317,16 +325,16 @@ def joined(before: protocol.Written, rest: Completion) -> Completion:
     )  # fmt: skip
 
 
-async def _echoed(
+async def _score_prompts(
     body: CompletionRequest, prompts: list[list[int]], sampler: Sampler, adapter: str | None
 ) -> list[Completion]:
     """Return the prompts as completions: of their first tokens there is no logprob."""
 
-    async def look(ids: list[int]) -> Completion:
-        own, others = await sampler.likeliest(ids, body.logprobs or 0, adapter) if len(ids) > 1 else ([], [])
+    async def score_prompt(ids: list[int]) -> Completion:
+        own, others = await sampler.find_likeliest(ids, body.logprobs or 0, adapter) if len(ids) > 1 else ([], [])
         nothing: Any = None  # as OpenAI tells that there is none
         return Completion(ids, [nothing, *own], [0] * len(ids), "", [[], *others])
 
     if not all(prompts):
         raise ValueError("prompt: it is empty")
-    return await asyncio.gather(*map(look, prompts))
+    return await asyncio.gather(*map(score_prompt, prompts))

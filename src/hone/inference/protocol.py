@@ -179,15 +179,15 @@ class Request(BaseModel):
         return self
 
     @property
-    def likeliest(self) -> int:
+    def top_logprob_count(self) -> int:
         """How many of the likeliest tokens are told at each place."""
         raise NotImplementedError
 
     @property
     def has_form(self) -> bool:
-        return self.form() is not None
+        return self.requested_form() is not None
 
-    def form(self) -> Form | None:
+    def requested_form(self) -> Form | None:
         """That answers are to have. Raises ValueError where several are asked for."""
         if not self.model_fields_set & FORMS:
             return None
@@ -209,7 +209,7 @@ class Request(BaseModel):
             raise ValueError("response_format, structured_outputs and guided_…: give one form of answers alone")
         return found[0] if found else None
 
-    def sampling(self, max_tokens: int, seed: int, vocab_size: int) -> Sampling:
+    def build_sampling(self, max_tokens: int, seed: int, vocab_size: int) -> Sampling:
         """How to draw. Raises ValueError for tokens that the model does not have."""
         beyond = [i for i in [*(self.logit_bias or {}), *(self.stop_token_ids or [])] if not 0 <= i < vocab_size]
         if beyond:
@@ -217,7 +217,7 @@ class Request(BaseModel):
         given = {name: value for name in DRAW_KEYS if (value := getattr(self, name)) is not None}
         given["top_k"] = max(given.get("top_k", 0), 0)
         bias = tuple((self.logit_bias or {}).items())
-        return Sampling(max_tokens=max_tokens, seed=seed, logit_bias=bias, top_logprobs=self.likeliest, **given)
+        return Sampling(max_tokens=max_tokens, seed=seed, logit_bias=bias, top_logprobs=self.top_logprob_count, **given)
 
 
 class NamedFunction(BaseModel):
@@ -265,7 +265,7 @@ class ChatRequest(Request):
                 raise ValueError("tool_choice: there are no tools to call")
             if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
                 raise ValueError(f"tool_choice: {self.tool_choice.function.name!r} is none of the tools {names}")
-            if self.form() is not None:
+            if self.requested_form() is not None:
                 raise ValueError("tool_choice asks for a call of a tool, and another form of answers is given too")
         return self
 
@@ -284,10 +284,10 @@ class ChatRequest(Request):
         return self.tools or []
 
     @property
-    def likeliest(self) -> int:
+    def top_logprob_count(self) -> int:
         return self.top_logprobs or 0
 
-    def prompt(self) -> Prompt:
+    def build_prompt(self) -> Prompt:
         messages = [message.model_dump() for message in self.messages]
         tools = None if self.tool_choice == "none" else self.tools or None
         covered = self.conversation_messages or 0
@@ -321,10 +321,10 @@ class CompletionRequest(Request):
         return self
 
     @property
-    def likeliest(self) -> int:
+    def top_logprob_count(self) -> int:
         return self.logprobs or 0
 
-    def prompts(self) -> list[str | list[int]]:
+    def list_prompts(self) -> list[str | list[int]]:
         is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if is_one else self.prompt  # type: ignore[list-item,return-value]
 

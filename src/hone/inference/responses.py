@@ -53,7 +53,7 @@ class ResponsesRequest(BaseModel):
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})
         else:
-            messages += [_message(item) for item in self.input]
+            messages += [_convert_item(item) for item in self.input]
         form = (self.text and self.text.format) or {"type": "text"}
         if form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
@@ -62,7 +62,7 @@ class ResponsesRequest(BaseModel):
         return ChatRequest.model_validate(asked)
 
 
-def _message(item: dict[str, Any]) -> dict[str, Any]:
+def _convert_item(item: dict[str, Any]) -> dict[str, Any]:
     if item.get("type", "message") != "message" or not isinstance(item.get("role"), str):
         raise ValueError(f"input: {item.get('type', 'an item')!r} is not a message with a role")
     known = ("type", "role", "content", "id", "status")
@@ -75,14 +75,14 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
 class ResponsesAnswer(ChatAnswer):
     prefix = "resp"
 
-    def body(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
         (done,) = completions
         is_whole = done.finish_reason == "stop"
-        part = {"type": "output_text", "text": self.text(done), "annotations": [], "logprobs": []}
+        part = {"type": "output_text", "text": self.completion_text(done), "annotations": [], "logprobs": []}
         status = "completed" if is_whole else "incomplete"
         number = str(self.head["id"]).partition("-")[2]
         message = {"type": "message", "id": f"msg-{number}", "status": status, "role": "assistant", "content": [part]}
-        used = self.usage(len(done.ids))
+        used = self.count_usage(len(done.ids))
         return {
             "id": self.head["id"],
             "object": "response",

@@ -46,12 +46,12 @@ class Sampler(ABC):
 
     @property
     @abstractmethod
-    def context(self) -> int:
+    def max_context(self) -> int:
         """Most tokens of a prompt and its completion together."""
 
     @property
     @abstractmethod
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """Token ids are below it."""
 
     @property
@@ -88,7 +88,7 @@ class Sampler(ABC):
         """Logprobs of every token after the first. Raises ValueError for what the model cannot read."""
 
     @abstractmethod
-    async def likeliest(
+    async def find_likeliest(
         self, ids: list[int], number: int, adapter: str | None = None
     ) -> tuple[list[float], list[Alternatives]]:
         """Return the logprobs of one sequence at temperature 1, and at each place the likeliest tokens with theirs.
@@ -99,7 +99,7 @@ class Sampler(ABC):
     # ------------------------------------------------------------------------------------------ weights
 
     @abstractmethod
-    async def update(self, place: Path, version: int, message: Message) -> dict[str, Any]:
+    async def update_weights(self, place: Path, version: int, message: Message) -> dict[str, Any]:
         """Takes the weights of a version, as the message of their sender says; what runs goes on with them. Gives the
         state after that.
 
@@ -108,7 +108,7 @@ class Sampler(ABC):
         """
 
     @abstractmethod
-    async def state(self, each: bool = False) -> dict[str, Any]:
+    async def describe_state(self, each: bool = False) -> dict[str, Any]:
         """version, dtype, device, completions so far; checksum (None without that capability), and with `each` the
         fingerprint of every weight."""
 
@@ -127,21 +127,21 @@ class Sampler(ABC):
         return []
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        self.require("adapters")
+        self.require_capability("adapters")
 
     async def unload_adapter(self, name: str) -> None:
-        self.require("adapters")
+        self.require_capability("adapters")
 
-    async def progress(self, known: dict[str, int]) -> dict[str, Any]:
+    async def report_progress(self, known: dict[str, int]) -> dict[str, Any]:
         """running, waiting, of these without_room; `partials`: of requests by their name what came after so many known
         tokens."""
         return {"running": 0, "waiting": 0, "without_room": 0, "partials": {}}
 
     @abstractmethod
-    async def numbers(self) -> dict[str, float]:
+    async def read_metrics(self) -> dict[str, float]:
         """For /metrics, by the names in metrics.py."""
 
-    def require(self, capability: Capability) -> None:
+    def require_capability(self, capability: Capability) -> None:
         """Raises ValueError unless it can do that."""
         if capability not in self.can:
             raise ValueError(f"{WORDS.get(capability, capability)}: this server's backend has no such thing")

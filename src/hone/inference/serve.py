@@ -12,7 +12,7 @@ import time
 from hone import STARTED
 from hone.config.inference import InferenceConfig
 from hone.config.sections import CLIENT_KEY_VARIABLE, LOOPBACK, own_key
-from hone.inference.address import bind
+from hone.inference.address import bind_socket
 from hone.inference.apart import Apart
 from hone.inference.backends import Embedded, Vllm, is_apart, takes_vllm
 from hone.server_starts import announce_start
@@ -20,15 +20,15 @@ from hone.server_starts import announce_start
 log = logging.getLogger("hone.inference")
 
 
-def serve(config: InferenceConfig) -> None:
+def serve_model(config: InferenceConfig) -> None:
     """Loads the model, with whatever computes, and serves it until interrupted."""
     api_key = config.api_key or own_key()
     host = config.server.host or ("127.0.0.1" if api_key is None else "0.0.0.0")
     if api_key is None and host not in LOOPBACK:
         log.warning("serving on %s without an API key: whoever reaches this address can use the model", host)
     if config.headless:
-        return Vllm.work(config)
-    sock = bind(host, config.server.port)
+        return Vllm.run_headless(config)
+    sock = bind_socket(host, config.server.port)
     engine = Apart if is_apart(config) else Embedded
     backend: type[Apart | Embedded | Vllm] = Vllm if takes_vllm(config) else engine
     starting = contextlib.ExitStack()  # closed by hand as soon as the socket listens
@@ -50,10 +50,12 @@ def serve(config: InferenceConfig) -> None:
         )
         server = uvicorn.Server(settings)
 
-        def stop(*_: object) -> None:
+        def request_stop(*_: object) -> None:
             server.force_exit = server.should_exit  # the second time at once
             server.should_exit = True
 
-        signal.signal(signal.SIGTERM, stop)  # uvicorn sets its handlers on the main thread only, and that may compute
-        signal.signal(signal.SIGINT, stop)
+        signal.signal(
+            signal.SIGTERM, request_stop
+        )  # uvicorn sets its handlers on the main thread only, and that may compute
+        signal.signal(signal.SIGINT, request_stop)
         opened.run(server.serve(sockets=[sock]))

@@ -44,37 +44,37 @@ class Served:
         self.tokenizer, self.stop_ids = tokenizer, frozenset(tokenizer.stop_ids)
 
     @property
-    def names(self) -> list[str]:
+    def model_names(self) -> list[str]:
         """By which requests may ask: the model, and its adapters."""
         return [self.name, *self.sampler.adapters]
 
-    async def update(self, delivered: Path, version: int, name: str | None, message: Message) -> dict[str, Any]:
+    async def update_weights(self, delivered: Path, version: int, name: str | None, message: Message) -> dict[str, Any]:
         """Takes new weights as the message says, and the tokenizer that lies with them or beside them; `delivered` has
         at least their config.json. Raises ValueError where they cannot be loaded."""
-        self._check(delivered)
+        self._check_directory(delivered)
         files = [place / "tokenizer.json" for place in (delivered.parent / TEXT, delivered)]
         text = next(((file, file.stat().st_mtime_ns) for file in files if file.is_file()), None)
-        tokenizer = self.tokenizer.reload(text[0].parent) if text and text != self._text else None
-        found = await self.sampler.update(delivered, version, message)
+        tokenizer = self.tokenizer.reload_from(text[0].parent) if text and text != self._text else None
+        found = await self.sampler.update_weights(delivered, version, message)
         if tokenizer is not None:
             self.set_tokenizer(tokenizer)
             self._text = text
         self.name = name or self.name
         after_the_answer = asyncio.get_running_loop().call_soon  # which a whole run waits for
         after_the_answer(log.info, "Took version %d of %s from %s", version, self.name, delivered)
-        return found | self._own()
+        return found | self._describe_model()
 
     async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
         """Takes a LoRA adapter; requests name it as their model."""
         if name == self.name:
             raise ValueError(f"lora_name: {name!r} is the name of the model itself")
-        self.sampler.require("adapters")
-        self._check(directory)
+        self.sampler.require_capability("adapters")
+        self._check_directory(directory)
         await self.sampler.load_adapter(name, directory)
         log.info("Took adapter %s from %s", name, directory)
-        return await self.state()
+        return await self.describe_state()
 
-    def _check(self, directory: Path) -> None:
+    def _check_directory(self, directory: Path) -> None:
         """Raises ValueError for what is no directory, or is not among the allowed."""
         try:
             is_there = directory.is_dir()
@@ -90,10 +90,10 @@ class Served:
 
     async def unload_adapter(self, name: str) -> dict[str, Any]:
         await self.sampler.unload_adapter(name)
-        return await self.state()
+        return await self.describe_state()
 
-    async def state(self, each: bool = False) -> dict[str, Any]:
-        return await self.sampler.state(each) | self._own()
+    async def describe_state(self, each: bool = False) -> dict[str, Any]:
+        return await self.sampler.describe_state(each) | self._describe_model()
 
-    def _own(self) -> dict[str, Any]:
+    def _describe_model(self) -> dict[str, Any]:
         return {"model": self.name, "is_paused": self.sampler.is_paused, "adapters": self.sampler.adapters}

@@ -29,9 +29,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hone.config.sections import LOOPBACK
 from hone.inference.control import CONTROL_PATHS, add_control
-from hone.inference.description import describe
-from hone.inference.metrics import text
-from hone.inference.openai import add_openai, refuse
+from hone.inference.description import install_description
+from hone.inference.metrics import format_metrics
+from hone.inference.openai import add_openai, build_refusal
 from hone.inference.served import Served
 
 BODY, BODY_A_TOKEN = 2**24, 256  # bytes of a body: at least, and for each token of the context
@@ -49,20 +49,20 @@ def build_app(served: Served, api_key: str | None = None, client_key: str | None
         app.add_middleware(PageGuard)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    async def answer_invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
         if "json" not in request.headers.get("content-type", "json"):
-            return refuse(400, "the body is JSON: send the header Content-Type: application/json")
+            return build_refusal(400, "the body is JSON: send the header Content-Type: application/json")
         absent = [str(one["loc"][-1]) for one in error.errors() if one["type"] == "missing"]
         if absent:
-            return refuse(400, f"{', '.join(dict.fromkeys(absent))}: required, and not in the request")
+            return build_refusal(400, f"{', '.join(dict.fromkeys(absent))}: required, and not in the request")
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")
         message = first["msg"].removeprefix("Value error, ")
-        return refuse(400, f"{where}: {message}" if where else message)
+        return build_refusal(400, f"{where}: {message}" if where else message)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        return refuse(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+        return build_refusal(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
 
     @app.exception_handler(ClientDisconnect)
     async def client_left(request: Request, error: ClientDisconnect) -> Response:
@@ -75,11 +75,13 @@ def build_app(served: Served, api_key: str | None = None, client_key: str | None
         return {"status": "ok"}
 
     @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        return PlainTextResponse(text(await served.sampler.numbers()), media_type="text/plain; version=0.0.4")
+    async def serve_metrics() -> Response:
+        return PlainTextResponse(
+            format_metrics(await served.sampler.read_metrics()), media_type="text/plain; version=0.0.4"
+        )
 
     add_openai(app, served)
-    describe(app, served)
+    install_description(app, served)
     return app
 
 
@@ -99,11 +101,11 @@ class KeyGuard:
             is_owner = hmac.compare_digest(given, self.expected)
             if not is_owner and not (self.client is not None and hmac.compare_digest(given, self.client)):
                 message = "wrong or missing API key (header `Authorization: Bearer KEY`)"
-                await refuse(401, message, "authentication_error")(scope, receive, send)
+                await build_refusal(401, message, "authentication_error")(scope, receive, send)
                 return
             if not is_owner and scope["path"].rstrip("/") in CONTROL_PATHS:
                 message = "this key is for clients: it opens no route that controls the server"
-                await refuse(403, message, "permission_error")(scope, receive, send)
+                await build_refusal(403, message, "permission_error")(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -122,13 +124,13 @@ class PageGuard:
         self.names = {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self._problem(scope) if scope["type"] == "http" and scope["path"] != "/health" else ""
+        problem = self._find_problem(scope) if scope["type"] == "http" and scope["path"] != "/health" else ""
         if problem:
-            await refuse(403, problem, "permission_error")(scope, receive, send)
+            await build_refusal(403, problem, "permission_error")(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
-    def _problem(self, scope: Scope) -> str:
+    def _find_problem(self, scope: Scope) -> str:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         if not self._is_known(scope, host := host_of(f"//{headers.get(b'host', '')}")):
             return f"this server has no API key and answers to no name like {host!r}: use its address or localhost"
@@ -177,17 +179,17 @@ class Limit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] == "/health":
             return await self.app(scope, receive, send)
-        most = max(BODY, BODY_A_TOKEN * self.served.sampler.context)
+        most = max(BODY, BODY_A_TOKEN * self.served.sampler.max_context)
         words = f"the body is over {most} bytes, more than a request can use"
         told = dict(scope["headers"]).get(b"content-length", b"")
         if told.isdigit() and int(told) > most:
-            return await refuse(413, words)(scope, receive, send)
+            return await build_refusal(413, words)(scope, receive, send)
         if self.open >= OPEN:
             busy = f"{OPEN} requests are open, more than this server takes; ask again later"
-            return await refuse(429, busy, "rate_limit_error")(scope, receive, send)
+            return await build_refusal(429, busy, "rate_limit_error")(scope, receive, send)
         read, is_whole = 0, False
 
-        async def counted() -> Message:
+        async def receive_bounded() -> Message:
             nonlocal read, is_whole
             if is_whole:  # what comes is that the client hangs up
                 return await receive()
@@ -211,6 +213,6 @@ class Limit:
 
         self.open += 1
         try:
-            await self.app(scope, counted, read_by_somebody)
+            await self.app(scope, receive_bounded, read_by_somebody)
         finally:
             self.open -= 1

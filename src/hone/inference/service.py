@@ -54,14 +54,14 @@ class EngineService:
         outcome: list[BaseException] = []
         self._closing = False
 
-        async def main() -> None:
+        async def main_program() -> None:
             self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
             started.set()
             await program
 
-        def run() -> None:
+        def run_program() -> None:
             try:
-                run_loop(main())
+                run_loop(main_program())
             except BaseException as error:
                 outcome.append(error)
             finally:
@@ -70,11 +70,11 @@ class EngineService:
                     self._wake.notify()
 
         started = threading.Event()
-        thread = threading.Thread(target=run, name="asyncio", daemon=True)
+        thread = threading.Thread(target=run_program, name="asyncio", daemon=True)
         thread.start()
         started.wait(60.0)
         try:
-            self._work()
+            self._take_work()
         except KeyboardInterrupt:
             if self._task is not None:
                 self._loop.call_soon_threadsafe(self._task.cancel)
@@ -89,32 +89,32 @@ class EngineService:
         future: asyncio.Future[Completion] = self._loop.create_future()
         sequences: list[Sequence] = []
 
-        def add() -> None:
+        def add_request() -> None:
             try:
-                sequences.append(self.engine.add(request, lambda done: self._finish(future, done)))
+                sequences.append(self.engine.add(request, lambda done: self._finish_future(future, done)))
                 self._in_flight.add(future)
             except ValueError as error:
-                self._finish(future, None, error)
+                self._finish_future(future, None, error)
 
-        self._submit(add)
+        self._submit_work(add_request)
         try:
             return await future
         except asyncio.CancelledError:
-            self._submit(lambda: self.engine.abort(sequences[0]) if sequences else None)
+            self._submit_work(lambda: self.engine.abort_request(sequences[0]) if sequences else None)
             raise
 
-    async def run(self, function: Callable[[], T]) -> T:
+    async def run_on_engine(self, function: Callable[[], T]) -> T:
         """Runs a function on the compute thread, between two steps of the engine."""
         future: asyncio.Future[T] = self._loop.create_future()
 
-        def call() -> None:
+        def call_function() -> None:
             done = self._ran if self.lockstep else self._done
             try:
                 done.append((future, function(), None))
             except BaseException as error:
                 done.append((future, None, error))
 
-        self._submit(call)
+        self._submit_work(call_function)
         return await future
 
     def on_loop(self, call: Callable[..., object], *arguments: Any) -> None:
@@ -129,14 +129,14 @@ class EngineService:
         first; abort: what runs and waits ends now, with what it has.
         """
 
-        def stop() -> None:
+        def stop_engine() -> None:
             if mode == "abort":
                 self.engine.abort_all()
             self._is_draining = mode == "wait"
             self._is_paused = True
 
-        await self.run(stop)
-        while self._is_draining and self.engine.running:
+        await self.run_on_engine(stop_engine)
+        while self._is_draining and self.engine.running_sequences:
             await asyncio.sleep(0.005)
         self._is_draining = False
 
@@ -144,7 +144,7 @@ class EngineService:
         def go_on() -> None:
             self._is_paused = self._is_draining = False
 
-        await self.run(go_on)
+        await self.run_on_engine(go_on)
 
     @property
     def is_paused(self) -> bool:
@@ -152,21 +152,21 @@ class EngineService:
 
     def _has_work(self) -> bool:
         if self._is_paused:
-            return self._is_draining and bool(self.engine.running)
+            return self._is_draining and bool(self.engine.running_sequences)
         return not self.engine.is_idle
 
-    def _submit(self, work: Callable[[], None]) -> None:
+    def _submit_work(self, work: Callable[[], None]) -> None:
         if not self._pending:
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self._flush_results)
         self._pending.append(work)
 
-    def _flush(self) -> None:
+    def _flush_results(self) -> None:
         with self._wake:
             self._inbox += self._pending
             self._wake.notify()
         self._pending = []
 
-    def _work(self) -> None:
+    def _take_work(self) -> None:
         has_run = False
         while True:
             with self._wake:
@@ -179,7 +179,7 @@ class EngineService:
                 work()
             if self._ran:
                 ran, self._ran = self._ran, []
-                self.on_loop(_deliver, ran)
+                self.on_loop(_deliver_results, ran)
             try:
                 if self._has_work():
                     self.engine.step(admit=not self._is_paused)
@@ -189,17 +189,17 @@ class EngineService:
             except Exception as error:  # out of memory, a bug: every waiting request learns of it
                 self.engine.reset()
                 for future in list(self._in_flight):
-                    self._finish(future, None, error)
+                    self._finish_future(future, None, error)
             if self._done and (not self._has_work() or not self.lockstep):
                 done, self._done = self._done, []
-                self.on_loop(_deliver, done)
+                self.on_loop(_deliver_results, done)
 
-    def _finish(self, future: asyncio.Future[Any], result: Any, error: BaseException | None = None) -> None:
+    def _finish_future(self, future: asyncio.Future[Any], result: Any, error: BaseException | None = None) -> None:
         self._in_flight.discard(future)
         self._done.append((future, result, error))
 
 
-def _deliver(done: list[_Done]) -> None:
+def _deliver_results(done: list[_Done]) -> None:
     for future, result, error in done:
         if future.cancelled():
             continue
@@ -219,4 +219,4 @@ class LocalClient:
     async def chat(self, prompt: Prompt, sampling: Sampling) -> Turn:
         prompt_ids = self.tokenizer.prompt_ids(prompt)
         completion = await self.service.generate(GenerateRequest(prompt_ids, sampling, self.stop_ids))
-        return self.tokenizer.turn(prompt, prompt_ids, completion)
+        return self.tokenizer.build_turn(prompt, prompt_ids, completion)

@@ -16,11 +16,11 @@ from hone.records import Completion, GenerateRequest
 from hone.text.forms import Following
 
 
-async def streamed(
+async def stream_answer(
     connection: Request, sampler: Sampler, answer: Answer, requests: Sequence[GenerateRequest]
 ) -> Response:
     """Server-sent events; a refusal comes before the first, as a refusal of its own. Raises ValueError, HungUp."""
-    events, listening = _events(sampler, answer, requests), Listening(connection).__enter__()
+    events, listening = _iterate_events(sampler, answer, requests), Listening(connection).__enter__()
     try:
         head = await anext(events)
     except BaseException as error:
@@ -30,49 +30,54 @@ async def streamed(
     return EventStream(head, events, listening)  # which listens on
 
 
-async def _events(sampler: Sampler, answer: Answer, requests: Sequence[GenerateRequest]) -> AsyncGenerator[str, None]:
+async def _iterate_events(
+    sampler: Sampler, answer: Answer, requests: Sequence[GenerateRequest]
+) -> AsyncGenerator[str, None]:
     options, count = answer.request.stream_options, len(requests)
     each_usage = options is not None and bool(options.continuous_usage_stats)
-    spellings = [answer.spelling(i) for i in range(len(requests))]
+    spellings = [answer.start_spelling(i) for i in range(len(requests))]
     pieces: list[list[Completion]] = [[] for _ in requests]
     written, left = 0, len(requests)
 
-    def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
-        usage = {"usage": answer.usage(written)} if each_usage else {}
-        return _event(answer.chunk(choices, **usage, **more))
+    def encode_chunk(choices: list[dict[str, Any]], **more: Any) -> str:
+        usage = {"usage": answer.count_usage(written)} if each_usage else {}
+        return _encode_event(answer.encode_chunk(choices, **usage, **more))
 
-    def opening() -> str:
-        firsts = [choice for i in range(count) if (choice := answer.first(i)) is not None]
-        return "".join(chunk([choice], **answer.around()) for choice in firsts)
+    def encode_opening() -> str:
+        firsts = [choice for i in range(count) if (choice := answer.build_first_delta(i)) is not None]
+        return "".join(encode_chunk([choice], **answer.build_envelope()) for choice in firsts)
 
-    def closing() -> str:
+    def encode_closing() -> str:
         has_usage = options is not None and options.include_usage
-        return (_event(answer.chunk([], usage=answer.usage(written))) if has_usage else "") + DONE
+        return (_encode_event(answer.encode_chunk([], usage=answer.count_usage(written))) if has_usage else "") + DONE
 
     begun = False
     try:
         async with aclosing(sampler.stream(requests)) as found:
             async for i, piece in found:
-                said = "" if begun else opening()
+                said = "" if begun else encode_opening()
                 begun = True
                 spelling = spellings[i]
                 pieces[i].append(piece)
                 written += len(piece.ids)
                 if piece.finish_reason:
                     whole = joined_pieces(pieces[i])
-                    said += chunk([answer.last(i, spelling, piece, whole)])
+                    said += encode_chunk([answer.build_last_delta(i, spelling, piece, whole)])
                     left -= 1
                 else:
-                    said += chunk([answer.piece(i, spelling.more(piece.ids), piece)])
+                    said += encode_chunk([answer.build_delta(i, spelling.decode_more(piece.ids), piece)])
                 if not left:
                     check_forms(requests)
-                    said += closing()
+                    said += encode_closing()
                 yield said
     except Exception as error:
         if not begun:
             raise
         # The engine failed: the client learns of it in the stream.
-        yield _event(answer.encode(error_body(500, f"{type(error).__name__}: {error}", "server_error"))) + DONE
+        yield (
+            _encode_event(answer.encode_json(error_body(500, f"{type(error).__name__}: {error}", "server_error")))
+            + DONE
+        )
 
 
 def check_forms(requests: Sequence[GenerateRequest]) -> None:
@@ -82,5 +87,5 @@ def check_forms(requests: Sequence[GenerateRequest]) -> None:
         raise ValueError(f"the form of the answer could not be followed to its end: {failures[0]}")
 
 
-def _event(text: str) -> str:
+def _encode_event(text: str) -> str:
     return f"data: {text}\n\n"

@@ -45,7 +45,9 @@ class Streams:
         self.open: dict[str, _Open] = {}
         self._looking: asyncio.Task[None] | None = None
 
-    async def of(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
+    async def stream_requests(
+        self, requests: Sequence[GenerateRequest]
+    ) -> AsyncGenerator[tuple[int, Completion], None]:
         """Pieces of the completions by their number; the last of each has a finish_reason.
 
         Raises what the engine refuses. Closing the iterator ends the requests.
@@ -59,7 +61,7 @@ class Streams:
             task.add_done_callback(lambda _, i=i: pieces.put_nowait((i, None)))  # type: ignore[misc]
             tasks.append(task)
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look())
+            self._looking = asyncio.create_task(self._collect_pieces())
         try:
             left = len(requests)
             while left:
@@ -67,7 +69,7 @@ class Streams:
                 if piece is None:
                     left -= 1
                     self.open.pop(names[i], None)
-                    piece = tasks[i].result().part(told[i])
+                    piece = tasks[i].result().token_range(told[i])
                 elif tasks[i].done():
                     continue  # its end is on the way, with all that is new
                 told[i] += len(piece.ids)
@@ -80,7 +82,7 @@ class Streams:
                 with suppress(asyncio.CancelledError, Exception):
                     await task
 
-    async def _look(self) -> None:
+    async def _collect_pieces(self) -> None:
         while self.open:
             known = {name: one.known for name, one in self.open.items()}
             found = await self.look(known)
@@ -113,25 +115,25 @@ class Spelling:
         self.text, self.sent = "", 0  # so far, and how many of its characters were handed on
         self._start, self._read = 0, len(before)  # tokens before `_read` are in the text; decoding begins at `_start`
 
-    def more(self, ids: list[int]) -> str:
+    def decode_more(self, ids: list[int]) -> str:
         """What can be said now."""
         self.ids += [token for token in ids if not (self.skip and self.tokenizer.is_dropped(token))]
         if len(self.ids) == self._read:  # nothing that is shown
-            return self._say(self.text, self.sent + held_back(self.text[self.sent :], self.hold))
-        before = self._decode(self._start, self._read)
-        now = self._decode(self._start, len(self.ids))
+            return self._release_text(self.text, self.sent + held_back(self.text[self.sent :], self.hold))
+        before = self._decode_range(self._start, self._read)
+        now = self._decode_range(self._start, len(self.ids))
         if not now.endswith("\ufffd"):  # the bytes of a character that is not whole yet
             self.text += now[len(before) :]
             self._start, self._read = self._read, len(self.ids)
-        return self._say(self.text, self.sent + held_back(self.text[self.sent :], self.hold))
+        return self._release_text(self.text, self.sent + held_back(self.text[self.sent :], self.hold))
 
-    def rest(self, whole: str) -> str:
+    def finish_text(self, whole: str) -> str:
         """What of the whole text, as an answer in one piece would have it, has not been said."""
-        return self._say(whole, len(whole)) if whole.startswith(self.text[: self.sent]) else ""
+        return self._release_text(whole, len(whole)) if whole.startswith(self.text[: self.sent]) else ""
 
-    def _decode(self, start: int, end: int) -> str:
+    def _decode_range(self, start: int, end: int) -> str:
         return self.tokenizer.decode(self.ids[start:end], skip_special_tokens=self.skip)
 
-    def _say(self, text: str, end: int) -> str:
+    def _release_text(self, text: str, end: int) -> str:
         start, self.sent = self.sent, max(self.sent, end)
         return text[start:end]

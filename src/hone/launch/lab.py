@@ -41,19 +41,19 @@ def main(argv: list[str]) -> int:
     add("--prime-rl", action="store_true", help="with configs/prime-rl, for `rl @ FILE`")
     add("--no-install", action="store_true", help="write files, install nothing")
     words = "Run a job file of hosted training on this machine; keys of it may follow, as --max-steps 10."
-    keys = _keys() if {"-h", "--help"} & set(argv) else None
+    keys = _describe_keys() if {"-h", "--help"} & set(argv) else None
     form = argparse.RawDescriptionHelpFormatter
     one = commands.add_parser("run", help=words, description=words, epilog=keys, formatter_class=form)
     one.add_argument("file", help="as in configs/lab/reverse-text-tiny.toml")
     args, rest = parser.parse_known_args(argv)
     if args.command == "run":
-        return run(args.file, rest)
+        return run_recipe(args.file, rest)
     if rest:
         parser.error(f"unknown: {' '.join(rest)}")
-    return setup(Path.cwd(), args.vf_rl, args.prime_rl, not args.no_install)
+    return setup_workspace(Path.cwd(), args.vf_rl, args.prime_rl, not args.no_install)
 
 
-def setup(place: Path, vf_rl: bool, prime_rl: bool, installs: bool) -> int:
+def setup_workspace(place: Path, vf_rl: bool, prime_rl: bool, installs: bool) -> int:
     """Prints a line for each part. Returns an exit code; raises ValueError where something cannot be written."""
     if place == Path.home():
         raise ValueError("hone lab setup: this is the home directory; make a folder for the project and go there")
@@ -66,18 +66,20 @@ def setup(place: Path, vf_rl: bool, prime_rl: bool, installs: bool) -> int:
             project.write_text(
                 PROJECT.format(name=project_name(place), python=".".join(map(str, sys.version_info[:2])))
             )
-        _say("Python project is there" if was_there else "Created Python project")
+        _print_line("Python project is there" if was_there else "Created Python project")
         ignored = {} if (place / ".gitignore").exists() else {".gitignore": IGNORED.encode()}
-        written, kept = write(dict(templates(wanted)) | ignored, place)
+        written, kept = write_templates(dict(list_templates(wanted)) | ignored, place)
     except OSError as error:
         raise ValueError(f"hone lab setup: {error.filename}: {error.strerror}") from None
-    _say("Created workspace structure" if written else "Workspace structure is there")
-    _say(f"Wrote {written} files in configs/, environments/ and models/" if written else "Wrote no file: all are there")
+    _print_line("Created workspace structure" if written else "Workspace structure is there")
+    _print_line(
+        f"Wrote {written} files in configs/, environments/ and models/" if written else "Wrote no file: all are there"
+    )
     for path in kept:
         print(f"  kept {path}, which differs from its template")
-    code = install(place) if installs else 0
+    code = install_project(place) if installs else 0
     if code == 0:
-        print(f"next: {'uv run ' if shutil.which('uv') else ''}{_next(vf_rl, prime_rl)}")
+        print(f"next: {'uv run ' if shutil.which('uv') else ''}{_describe_next(vf_rl, prime_rl)}")
     return code
 
 
@@ -105,12 +107,12 @@ def check_project(file: Path) -> None:
 def prepare(place: Path | None = None) -> None:
     """Writes environments/ and models/ as `setup` does, and makes the environments importable here; for notebooks."""
     place = place or Path.cwd()
-    write(dict(templates(["models"])), place)
+    write_templates(dict(list_templates(["models"])), place)
     for name in SIX:
         add_folder(str(place / "environments"), name)
 
 
-def templates(wanted: list[str]) -> Iterator[tuple[str, bytes]]:
+def list_templates(wanted: list[str]) -> Iterator[tuple[str, bytes]]:
     """The files of the templates by their place in a workspace: those and folders `wanted`, and the environments."""
     for name in wanted:
         source = TEMPLATES / name
@@ -133,7 +135,7 @@ def environment_sources() -> Path:
     return packaged if (packaged / SIX[0]).is_dir() else Path(__file__).parents[3] / "environments"
 
 
-def write(files: dict[str, bytes], place: Path) -> tuple[int, list[str]]:
+def write_templates(files: dict[str, bytes], place: Path) -> tuple[int, list[str]]:
     """Writes what is not there; returns how many files, and which are there and differ, which stay as they are."""
     written, kept = 0, []
     for name, content in files.items():
@@ -148,15 +150,15 @@ def write(files: dict[str, bytes], place: Path) -> tuple[int, list[str]]:
     return written, kept
 
 
-def install(place: Path) -> int:
+def install_project(place: Path) -> int:
     """Makes Hone, as it runs here, and the environments part of the project. Returns uv's exit code."""
     uv, version = find_uv(), importlib.metadata.version("hone-rl")
     if uv is None:
-        _say(f"hone-rl {version} is installed here; with uv it would be added to the project")
+        _print_line(f"hone-rl {version} is installed here; with uv it would be added to the project")
         return 0
     extras = [word for extra in EXTRAS for word in ("--extra", extra)]
     commands = [
-        [uv, "add", "--quiet", *extras, *requirement()],
+        [uv, "add", "--quiet", *extras, *find_requirement()],
         [uv, "add", "--quiet", "--editable", *(f"./environments/{name}" for name in SIX)],
     ]
     for command in commands:
@@ -164,11 +166,11 @@ def install(place: Path) -> int:
         if done.returncode:
             print(f"hone lab setup: error: {' '.join(command)} failed; the files are written", file=sys.stderr)
             return done.returncode
-    _say(f"Installed hone-rl {version} and {len(SIX)} environments")
+    _print_line(f"Installed hone-rl {version} and {len(SIX)} environments")
     return 0
 
 
-def requirement() -> list[str]:
+def find_requirement() -> list[str]:
     """Hone as it is installed here, in the words of `uv add`: a checkout, a wheel, or a version of the index."""
     distribution = importlib.metadata.distribution("hone-rl")
     text = distribution.read_text("direct_url.json")
@@ -180,14 +182,14 @@ def requirement() -> list[str]:
     return [f"hone-rl=={distribution.version}"]
 
 
-def _keys() -> str:
+def _describe_keys() -> str:
     from hone.config.help import keys_text
     from hone.config.lab import LabConfig
 
     return f"keys of a job file:\n{keys_text(LabConfig)}"
 
 
-def run(file: str, overrides: list[str]) -> int:
+def run_recipe(file: str, overrides: list[str]) -> int:
     from hone.config.base import load_config
     from hone.config.lab import LabConfig
     from hone.launch.rl import main as train
@@ -197,7 +199,7 @@ def run(file: str, overrides: list[str]) -> int:
     for env in config.env:
         add_folder("environments", env.id)
     start_logging(config.log_level)
-    train(config.resolved())
+    train(config.resolve_config())
     return 0
 
 
@@ -207,7 +209,7 @@ def project_name(place: Path) -> str:
     return f"{name}-lab" if name in {"hone", "hone-rl", *(one.replace("_", "-") for one in SIX)} else name
 
 
-def _next(vf_rl: bool, prime_rl: bool) -> str:
+def _describe_next(vf_rl: bool, prime_rl: bool) -> str:
     if vf_rl:
         return "vf-rl @ configs/vf-rl/reverse-text-tiny.toml"
     if prime_rl:
@@ -215,6 +217,6 @@ def _next(vf_rl: bool, prime_rl: bool) -> str:
     return "hone lab run configs/lab/reverse-text-tiny.toml"
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     mark = "✓" if (sys.stdout.encoding or "").lower().startswith("utf") else "ok"
     print(f"{mark} {text}", flush=True)

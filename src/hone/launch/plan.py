@@ -34,7 +34,7 @@ class Component:
     node: str = ""
 
     @property
-    def title(self) -> str:
+    def display_name(self) -> str:
         return f"{self.name} rank {self.environment['RANK']}" if "RANK" in self.environment else self.name
 
 
@@ -57,7 +57,7 @@ def uses_processes(config: RLConfig, gpus: int | None = None) -> bool:
     return gpus > 1 and config.model.device != "cpu"
 
 
-def plan(config: RLConfig) -> list[Component]:
+def plan_components(config: RLConfig) -> list[Component]:
     """The components of a run on this machine, in the order in which they start. Raises ValueError for GPUs that cannot
     be divided and for a server that would be open to the world."""
     key = config.inference and (config.inference.api_key or own_key())
@@ -72,7 +72,7 @@ def plan(config: RLConfig) -> list[Component]:
         if isinstance(one, InferenceConfig):
             address = f"{nodes[name] or one.server.host or LOOPBACK[0]}:{one.server.port}"
         for node, number, rank in ranks_of_trainer(config) if role == "trainer" else [(nodes.get(name, ""), 0, {})]:
-            environment = keys | threads(config) | visible_gpus(gpus.get(name), config, node) | rank
+            environment = keys | thread_environment(config) | visible_gpus(gpus.get(name), config, node) | rank
             of_rank = [own[number]] if own and "RANK" in rank else own
             parts.append(
                 Component(role, name, one, tuple(of_rank or ()), address, environment, role == "inference", node)
@@ -98,16 +98,21 @@ def nodes_of_servers(config: RLConfig) -> dict[str, str]:
     return {name: nodes[i * len(nodes) // len(names)] for i, name in enumerate(names)}
 
 
-def placement(config: RLConfig, gpus: int, node: str = "this machine") -> list[str]:
+def format_placement(config: RLConfig, gpus: int, node: str = "this machine") -> list[str]:
     """A table of the components on a machine with so many GPUs: what runs where, on which devices, at which address."""
     rows = [("component", "node", "devices", "address")]
     is_fixed = config.inference is None or config.inference.server.port != 0
     if not uses_processes(config, gpus):
         rows.append(("rl", node, "GPU 0" if gpus and config.model.device != "cpu" else "CPU", ""))
-    for part in plan(config) if uses_processes(config, gpus) else []:
+    for part in plan_components(config) if uses_processes(config, gpus) else []:
         devices = f"GPU {', '.join(map(str, part.gpus))}" if part.gpus and gpus else "CPU"
         rows.append(
-            (part.title, part.node or node, devices, part.address if is_fixed else part.address.rpartition(":")[0])
+            (
+                part.display_name,
+                part.node or node,
+                devices,
+                part.address if is_fixed else part.address.rpartition(":")[0],
+            )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -184,14 +189,14 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def threads(config: RLConfig) -> dict[str, str]:
+def thread_environment(config: RLConfig) -> dict[str, str]:
     """OMP_NUM_THREADS, which divides the cores among the trainer's ranks and the inference server, and all of them for
     what the parts wait for together."""
     servers = config.inference_replicas if config.inference is not None else 0
     count = len(config.trainer_gpu_ids) + servers
     if config.inference_nodes:
         count = max(len(config.trainer_gpu_ids), servers // len(config.inference_nodes))
-    cores = machine.cores()
+    cores = machine.usable_cores()
     return {"OMP_NUM_THREADS": str(max(1, cores // count)), machine.CORES_VARIABLE: str(cores)}
 
 
@@ -212,7 +217,7 @@ def visible_gpus(ids: list[int] | None, config: RLConfig, node: str = "") -> dic
         return {}
     if node:
         return {machine.GPUS_VARIABLE: ",".join(map(str, ids))}
-    devices = machine.gpus()
+    devices = machine.usable_gpus()
     if not devices:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices[i % len(devices)] for i in ids)}

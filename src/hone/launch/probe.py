@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hone.clients.http import connect
+from hone.clients.http import connect_clients
 from hone.config.probe import ProbeConfig
 from hone.config.sections import ClientConfig
 from hone.engine.engine import Engine
-from hone.models.loading import load
-from hone.models.lora import Merged, add_lora, loras
+from hone.models.loading import load_configured
+from hone.models.lora import Merged, add_lora, lora_modules
 from hone.models.transformer import Pending, Transformer
 from hone.records import GenerateRequest, Message, Prompt, Sampling
 from hone.trainer.packing import Packed, pack_shared, prompt_of, split_by_prompt
@@ -42,7 +42,7 @@ class Found:
     mismatch: float  # mean of r - 1 - log r, in nats
     place: str  # the first layer and part where hidden states differ; "" where none does
 
-    def words(self) -> str:
+    def describe_result(self) -> str:
         if not self.differ:
             return f"0 of {self.tokens:,} logprobs differ between sampler and trainer"
         where = f"; hidden states differ from {self.place} on" if self.place else ""
@@ -54,30 +54,32 @@ class Found:
 
 def main(config: ProbeConfig) -> None:
     """Raises ValueError where exact numerics were asked for and a bit differs."""
-    model = load(config.model, config.seed).model
+    model = load_configured(config.model, config.seed).model
     if config.lora is not None:
         add_lora(model, config.lora, config.seed)
-        for lora in loras(model):  # a fresh one adds nothing
+        for lora in lora_modules(model):  # a fresh one adds nothing
             nn.init.normal_(lora.B, std=0.01)
     if config.server is None:
-        found = probe(model, config.rollouts, config.max_tokens, config.temperature, config.seed)
+        found = probe_model(model, config.rollouts, config.max_tokens, config.temperature, config.seed)
     else:
-        found = compare(model, asyncio.run(served(config, config.server)), config.temperature)
-    print(f"{config.rollouts:,} rollouts, {config.model.numerics} numerics: {found.words()}", flush=True)
+        found = compare_logprobs(model, asyncio.run(sample_from_server(config, config.server)), config.temperature)
+    print(f"{config.rollouts:,} rollouts, {config.model.numerics} numerics: {found.describe_result()}", flush=True)
     if config.model.numerics == "exact" and found.differ:
         raise ValueError("model.numerics is exact, and logprobs differ; please report this with the line above")
 
 
-def probe(model: Transformer, count: int, max_tokens: int, temperature: float = 1.0, seed: int = 0) -> Found:
+def probe_model(model: Transformer, count: int, max_tokens: int, temperature: float = 1.0, seed: int = 0) -> Found:
     """Compares the two sides of a model as it is trained, on so many rollouts of random tokens."""
     sampled = Merged(model).model
     length = min(4 * max_tokens, model.spec.max_position_embeddings)
     engine = Engine(sampled, max_batch_size=max(WAVES), max_model_len=length, kv_cache_gib=GIB)
-    rollouts = sample(engine, count, max_tokens, temperature, random.Random(seed))
-    return compare(model, rollouts, temperature, sampled)
+    rollouts = sample_waves(engine, count, max_tokens, temperature, random.Random(seed))
+    return compare_logprobs(model, rollouts, temperature, sampled)
 
 
-def compare(model: Transformer, rollouts: Waves, temperature: float, sampled: Transformer | None = None) -> Found:
+def compare_logprobs(
+    model: Transformer, rollouts: Waves, temperature: float, sampled: Transformer | None = None
+) -> Found:
     """Rollouts with the logprobs that training gives their tokens; layer by layer where `sampled` made them."""
     ours = torch.tensor([x for _, _, logprobs in rollouts for x in logprobs])
     theirs = torch.cat(trained_logprobs(model, rollouts, temperature))
@@ -89,7 +91,7 @@ def compare(model: Transformer, rollouts: Waves, temperature: float, sampled: Tr
     return Found(len(ours), differ, float(change.abs().max()), mismatch, place)
 
 
-def sample(engine: Engine, count: int, max_tokens: int, temperature: float, draw: random.Random) -> Waves:
+def sample_waves(engine: Engine, count: int, max_tokens: int, temperature: float, draw: random.Random) -> Waves:
     """In waves: new prompts, groups of one prompt, and conversations of the wave before that go on."""
     done: Waves = []
     vocabulary, last = range(engine.sampler.vocab_size), list[list[int]]()
@@ -116,13 +118,13 @@ def sample(engine: Engine, count: int, max_tokens: int, temperature: float, draw
     return done
 
 
-async def served(config: ProbeConfig, url: str) -> Waves:
+async def sample_from_server(config: ProbeConfig, url: str) -> Waves:
     """The same of a server: chats in waves, alone, in groups, and such that go on."""
     draw, done = random.Random(config.seed), Waves()
-    (client,) = connect(ClientConfig(base_url=[url]), config.model.name)
+    (client,) = connect_clients(ClientConfig(base_url=[url]), config.model.name)
     async with client:
         await client.check_key()
-        await client.check()
+        await client.wait_until_serving()
         chats: list[list[Message]] = []
         while len(done) < config.rollouts:
             before, chats = chats, []
@@ -131,7 +133,7 @@ async def served(config: ProbeConfig, url: str) -> Waves:
                 if kind < 0.3 and chats:
                     chats.append(chats[-1])
                 else:
-                    chats.append([*(draw.choice(before) if kind < 0.5 and before else []), user(text)])
+                    chats.append([*(draw.choice(before) if kind < 0.5 and before else []), user_message(text)])
             turns = await asyncio.gather(
                 *(
                     client.chat(Prompt(chat), Sampling(config.temperature, config.max_tokens, len(done) + i))
@@ -139,11 +141,11 @@ async def served(config: ProbeConfig, url: str) -> Waves:
                 )
             )
             done += [(turn.prompt_ids, turn.completion.ids, turn.completion.logprobs) for turn in turns]
-            chats = [[*chat, turn.message] for chat, turn in zip(chats, turns, strict=True) if len(chat) < 5]
+            chats = [[*chat, turn.assistant_message] for chat, turn in zip(chats, turns, strict=True) if len(chat) < 5]
     return [one for one in done if one[1]]
 
 
-def user(text: str) -> Message:
+def user_message(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
@@ -167,12 +169,12 @@ def trained_logprobs(model: Transformer, rollouts: Waves, temperature: float) ->
 def logprobs_of(model: Transformer, packed: Packed, temperature: float) -> Tensor:
     kept: list[Tensor] = []
 
-    def loss(part: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    def capture_loss(part: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
         kept.append(logprobs.detach().float().cpu())
         return logprobs.sum()
 
     temperature_N = torch.full((len(packed.targets_N),), temperature, device=packed.targets_N.device)
-    packed.loss(model, temperature_N, loss)
+    packed.compute_loss(model, temperature_N, capture_loss)
     return torch.cat(kept)
 
 
@@ -188,24 +190,24 @@ def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> st
         engine.graphs = engine.packed = engine.decoder.packed = None  # block by block
         with outputs_of(sampled) as theirs:
             forced = engine.generate(
-                [GenerateRequest(prompt, Sampling(1.0, len(own), 0), frozenset(), allows=_only(own, engine))]
+                [GenerateRequest(prompt, Sampling(1.0, len(own), 0), frozenset(), allows=_allow_only(own, engine))]
             )
         assert forced[0].ids == own
         packed = pack_shared([[*prompt, *own]], [[False] * len(prompt) + [True] * len(own)], model.embed.weight.device)
         with outputs_of(model) as ours:
-            model(packed.tokens_T, packed.attention.positions(), packed.attention)
+            model(packed.tokens_T, packed.attention.token_positions(), packed.attention)
         for layer, (sampling, training) in enumerate(zip(theirs, ours, strict=True)):
             decoded = sampling[1:]  # the first is the prompt's
             is_added = not all(isinstance(pending, Tensor) for _, pending in decoded)
-            steps = [_compared(step, is_added) for step in decoded]
-            for part, of_all in _compared(training[0], is_added).items():
+            steps = [_compared_tensors(step, is_added) for step in decoded]
+            for part, of_all in _compared_tensors(training[0], is_added).items():
                 one, two = torch.cat([step[part] for step in steps]), of_all[len(prompt) :]
                 if not torch.equal(one[: len(two)], two[: len(one)]) and (first is None or (layer, part) < first):
                     first = layer, part
     return "" if first is None else f"layer {first[0]}{first[1]}"
 
 
-def _compared(output: tuple[Tensor, Pending], is_added: bool) -> dict[str, Tensor]:
+def _compared_tensors(output: tuple[Tensor, Pending], is_added: bool) -> dict[str, Tensor]:
     """A block's stream and what is still to be added, in this order. Where the sampler has added that already, in fast
     numerics, the sum of both: so trainer and sampler round it differently, and the first layer differs as a rule."""
     stream, pending = output
@@ -218,15 +220,15 @@ def _compared(output: tuple[Tensor, Pending], is_added: bool) -> dict[str, Tenso
     return {" (attention)": _on_host(stream), " (feed-forward)": _on_host(pending)}
 
 
-def _only(own: list[int], engine: Engine) -> Any:
+def _allow_only(own: list[int], engine: Engine) -> Any:
     """Allows the next of these tokens alone."""
 
-    def allows(ids: list[int]) -> Any:
+    def allow_ids(ids: list[int]) -> Any:
         row = torch.zeros(engine.sampler.vocab_size, dtype=torch.bool)
         row[own[min(len(ids), len(own) - 1)]] = True
         return row.numpy()
 
-    return allows
+    return allow_ids
 
 
 def _on_host(x: Tensor) -> Tensor:

@@ -20,14 +20,14 @@ from collections import deque
 from pathlib import Path
 
 from hone import leaving
-from hone.clients.http import NO_SIGN_SECONDS, connect
+from hone.clients.http import NO_SIGN_SECONDS, connect_clients
 from hone.config.base import ConfigError, load_config
 from hone.config.help import to_toml
 from hone.config.rl import RLConfig
 from hone.config.secrets import secrets_variable
 from hone.config.sections import BACKEND_LOST
-from hone.inference.address import bind
-from hone.launch.plan import Component, plan
+from hone.inference.address import bind_socket
+from hone.launch.plan import Component, plan_components
 from hone.launch.watching import Follower, OnTerminal, Watcher
 from hone.monitors import trackers
 from hone.monitors.lines import whole_run_line
@@ -41,34 +41,34 @@ KILLS, WITHIN = 5, 60.0  # so many kills of inference within so many seconds end
 log = logging.getLogger("hone.rl")
 
 
-def launch(config: RLConfig, watcher: Watcher | None = None) -> None:
+def run_components(config: RLConfig, watcher: Watcher | None = None) -> None:
     """Runs the components to their end, or until the watcher has them ended. Raises ValueError with the cause when one
     of them fails."""
-    trackers.check(config.wandb, config.tensorboard)
+    trackers.check_trackers(config.wandb, config.tensorboard)
     run = RunDirectory(config.output_dir, "rl", config.layout)
     sources = resume_from(run, config.resume)
     if config.inference is None:
         asyncio.run(require_servers(config))
     if sources:
         refuse_other_rollouts(sources[0], config)
-    weight_steps = config.weights.steps(config.max_steps)
-    run.check(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
-    parts = plan(config)
+    weight_steps = config.weights.list_steps(config.max_steps)
+    run.check_claim(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
+    parts = plan_components(config)
     if sources and step_of(sources[0]) >= config.max_steps:  # nothing to sample: the trainer writes what is not there
         parts = [part for part in parts if part.role == "trainer"]
     for part in parts:  # before seconds of starting
         if part.address and not part.node:
             host, _, port = part.address.rpartition(":")
-            bind(host, int(port)).close()
+            bind_socket(host, int(port)).close()
     run.write_config(to_toml(config))
     children: list[Child] = []
 
-    def interrupt(number: int, _: object) -> None:
+    def handle_signal(number: int, _: object) -> None:
         log.warning("%s: ending", signal.Signals(number).name)
         raise SystemExit(128 + number)
 
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, interrupt)
+        signal.signal(signal.SIGTERM, handle_signal)
     told, live = step_of(sources[0]) if sources else 0, Live("rl")
     try:
         for part in parts:
@@ -76,13 +76,13 @@ def launch(config: RLConfig, watcher: Watcher | None = None) -> None:
         leaving.steps_begin()
         log.info("Started %s; logs in %s", ", ".join(f"{c.name} ({c.process.pid})" for c in children), run.logs)
         if watcher is not None and config.inference is not None:
-            watcher.serving([part.address for part in parts if part.address])
+            watcher.on_servers([part.address for part in parts if part.address])
         with live:
-            live.begin(config.max_steps, told)
-            live.doing("starting")
-            watch(children, Follower(OnTerminal(live, watcher), run, weight_steps, told))
+            live.start_run(config.max_steps, told)
+            live.show_activity("starting")
+            watch_children(children, Follower(OnTerminal(live, watcher), run, weight_steps, told))
     finally:
-        end(children)
+        end_children(children)
     log.info("%s", whole_run_line(run))
 
 
@@ -92,12 +92,12 @@ def refuse_other_rollouts(source: Path, config: RLConfig) -> None:
         before = load_config(RLConfig, ["@", str(source.parent.parent / "configs" / "rl.toml")])
     except ConfigError:  # there is none, or of another version of Hone
         return
-    refuse_changes(before.public(), config, source)
+    refuse_changes(before.to_public_dict(), config, source)
 
 
 async def require_servers(config: RLConfig) -> None:
     """Raises ConnectionError, with what to do, unless every server that is to be used answers, to our key."""
-    for client in connect(config.orchestrator.client, config.model.name):
+    for client in connect_clients(config.orchestrator.client, config.model.name):
         async with client:
             try:
                 await client.wait_until_up(min(NO_SIGN_SECONDS, config.orchestrator.client.ready_timeout))
@@ -110,7 +110,7 @@ class Child:
     """A component's process, and what it last said."""
 
     def __init__(self, part: Component, config: Path, logs: Path) -> None:
-        self.name, self.title, self.is_server = part.name, part.title, part.restarts
+        self.name, self.title, self.is_server = part.name, part.display_name, part.restarts
         self.is_trainer, self.said = part.role == "trainer", deque[str](maxlen=50)
         self.is_elsewhere = bool(part.node)
         self.words = [*on_node(part.node), sys.executable, "-P", "-m", "hone", part.role, "@", str(config.absolute())]
@@ -119,10 +119,10 @@ class Child:
         self.environment = os.environ | part.environment | own | secrets
         # Trainer and orchestrator keep their own logs and speak on the console; inference is heard from its log alone.
         self.log = (logs / f"{part.name}.log").open("w") if self.is_server else None
-        self.start()
+        self.start_process()
 
-    def start(self) -> None:
-        with contextlib.nullcontext() if self.is_elsewhere else leaving.held():
+    def start_process(self) -> None:
+        with contextlib.nullcontext() if self.is_elsewhere else leaving.hold_signals():
             self.process = subprocess.Popen(
                 self.words,
                 stdout=subprocess.PIPE,
@@ -134,10 +134,10 @@ class Child:
                 env=self.environment,
             )
         self.output_ended_at = float("inf")  # time.monotonic()
-        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader = threading.Thread(target=self._read_output, daemon=True)
         self.reader.start()
 
-    def _read(self) -> None:
+    def _read_output(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.said.append(line.rstrip())
@@ -145,15 +145,15 @@ class Child:
                 print(line, end="", flush=True, file=self.log or sys.stdout)
         self.output_ended_at = time.monotonic()
 
-    def code(self) -> int | None:
+    def exit_code(self) -> int | None:
         """How it ended, as Popen has it; srun tells of a signal as a shell does."""
         code = self.process.poll()
         return 128 - code if self.is_elsewhere and code is not None and code > 128 else code
 
-    def cause(self) -> str:
+    def describe_failure(self) -> str:
         """Why it ended, in one line."""
         self.reader.join(2.0)
-        code = self.code() or 0
+        code = self.exit_code() or 0
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
         errors = [line for line in self.said if "error:" in line.lower()] or [line for line in self.said if line]
         return f"{self.title} {how}" + (f": {errors[-1]}" if code > 0 and errors else "")
@@ -166,7 +166,7 @@ def on_node(node: str) -> list[str]:
     return ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--unbuffered", "--mpi=none"]
 
 
-def watch(children: list[Child], follower: Follower) -> None:
+def watch_children(children: list[Child], follower: Follower) -> None:
     """Returns when orchestrator and trainer have ended well, or the follower says so. Raises ValueError with the cause
     when any ends badly.
 
@@ -179,38 +179,38 @@ def watch(children: list[Child], follower: Follower) -> None:
             is_told = True
             for child in trainers:
                 child.process.send_signal(signal.SIGUSR1)
-        codes = [child.code() for child in trainers]
+        codes = [child.exit_code() for child in trainers]
         if leaving.AGAIN in codes and None not in codes:
             trainers[0].reader.join(2.0)
             can_resume = any(follower.run.checkpoints.glob("step_*"))
             raise leaving.Left(trainers[0].said[-1].removeprefix("trainer: "), can_resume)
         for child in children:
-            code = child.code()
+            code = child.exit_code()
             if child in trainers and code == leaving.AGAIN:
                 continue
             if child.is_server and code is not None and (code < 0 or code == BACKEND_LOST):
                 kills.append(time.monotonic())
                 if len(kills) < KILLS or kills[-1] - kills[0] > WITHIN:
-                    log.warning("%s; started again", child.cause())
-                    child.start()
+                    log.warning("%s; started again", child.describe_failure())
+                    child.start_process()
                     continue
             if code is not None and (code != 0 or child.is_server):
-                raise ValueError(find_first_failure(children, child).cause())
+                raise ValueError(find_first_failure(children, child).describe_failure())
         have_ended = all(child.process.poll() == 0 for child in children if not child.is_server)
-        if not follower.look() or have_ended:
+        if not follower.follow_once() or have_ended:
             return
         time.sleep(0.1)
 
 
 def find_first_failure(children: list[Child], found: Child) -> Child:
     """Return the child that failed first: ranks that lose a peer fail a moment after it, with errors about sockets."""
-    failed = [child for child in children if child is found or (child.code() or 0) not in (0, leaving.AGAIN)]
+    failed = [child for child in children if child is found or (child.exit_code() or 0) not in (0, leaving.AGAIN)]
     for child in failed:
         child.reader.join(0.5)
-    return min(failed, key=lambda child: ((child.code() or 0) >= 0, child.output_ended_at))
+    return min(failed, key=lambda child: ((child.exit_code() or 0) >= 0, child.output_ended_at))
 
 
-def end(children: list[Child]) -> None:
+def end_children(children: list[Child]) -> None:
     """Ends what still runs: SIGTERM, some seconds, SIGKILL."""
     running = [child.process for child in children if child.process.poll() is None]
     for process in running:

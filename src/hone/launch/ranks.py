@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         for rank in ranks:
             rank.send_signal(number)
 
-    with leaving.held():
+    with leaving.hold_signals():
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, hand_on)
         for given in environments_of_ranks(args.ranks, args.nodes, args.node, args.meet):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hone.config.rl import RLConfig
 from hone.environments import Environment
-from hone.launch.fork import forked
+from hone.launch.fork import fork_run
 from hone.launch.plan import uses_processes
 from hone.launch.watching import Watcher
 
@@ -15,16 +15,16 @@ from hone.launch.watching import Watcher
 def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[str, Environment] | None = None) -> None:
     """`watcher` is told of each step; `environments`: by name, instead of loading those of the configuration."""
     with dashboard_over(config):
-        run(forked(config), watcher, environments)
+        run_rl(fork_run(config), watcher, environments)
 
 
-def run(config: RLConfig, watcher: Watcher | None, environments: dict[str, Environment] | None) -> None:
+def run_rl(config: RLConfig, watcher: Watcher | None, environments: dict[str, Environment] | None) -> None:
     if uses_processes(config):
         if environments is not None:
             raise ValueError("an environment that is an object stays in this process; processes need its id")
-        from hone.launch.processes import launch
+        from hone.launch.processes import run_components
 
-        launch(config, watcher)
+        run_components(config, watcher)
     else:
         from hone.launch.colocated import main as colocated
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hone import machine
-from hone.config.base import validated
+from hone.config.base import validate_values
 from hone.config.rl import RLConfig
 from hone.config.vf_rl import RLTrainerArgs, VfRLConfig, in_own_words
 from hone.environments import Environment
@@ -61,12 +61,12 @@ class RLTrainer:
             "trainer": {"args": args or RLTrainerArgs()},
             "deployment": "auto" if self.environment is None else "colocated",  # an object stays in this process
         }
-        self.config = validated(VfRLConfig, values)
+        self.config = validate_values(VfRLConfig, values)
         self.callbacks = list(callbacks)
         self.is_python = True  # messages name its arguments
 
     @classmethod
-    def of(cls, config: VfRLConfig) -> "RLTrainer":
+    def from_config(cls, config: VfRLConfig) -> "RLTrainer":
         trainer = cls.__new__(cls)
         trainer.config, trainer.environment, trainer.callbacks = config, None, []
         trainer.is_python = False
@@ -75,13 +75,13 @@ class RLTrainer:
     def train(self, resume: bool | str = False, clean: bool = False) -> list[dict[str, Any]]:
         """Trains to the end and returns the history. `resume`: True, "auto" or a checkpoint's path go on where a run
         was; `clean` removes an earlier run first."""
-        machine.prepare()
+        machine.prepare_environment()
         if not logging.getLogger("hone").handlers:  # the run's files have what is not shown
             logging.getLogger("hone").setLevel(logging.INFO)
         given = {key: value for key, value in (("resume", resume), ("clean", clean)) if value}
         config = self.config.model_copy(update=given)
         add_folder("environments", config.env.id)
-        run = config.resolved()
+        run = config.resolve_config()
         from hone.trainer.checkpoint import resume_from, step_of
 
         sources = resume_from(RunDirectory(run.output_dir, "rl", run.layout), run.resume) if run.resume else []
@@ -89,7 +89,7 @@ class RLTrainer:
             print(f"{sources[0]} is of the last step: there is nothing left to do")
             return self.history
         console = Console(config, run, self.callbacks)
-        console.begin()
+        console.start_watching()
         from hone.launch.rl import main
 
         try:
@@ -120,10 +120,10 @@ class RLTrainer:
 
 
 def main(config: VfRLConfig) -> None:
-    RLTrainer.of(config).train()
+    RLTrainer.from_config(config).train()
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads any more (`vf-rl … | head`): the run goes on
         print(text, flush=True)
 
@@ -137,22 +137,22 @@ class Console(Watcher):
         self.first: list[float] = []
         self.has_remarked = False
 
-    def begin(self) -> None:
+    def start_watching(self) -> None:
         print(f"Loading environment {self.config.env.id}...")
         print(f"Loading model {self.config.model}...", flush=True)
-        if machine.gpus():
+        if machine.usable_gpus():
             from hone.launch.estimate import memory_lines
 
             for line in memory_lines(self.run):
                 print(f"Memory, about: {line}", flush=True)
 
-    def serving(self, addresses: list[str]) -> None:
+    def on_servers(self, addresses: list[str]) -> None:
         for address in addresses:
             print(f"Starting inference server on port {address.rpartition(':')[2]}...")
         print("Waiting for inference server to be ready...", flush=True)
-        threading.Thread(target=self._await, args=(addresses,), daemon=True).start()
+        threading.Thread(target=self._await_servers, args=(addresses,), daemon=True).start()
 
-    def _await(self, addresses: list[str]) -> None:
+    def _await_servers(self, addresses: list[str]) -> None:
         import httpx
 
         deadline = time.monotonic() + self.config.trainer.args.vllm_server_timeout
@@ -168,32 +168,32 @@ class Console(Watcher):
                 if time.monotonic() > deadline:
                     return
                 time.sleep(0.2)
-        _say("Inference server is ready")
+        _print_line("Inference server is ready")
 
-    def step(self, row: dict[str, Any]) -> bool:
+    def on_step(self, row: dict[str, Any]) -> bool:
         args, step = self.config.trainer.args, row["step"]
         if step % args.logging_steps == 0 or step == args.max_steps:
-            _say(loss_line(row))
-            _say(in_own_words(step_line(row, args.max_steps)))
+            _print_line(loss_line(row))
+            _print_line(in_own_words(step_line(row, args.max_steps)))
         if args.sample_steps and step % args.sample_steps == 0:
-            self._sample(step)
-        self._remark(row)
+            self._show_sample(step)
+        self._show_remark(row)
         with CONTAINED:
             return all([callback(step, row) is not False for callback in self.callbacks])
 
-    def saved(self, directory: Path) -> None:
-        _say(f"Saved {directory}")
+    def on_weights(self, directory: Path) -> None:
+        _print_line(f"Saved {directory}")
 
-    def _sample(self, step: int) -> None:
+    def _show_sample(self, step: int) -> None:
         """One rollout of a step, drawn by the step's number."""
         try:
             rows = read_rows(self.files.rollouts / f"step_{step}" / FILE)
         except OSError:
             return
         if rows:
-            _say(sample_block(step, random.Random(step).choice(rows)))
+            _print_line(sample_block(step, random.Random(step).choice(rows)))
 
-    def _remark(self, row: dict[str, Any]) -> None:
+    def _show_remark(self, row: dict[str, Any]) -> None:
         """What the numbers say that somebody would otherwise look up under troubleshooting."""
         if self.has_remarked:
             return
@@ -208,9 +208,9 @@ class Console(Watcher):
         if "reward/mean" in row and len(self.first) < FLAT_AFTER:
             self.first.append(row["reward/mean"])
             if len(self.first) == FLAT_AFTER:
-                self._compare(row["step"], log)
+                self._show_comparison(row["step"], log)
 
-    def _compare(self, step: int, log: logging.Logger) -> None:
+    def _show_comparison(self, step: int, log: logging.Logger) -> None:
         quarter = FLAT_AFTER // 4
         before, now = (sum(part) / quarter for part in (self.first[:quarter], self.first[-quarter:]))
         if now - before >= FLAT or before > 0.9:
@@ -223,7 +223,7 @@ class Console(Watcher):
         else:
             cause = "the steps may be too small, or the rollouts too alike"
             helps = "a higher learning_rate, a higher temperature, more rollouts_per_example"
-        given = shlex.quote(json.dumps(self.config.env.public()["args"], default=str))
+        given = shlex.quote(json.dumps(self.config.env.to_public_dict()["args"], default=str))
         log.warning(
             "Step %d: the reward has gone from %.3f to %.3f: %s; what helps: %s. How the model does without training: "
             "hone eval run %s -m %s -n 20 -t %d%s",

@@ -23,9 +23,9 @@ from hone.config.help import to_toml
 from hone.config.rl import RLConfig
 from hone.config.sections import API_KEY_VARIABLE
 from hone.config.sft import SFTConfig
-from hone.launch.plan import placement
+from hone.launch.plan import format_placement
 from hone.monitors.metrics import read_rows
-from hone.run_directory import rewrite
+from hone.run_directory import rewrite_file
 
 TEMPLATE = Path(__file__).parent / "slurm.sh.jinja"
 PLAIN = re.compile(r"[\w./:@%+=,^\[\]-]+", re.ASCII)  # what Slurm takes in a line of the script as it stands
@@ -36,15 +36,15 @@ DEAD = 60.0  # seconds that a command of Slurm may take
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, overrides = parse(sys.argv[1:] if argv is None else argv)
+    args, overrides = parse_arguments(sys.argv[1:] if argv is None else argv)
     if args.command in ("sft", "rl"):
-        return submit(args, overrides)
+        return submit_job(args, overrides)
     if overrides:
         raise ValueError(f"hone slurm {args.command}: unknown: {' '.join(overrides)}")
-    return {"status": status, "logs": logs, "cancel": cancel}[args.command](args)
+    return {"status": show_status, "logs": show_logs, "cancel": cancel_jobs}[args.command](args)
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="hone slurm", description="Runs of sft and rl as jobs of Slurm.", allow_abbrev=False
     )
@@ -58,19 +58,19 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         add("config", help="TOML file")
         add("--output-dir", type=Path, required=True, help="directory of the run, on a disk that the nodes share")
         if name == "sft":
-            add("--gpus", type=count, required=True, help="GPUs of a node, 1 to 8")
-            add("--nodes", type=count, default=1, help="nodes that train one model together (default 1)")
+            add("--gpus", type=parse_count, required=True, help="GPUs of a node, 1 to 8")
+            add("--nodes", type=parse_count, default=1, help="nodes that train one model together (default 1)")
         else:
-            add("--train-gpus", type=count, default=1, help="GPUs that train (default 1)")
-            add("--infer-gpus", type=count, default=1, help="GPUs that sample (default 1)")
+            add("--train-gpus", type=parse_count, default=1, help="GPUs that train (default 1)")
+            add("--infer-gpus", type=parse_count, default=1, help="GPUs that sample (default 1)")
             add("--single-gpu", action="store_true", help="one GPU that does both")
             add(
                 "--train-nodes",
-                type=count,
+                type=parse_count,
                 help="nodes that train, each with so many --train-gpus; needs --infer-nodes",
             )
-            add("--infer-nodes", type=count, help="nodes that sample, each with so many --infer-gpus")
-        add("--cpus-per-gpu", type=count, default=8, help="processor cores for each GPU (default 8)")
+            add("--infer-nodes", type=parse_count, help="nodes that sample, each with so many --infer-gpus")
+        add("--cpus-per-gpu", type=parse_count, default=8, help="processor cores for each GPU (default 8)")
         add("--job-name", help=f"default: the file's name and -{name}")
         add("--account", help="default: $SBATCH_ACCOUNT, then $SLURM_ACCOUNT")
         for option, words in (
@@ -79,8 +79,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             ("constraint", "features that the node must have"), ("dependency", "as Slurm has it: afterok:123"),
         ):  # fmt: skip
             add(f"--{option}", help=words)
-        add("--chain", type=count, default=1, help="jobs that go on after each other (default 1)")
-        add("--grace", type=count, default=120, help="seconds before the end of the wall time to save in (default 120)")
+        add("--chain", type=parse_count, default=1, help="jobs that go on after each other (default 1)")
+        add(
+            "--grace",
+            type=parse_count,
+            default=120,
+            help="seconds before the end of the wall time to save in (default 120)",
+        )
         add("--sbatch", action="append", default=[], metavar="KEY=VALUE", help="a further option of sbatch")
         add("--hf-hub-offline", action="store_true", help="use what the hub's cache has")
         add("--dry-run", action="store_true", help="write and show everything, submit nothing")
@@ -91,11 +96,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         one = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
         one.add_argument("run", type=Path, help="its --output-dir")
         if name == "logs":
-            one.add_argument("-n", "--lines", type=count, default=50, help="lines (default 50)")
+            one.add_argument("-n", "--lines", type=parse_count, default=50, help="lines (default 50)")
     return parser.parse_known_args(argv)
 
 
-def count(text: str) -> int:
+def parse_count(text: str) -> int:
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"must be 1 or more, found {text}")
     return int(text)
@@ -104,29 +109,29 @@ def count(text: str) -> int:
 # ---------------------------------------------------------------------------------------------- submitting
 
 
-def submit(args: argparse.Namespace, overrides: list[str]) -> int:
+def submit_job(args: argparse.Namespace, overrides: list[str]) -> int:
     gpus, nodes = gpus_of(args), nodes_of(args)
     directory = args.output_dir.absolute()
     if "\\" in str(directory):
         raise ValueError(
             f"--output-dir {directory}: Slurm writes no log below a directory with a backslash in its name"
         )
-    config = resolved(args, overrides, directory)
+    config = resolve_config(args, overrides, directory)
     try:
         (directory / "configs").mkdir(parents=True, exist_ok=True)
         (directory / "slurm").mkdir(exist_ok=True)
         file = directory / "configs" / f"{args.command}.toml"
-        rewrite(file, to_toml(config, with_secrets=True), mode=0o600)  # the job has nothing else
+        rewrite_file(file, to_toml(config, with_secrets=True), mode=0o600)  # the job has nothing else
         options = sbatch_options(args, gpus, sum(nodes), directory)
         script = directory / f"{args.command}.sh"
-        script.write_text(render(args, gpus, nodes, file, options))
+        script.write_text(render_script(args, gpus, nodes, file, options))
         script.chmod(0o755)
     except OSError as error:
         raise ValueError(f"--output-dir {directory} cannot be written to: {error.strerror}") from None
     given = [word for name, value in options if not PLAIN.fullmatch(value) for word in (f"--{name}", value)]
     if args.dry_run:
         if isinstance(config, RLConfig):
-            print("\n".join(placement(on_nodes(config, nodes), gpus, "node 1")))
+            print("\n".join(format_placement(on_nodes(config, nodes), gpus, "node 1")))
         else:
             print("component  node    devices")
             for i in range(sum(nodes)):
@@ -134,7 +139,7 @@ def submit(args: argparse.Namespace, overrides: list[str]) -> int:
         print(f"\n# {script}\n{script.read_text()}")
         print(f"configuration: {file}")
         if shutil.which("sbatch"):
-            done = call(["sbatch", "--test-only", *given, str(script)])
+            done = run_slurm_command(["sbatch", "--test-only", *given, str(script)])
             print("Slurm says:", (done.stderr or done.stdout).strip() or "nothing")
         else:
             print("Slurm says: nothing, there is no sbatch here")
@@ -144,7 +149,7 @@ def submit(args: argparse.Namespace, overrides: list[str]) -> int:
     before = ""
     for _ in range(args.chain):
         wait = [f"--dependency=afterany:{before}"] if before else []
-        done = call(["sbatch", "--parsable", *given, *wait, str(script)])
+        done = run_slurm_command(["sbatch", "--parsable", *given, *wait, str(script)])
         if done.returncode:
             raise ValueError(f"sbatch: {done.stderr.strip().removeprefix('sbatch: error: ')}")
         before = done.stdout.strip().split(";")[0]
@@ -194,7 +199,7 @@ def gpus_of(args: argparse.Namespace) -> int:
     return int(args.train_gpus + args.infer_gpus)
 
 
-def resolved(args: argparse.Namespace, overrides: list[str], directory: Path) -> Any:
+def resolve_config(args: argparse.Namespace, overrides: list[str], directory: Path) -> Any:
     """The configuration of the job: as the file and the overrides have it, on the job's devices, able to go on."""
     words = ["@", args.config, *overrides, "--output-dir", str(directory)]
     if args.command == "sft":
@@ -208,7 +213,7 @@ def resolved(args: argparse.Namespace, overrides: list[str], directory: Path) ->
                 "inference_gpu_ids": list(range(args.infer_gpus)),
                 "trainer_gpu_ids": list(range(first, first + args.train_gpus)),
             }
-        words += [word for key, value in devices.items() for word in (f"--{key}", _word(value))]
+        words += [word for key, value in devices.items() for word in (f"--{key}", _quote_word(value))]
         if not args.single_gpu:
             words += [
                 "--deployment",
@@ -233,7 +238,7 @@ def resolved(args: argparse.Namespace, overrides: list[str], directory: Path) ->
     return type(config).model_validate(config.model_dump() | changes)
 
 
-def _word(value: Any) -> str:
+def _quote_word(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -259,7 +264,9 @@ def sbatch_options(args: argparse.Namespace, gpus: int, nodes: int, directory: P
     return found
 
 
-def render(args: argparse.Namespace, gpus: int, nodes: list[int], file: Path, options: list[tuple[str, str]]) -> str:
+def render_script(
+    args: argparse.Namespace, gpus: int, nodes: list[int], file: Path, options: list[tuple[str, str]]
+) -> str:
     from jinja2 import Environment, StrictUndefined
 
     command = [sys.executable, "-P", "-m", "hone", args.command, "@", str(file)]
@@ -291,9 +298,9 @@ def jobs_of(run: Path) -> list[str]:
     return found
 
 
-def status(args: argparse.Namespace) -> int:
+def show_status(args: argparse.Namespace) -> int:
     for job in jobs_of(args.run):
-        done = call(["squeue", "--noheader", "--states=all", "--jobs", job, "--format", STATES])
+        done = run_slurm_command(["squeue", "--noheader", "--states=all", "--jobs", job, "--format", STATES])
         words = (
             done.stdout.strip().split("|") if done.returncode == 0 and done.stdout.strip() else [job, "GONE", "", ""]
         )
@@ -306,7 +313,7 @@ def status(args: argparse.Namespace) -> int:
     return 0
 
 
-def logs(args: argparse.Namespace) -> int:
+def show_logs(args: argparse.Namespace) -> int:
     files = sorted((args.run / "slurm").glob("job_*.log"), key=lambda path: path.stat().st_mtime)
     if not files:
         jobs = ", ".join(jobs_of(args.run))
@@ -317,16 +324,16 @@ def logs(args: argparse.Namespace) -> int:
     return 0
 
 
-def cancel(args: argparse.Namespace) -> int:
+def cancel_jobs(args: argparse.Namespace) -> int:
     jobs = jobs_of(args.run)
-    done = call(["scancel", *jobs])
+    done = run_slurm_command(["scancel", *jobs])
     if done.returncode:
         raise ValueError(f"scancel: {done.stderr.strip()}")
     print(f"cancelled: {', '.join(jobs)}")
     return 0
 
 
-def call(words: list[str]) -> "subprocess.CompletedProcess[str]":
+def run_slurm_command(words: list[str]) -> "subprocess.CompletedProcess[str]":
     """A command of Slurm. Raises ValueError where it is not there or does not answer."""
     try:
         return subprocess.run(

@@ -12,17 +12,17 @@ from hone.transport.waiting import PulseOf
 class Watcher:
     """Told of a run's events; takes none of them up unless a subclass does."""
 
-    def serving(self, addresses: list[str]) -> None:
+    def on_servers(self, addresses: list[str]) -> None:
         """Servers are being started there, as HOST:PORT."""
 
-    def step(self, row: dict[str, Any]) -> bool:
+    def on_step(self, row: dict[str, Any]) -> bool:
         """A step is done; its row of metrics.jsonl. Returns whether to go on."""
         return True
 
-    def saved(self, directory: Path) -> None:
+    def on_weights(self, directory: Path) -> None:
         """Weights have been written."""
 
-    def doing(self, what: str) -> None:
+    def on_activity(self, what: str) -> None:
         """What the run is at now: generating or training."""
 
 
@@ -31,14 +31,14 @@ class OnTerminal(Watcher):
 
     def __init__(self, live: Live, other: Watcher | None) -> None:
         self.live, self.other = live, other or Watcher()
-        self.serving, self.saved = self.other.serving, self.other.saved  # type: ignore[method-assign]
+        self.on_servers, self.on_weights = self.other.on_servers, self.other.on_weights  # type: ignore[method-assign]
 
-    def step(self, row: dict[str, Any]) -> bool:
-        self.live.step(f"reward {row['reward/mean']:.4f}")
-        return self.other.step(row)
+    def on_step(self, row: dict[str, Any]) -> bool:
+        self.live.show_step(f"reward {row['reward/mean']:.4f}")
+        return self.other.on_step(row)
 
-    def doing(self, what: str) -> None:
-        self.live.doing(what)
+    def on_activity(self, what: str) -> None:
+        self.live.show_activity(what)
 
 
 class Follower:
@@ -48,10 +48,10 @@ class Follower:
     def __init__(self, watcher: Watcher, run: RunDirectory, weight_steps: list[int], told: int) -> None:
         self.watcher, self.run, self.told = watcher, run, told
         self.weights = [step for step in weight_steps if step > told]
-        self.before, self.trainer = run.id_on_disk(), PulseOf(run.pulse("trainer"))
+        self.before, self.trainer = run.id_on_disk(), PulseOf(run.pulse_file("trainer"))
         self.is_there, self.read, self.at = False, 0, ""  # bytes of the metrics
 
-    def look(self) -> bool:
+    def follow_once(self) -> bool:
         """Whether to go on."""
         if not self.is_there:
             self.is_there = self.run.id_on_disk() != self.before and self.trainer.is_beating()
@@ -61,14 +61,14 @@ class Follower:
         for row in self._new_rows():
             if row["step"] > self.told and "reward/mean" in row:
                 self.told = row["step"]
-                goes_on &= self.watcher.step(row)
+                goes_on &= self.watcher.on_step(row)
         for step in [step for step in self.weights if step <= self.told and self.run.weights_of(step).exists()]:
             self.weights.remove(step)
-            self.watcher.saved(self.run.weights_of(step))
+            self.watcher.on_weights(self.run.weights_of(step))
         has_batch = (self.run.rollouts / f"step_{self.told + 1}").exists()
         if self.at != (at := "training" if has_batch else "generating"):
             self.at = at
-            self.watcher.doing(at)
+            self.watcher.on_activity(at)
         return goes_on
 
     def _new_rows(self) -> list[dict[str, Any]]:

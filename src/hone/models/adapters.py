@@ -128,7 +128,7 @@ class Adapters:
         self.which: dict[int, Tensor] = {}
         self._next = 0
 
-    def number(self, name: str | None) -> int:
+    def number_of(self, name: str | None) -> int:
         """The number of an adapter, 0 for none. Raises ValueError for one that is not loaded."""
         if name is None:
             return 0
@@ -136,9 +136,9 @@ class Adapters:
             raise ValueError(f"no adapter {name!r} is loaded; loaded: {', '.join(self.loaded) or 'none'}")
         return self.loaded[name][0]
 
-    def load(self, name: str, adapter: Adapter) -> None:
+    def load_adapter(self, name: str, adapter: Adapter) -> None:
         """Takes an adapter, instead of one of that name. Raises ValueError where it does not fit the model."""
-        sources = self._sources()
+        sources = self._linear_shapes()
         for target, (a, b) in adapter.weights.items():
             if target not in sources:
                 raise ValueError(f"adapter {name}: the model has no linear {target}")
@@ -152,12 +152,12 @@ class Adapters:
             self._next += 1
         number = self.loaded[name][0] if name in self.loaded else self._next
         self.loaded[name] = (number, adapter)
-        self._place()
+        self._place_factors()
 
-    def unload(self, name: str) -> None:
-        self.number(name)
+    def unload_adapter(self, name: str) -> None:
+        self.number_of(name)
         del self.loaded[name]
-        self._place()
+        self._place_factors()
 
     @contextmanager
     def used_by(self, which_T: Tensor | None, keep_N: Tensor | None = None) -> Iterator[None]:
@@ -172,22 +172,22 @@ class Adapters:
 
     def used_by_all(self, name: str | None, count: int) -> AbstractContextManager[None]:
         """Inside, forwards are of `count` tokens that all have this adapter. Raises ValueError for one not loaded."""
-        number = self.number(name)
+        number = self.number_of(name)
         device = self.model.embed.weight.device
         return self.used_by(torch.full((count,), number, device=device) if number else None)
 
-    def _sources(self) -> dict[str, tuple[int, int]]:
+    def _linear_shapes(self) -> dict[str, tuple[int, int]]:
         """HF linears, and their outputs and inputs."""
         parameters = dict(self.model.named_parameters())
         sizes = {}
         for ours, theirs in hf_names(self.model.spec).items():
             for name, part in zip(theirs, split_rows(self.model.spec, ours, parameters[ours]), strict=True):
-                if name.removesuffix(".weight").rsplit(".", 1)[-1] in self.model.spec.linears and part.dim() == 2:
+                if name.removesuffix(".weight").rsplit(".", 1)[-1] in self.model.spec.linear_shapes and part.dim() == 2:
                     sizes[name.removesuffix(".weight")] = (part.shape[0], part.shape[1])
         return sizes
 
     @torch.no_grad()
-    def _place(self) -> None:
+    def _place_factors(self) -> None:
         modules = dict(self.model.named_modules())
         for ours, theirs in hf_names(self.model.spec).items():
             module = modules.get(ours.removesuffix(".weight"))

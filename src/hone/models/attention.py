@@ -88,22 +88,22 @@ class FlatAttention:
         if keeps_order(q_THE):
             from hone.kernels.gpu import attention
 
-            return attention.forward(q_THE, k_TKE, v_TKE, self.tiles)[0].flatten(1)
+            return attention.forward(q_THE, k_TKE, v_TKE, self.tile_plan)[0].flatten(1)
         if is_half_on_gpu(q_THE) and not self.has_prefixes:
-            return varlen(q_THE, k_TKE, v_TKE.contiguous(), *self.boundaries).flatten(1)
-        outs = [bucket.attend(q_THE, k_TKE, v_TKE) for bucket in self.buckets]
+            return flash_varlen(q_THE, k_TKE, v_TKE.contiguous(), *self.sequence_boundaries).flatten(1)
+        outs = [bucket.attend(q_THE, k_TKE, v_TKE) for bucket in self.length_buckets]
         if not outs:
             return q_THE.flatten(1)  # of no token
-        return put_rows(torch.cat(outs), torch.cat([bucket.flat for bucket in self.buckets]), len(q_THE))
+        return put_rows(torch.cat(outs), torch.cat([bucket.flat for bucket in self.length_buckets]), len(q_THE))
 
     @cached_property
-    def tiles(self) -> "Tiles":
+    def tile_plan(self) -> "Tiles":
         from hone.kernels.gpu import attention
 
         return attention.tiles(self.sequences.rows, self.sequences.groups, self.device)
 
     @cached_property
-    def boundaries(self) -> tuple[Tensor, Tensor, int, int]:
+    def sequence_boundaries(self) -> tuple[Tensor, Tensor, int, int]:
         """Where queries, and keys, of each sequence start, and the most of each."""
         _, lengths, _, before = self.sequences.rows.T
         starts = (np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (lengths, lengths + before))
@@ -111,7 +111,7 @@ class FlatAttention:
         return of_q, of_k, int(lengths.max()), int((lengths + before).max())
 
     @cached_property
-    def buckets(self) -> list["_Bucket"]:
+    def length_buckets(self) -> list["_Bucket"]:
         return [_Bucket(rows, self.device) for rows in _by_length(self.sequences.rows)]
 
 
@@ -133,7 +133,7 @@ class PackedAttention(FlatAttention):
         rows = np.stack([start, length, prefix, before], axis=1)
         super().__init__(Sequences(rows, np.concatenate([[0], ends])), device)
 
-    def positions(self) -> Tensor:
+    def token_positions(self) -> Tensor:
         """Position of every flat token in its own sequence: completions go on where their prompt ends."""
         start, length, _, before = self.sequences.rows.T
         return to_device(np.arange(self.count) - np.repeat(start - before, length), self.device)
@@ -142,7 +142,7 @@ class PackedAttention(FlatAttention):
         turn, wants_kernel = heads.rotation, torch.is_grad_enabled() or self.has_prefixes
         if not wants_kernel or turn.positions_T is None or not gpu.trains_model(qkv_TNE, qkv_TNE.shape[2]):
             return self.attend(*heads(qkv_TNE))
-        rest = (turn.positions_T, self.sequences, self.tiles, heads.eps, heads.H)
+        rest = (turn.positions_T, self.sequences, self.tile_plan, heads.eps, heads.H)
         return heads_attention(qkv_TNE, heads.q_scale_E, heads.k_scale_E, (turn.cos_PE, turn.sin_PE), *rest)
 
 
@@ -163,7 +163,7 @@ class ContinuedAttention(FlatAttention):
     def attend(self, q_THE: Tensor, k_SKE: Tensor, v_SKE: Tensor) -> Tensor:
         """T x (H * E), for S keys of T queries and all before them."""
         if is_half_on_gpu(q_THE) and not keeps_order(q_THE):
-            return varlen(q_THE, k_SKE, v_SKE, *self.boundaries).flatten(1)
+            return flash_varlen(q_THE, k_SKE, v_SKE, *self.sequence_boundaries).flatten(1)
         return super().attend(put_rows(q_THE, self.own_T, len(k_SKE)), k_SKE, v_SKE)[self.own_T]
 
 
@@ -177,7 +177,7 @@ def keeps_order(q_THE: Tensor) -> bool:
     return has_kernel and numerics.keeps_order("attention") and not torch.is_grad_enabled()
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, of_q: Tensor, of_k: Tensor, longest_q: int, longest_k: int) -> Tensor:
+def flash_varlen(q: Tensor, k: Tensor, v: Tensor, of_q: Tensor, of_k: Tensor, longest_q: int, longest_k: int) -> Tensor:
     """Flash attention over the flat layout; the last query of a sequence sees all of its keys."""
     out: Tensor
     if torch.is_grad_enabled():
@@ -209,7 +209,7 @@ class _Bucket:
 
     def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
         """Of its tokens, which are those of `flat`."""
-        q, k, v = (_gather(*x) for x in ((q_THE, self.queries), (k_TKE, self.keys), (v_TKE, self.keys)))
+        q, k, v = (_gather_rows(*x) for x in ((q_THE, self.queries), (k_TKE, self.keys), (v_TKE, self.keys)))
         gqa = q.shape[1] != k.shape[1]
         out_BHCE = F.scaled_dot_product_attention(
             q, k, v, attn_mask=self.mask, is_causal=self.mask is None, enable_gqa=gqa
@@ -217,7 +217,7 @@ class _Bucket:
         return take_rows(out_BHCE.transpose(1, 2).flatten(0, 1).flatten(1), self.cells)
 
 
-def _gather(x_THE: Tensor, index_BS: Tensor) -> Tensor:
+def _gather_rows(x_THE: Tensor, index_BS: Tensor) -> Tensor:
     """B x H x S x E. Gradients of a row that is taken several times are added up in one order."""
     return F.embedding(index_BS, x_THE.flatten(1)).unflatten(2, x_THE.shape[1:]).transpose(1, 2)
 

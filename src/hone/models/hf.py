@@ -20,7 +20,7 @@ from torch import Tensor
 from hone.models.families import parse_model_config
 from hone.models.spec import ModelSpec, read_model_config
 from hone.models.transformer import Transformer
-from hone.run_directory import appearing
+from hone.run_directory import appearing_directory
 from hone.text.model_text import TEMPLATE_FOLDER, read_json, write_template
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -182,7 +182,7 @@ def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[s
     """The file of each tensor of a directory. Raises ValueError where files cannot be read, or have not exactly the
     tensors that are wanted, of those shapes."""
     files, listed = weight_files(directory)
-    shapes = {file: _shapes(file) for file in files}
+    shapes = {file: _read_shapes(file) for file in files}
     where = {key: file for file in files for key in shapes[file]} if listed is None else listed
     for name, file in where.items():
         if name not in shapes[file]:
@@ -261,7 +261,7 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
     )
 
 
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(file, framework="pt") as reader:
             return {key: tuple(reader.get_slice(key).get_shape()) for key in reader.keys()}  # noqa: SIM118
@@ -278,7 +278,7 @@ def hf_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
 def save_model(model: Transformer, source: Path, directory: Path) -> None:
     """Write an HF directory: the weights of `model`, everything else as in `source`. It appears whole (by rename)."""
-    with appearing(directory) as partial:
+    with appearing_directory(directory) as partial:
         write_model(model, source, partial)
 
 

@@ -21,7 +21,7 @@ class Loaded:
     dtype: torch.dtype  # of weights and activations
 
 
-def load(config: ModelConfig, seed: int = 0) -> Loaded:
+def load_configured(config: ModelConfig, seed: int = 0) -> Loaded:
     """Resolves, checks the cheap things first, then loads. Raises ValueError with what is wrong."""
     directory = resolve_model(config.name)
     check_links(directory)
@@ -35,7 +35,7 @@ def load(config: ModelConfig, seed: int = 0) -> Loaded:
     model = load_model(
         directory, random_init=config.random_init, seed=seed, dtype=dtype, device="cuda" if on_gpu else "cpu"
     )
-    tokenizer.fit(model.spec.vocab_size)
+    tokenizer.fit_vocabulary(model.spec.vocab_size)
     numerics.use(config.numerics)
     if config.numerics == "exact":
         require_order(model)
@@ -45,7 +45,7 @@ def load(config: ModelConfig, seed: int = 0) -> Loaded:
 def require_order(model: Transformer) -> None:
     """Raises ValueError for a model that is not computed in one order here."""
     weight, spec = model.embed.weight, model.spec
-    if spec.routed:
+    if spec.routed_experts:
         raise ValueError("model.numerics exact: mixtures of experts have no exact kernels; take fast")
     if not weight.is_cuda:
         raise ValueError(

@@ -42,7 +42,9 @@ class LoRA(nn.Module):
         self.heights = dict(zip(names, heights, strict=True))
         self.targets = [name for name in names if name.rsplit(".", 1)[-1] in (config.targets or ())]
         r, n, weight = config.rank, len(self.targets), linear.weight
-        owner_O = torch.repeat_interleave(torch.tensor([_index(x, self.targets) for x in names]), torch.tensor(heights))
+        owner_O = torch.repeat_interleave(
+            torch.tensor([_index_of(x, self.targets) for x in names]), torch.tensor(heights)
+        )
         rows = (owner_O >= 0).nonzero().squeeze(1).to(weight.device)
         diagonal = (owner_O[:, None] == torch.arange(n)).to(weight) * config.scale
         self.A = nn.Parameter(weight.new_empty(r * n, weight.shape[1]))
@@ -56,24 +58,24 @@ class LoRA(nn.Module):
     def forward(self, x_TI: Tensor) -> Tensor:
         if not self.is_plain and torch.is_grad_enabled():
             x_TI = F.dropout(x_TI, self.config.dropout)
-        a_RI, b_OR = self.factors()
+        a_RI, b_OR = self.scaled_factors()
         return F.linear(F.linear(x_TI, a_RI), b_OR)
 
     @property
     def is_plain(self) -> bool:
         return not (self.training and self.config.dropout)
 
-    def factors(self) -> tuple[Tensor, Tensor]:
+    def scaled_factors(self) -> tuple[Tensor, Tensor]:
         """A_RI and B_OR, scaled."""
         b_OR = (self.B[:, None, :] * self.diagonal[:, :, None]).flatten(1)  # type: ignore[index]
         return self.A, b_OR if len(b_OR) == self.outputs else put_rows(b_OR, self.rows, self.outputs)  # type: ignore[arg-type]
 
     @torch.no_grad()
-    def merged(self, weight_OI: Tensor) -> Tensor:
+    def merge_into(self, weight_OI: Tensor) -> Tensor:
         """A fused weight with the adapter merged into it, as samplers have it."""
         return self.add_to(weight_OI).to(weight_OI.dtype)
 
-    def pairs(self, whole: Whole = _as_it_is) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def named_pairs(self, whole: Whole = _as_it_is) -> Iterator[tuple[str, Tensor, Tensor]]:
         """HF linears with their A and B, not scaled, detached; `whole` joins what is split over ranks."""
         of_a = whole(self.A.detach()).split(self.config.rank)
         of_b = whole(self.B.detach()).split([self.heights[name] for name in self.targets])
@@ -83,12 +85,12 @@ class LoRA(nn.Module):
         """A fused weight with the adapter merged into it, in fp32."""
         merged = weight_OI.to(torch.float32, copy=True)
         rows = dict(zip(self.heights, merged.split(list(self.heights.values())), strict=True))
-        for name, a, b in self.pairs(whole):
-            _merge(rows[name], a, b, self.config.scale)
+        for name, a, b in self.named_pairs(whole):
+            _add_product(rows[name], a, b, self.config.scale)
         return merged
 
 
-def _merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
+def _add_product(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
     """Adds scale * B A, in fp32."""
     a, b = (x.to(weight_OI.device, torch.float32) for x in (a_RI, b_OR))
     weight_OI.addmm_(b, a, alpha=scale)
@@ -101,18 +103,18 @@ def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
     config, tensors = read_files(directory)
     scale, used = scale_of(config), {"lm_head.weight"}  # a tied head's, once more
 
-    def take(name: str) -> Tensor | None:
+    def take_tensor(name: str) -> Tensor | None:
         used.add(name)
         return tensors.get(f"base_model.model.{name}")
 
     for name, weight in into.items():
         module = name.removesuffix(".weight")
-        saved, a, b = take(name), take(f"{module}.lora_A.weight"), take(f"{module}.lora_B.weight")
+        saved, a, b = take_tensor(name), take_tensor(f"{module}.lora_A.weight"), take_tensor(f"{module}.lora_B.weight")
         if saved is not None:
             weight.copy_(saved)
         if a is not None and b is not None:
             merged = weight.to(torch.float32, copy=True)
-            _merge(merged, a, b, scale)
+            _add_product(merged, a, b, scale)
             weight.copy_(merged)
     surplus = sorted({name.removeprefix("base_model.model.") for name in tensors} - used)
     if surplus:
@@ -121,7 +123,7 @@ def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
 
 def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
     """Freezes the model but for `modules_to_save`, and adds adapters whose product is 0. Raises ValueError."""
-    table, possible = hf_names(model.spec), model.spec.linears
+    table, possible = hf_names(model.spec), model.spec.linear_shapes
     impossible = sorted(set(config.targets or []) - set(possible))
     if impossible:
         raise ValueError(f"lora.targets: {impossible[0]} has no adapter in this model; {', '.join(possible)} have")
@@ -132,7 +134,7 @@ def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
         modules = {theirs.rsplit(".", 2)[-2] for theirs in table[name]}
         parameter.requires_grad_(bool(modules & set(config.modules_to_save)))
     generator = torch.Generator().manual_seed(seed)
-    for linear, names in _linears(model):
+    for linear, names in _block_linears(model):
         heights = [len(part) for part in split_rows(model.spec, names[0], linear.weight)]
         theirs = [name.removesuffix(".weight") for name in table[names[0]]]
         lora = LoRA(linear, theirs, heights, config)
@@ -142,12 +144,12 @@ def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
                 lora.A.copy_(torch.empty(lora.A.shape).uniform_(-bound, bound, generator=generator))
             linear.delta = lora
     if config.start_from is not None:
-        _load(model, config, config.start_from)
+        _load_adapter(model, config, config.start_from)
 
 
-def _load(model: Transformer, config: LoRAConfig, directory: Path) -> None:
+def _load_adapter(model: Transformer, config: LoRAConfig, directory: Path) -> None:
     adapter = read_adapter(directory)
-    wanted = {name for lora in loras(model) for name in lora.targets}
+    wanted = {name for lora in lora_modules(model) for name in lora.targets}
     if adapter.rank != config.rank or set(adapter.weights) != wanted:
         targets = sorted({name.rsplit(".", 1)[-1] for name in adapter.weights})
         raise ValueError(
@@ -155,20 +157,20 @@ def _load(model: Transformer, config: LoRAConfig, directory: Path) -> None:
             f"lora.rank is {config.rank}, lora.targets are {', '.join(config.targets or ())}"
         )
     with torch.no_grad():
-        for lora in loras(model):
-            for name, a, b in lora.pairs():
+        for lora in lora_modules(model):
+            for name, a, b in lora.named_pairs():
                 theirs_a, theirs_b = adapter.weights[name]
                 a.copy_(theirs_a)
                 b.copy_(theirs_b / config.scale)  # they come scaled
 
 
-def loras(model: Transformer) -> Iterator[LoRA]:
+def lora_modules(model: Transformer) -> Iterator[LoRA]:
     return (module for module in model.modules() if isinstance(module, LoRA))
 
 
 def seed_dropout(model: Transformer, *numbers: int) -> None:
     """Has what adapters drop follow from these numbers: a step that is taken again drops the same."""
-    if any(not lora.is_plain for lora in loras(model)):
+    if any(not lora.is_plain for lora in lora_modules(model)):
         torch.manual_seed(zlib.crc32(repr(numbers).encode()))
 
 
@@ -179,7 +181,7 @@ class Merged:
     def __init__(self, trained: Transformer) -> None:
         self.trained, self.model = trained, trained
         self._sums: list[tuple[nn.Parameter, nn.Parameter, LoRA]] = []
-        if not any(loras(trained)):
+        if not any(lora_modules(trained)):
             return
         self.model = Transformer(trained.spec)  # its own weights are never touched, so they take no memory
         for name in dict(self.model.named_parameters()):
@@ -190,19 +192,19 @@ class Merged:
                 self._sums.append((own, weight, delta))
                 weight = own
             setattr(self.model.get_submodule(path), leaf, weight)
-        self.follow()
+        self.follow_step()
 
     @torch.no_grad()
-    def follow(self) -> None:
+    def follow_step(self) -> None:
         """After a step of training."""
         for own, weight, lora in self._sums:
-            own.copy_(lora.merged(weight))
+            own.copy_(lora.merge_into(weight))
 
 
 @contextmanager
 def without_lora(model: Transformer) -> Iterator[None]:
     """Inside, the model is what its adapters were added to."""
-    kept = [(linear, linear.delta) for linear, _ in _linears(model)]
+    kept = [(linear, linear.delta) for linear, _ in _block_linears(model)]
     for linear, _ in kept:
         linear.delta = None
     try:
@@ -216,9 +218,9 @@ def adapter_tensors(model: Transformer, whole: Whole = _as_it_is) -> dict[str, T
     """What peft saves of an adapter, by its names."""
     tensors: dict[str, Tensor] = {}
     saved = set[str]()
-    for lora in loras(model):
+    for lora in lora_modules(model):
         saved = set(lora.config.modules_to_save)
-        for name, a, b in lora.pairs(whole):
+        for name, a, b in lora.named_pairs(whole):
             tensors |= {f"base_model.model.{name}.lora_{kind}.weight": x for kind, x in (("A", a), ("B", b))}
     parameters = dict(model.named_parameters())
     for ours, theirs in hf_names(model.spec).items():
@@ -238,7 +240,7 @@ def write_adapter(
     settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": config.rank,
         "lora_alpha": config.alpha, "use_rslora": config.rslora, "lora_dropout": config.dropout, "bias": "none",
-        "target_modules": sorted(config.targets or spec.linears), "modules_to_save": saved or None,
+        "target_modules": sorted(config.targets or spec.linear_shapes), "modules_to_save": saved or None,
         "inference_mode": True, "fan_in_fan_out": False, "init_lora_weights": True,
     }  # fmt: skip
     if "embed_tokens" in config.modules_to_save and spec.tie_word_embeddings:
@@ -248,11 +250,11 @@ def write_adapter(
     save_file({name: x.contiguous().cpu() for name, x in tensors.items()}, directory / "adapter_model.safetensors")
 
 
-def _index(name: str, names: list[str]) -> int:
+def _index_of(name: str, names: list[str]) -> int:
     return names.index(name) if name in names else -1
 
 
-def _linears(model: Transformer) -> Iterator[tuple[Linear, list[str]]]:
+def _block_linears(model: Transformer) -> Iterator[tuple[Linear, list[str]]]:
     """The blocks' linears, with the names of their weights here."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and name.startswith("blocks."):

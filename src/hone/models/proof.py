@@ -30,13 +30,13 @@ class Proof:
         words = "\n".join(f"{name} {tuple(one.shape)} {one.dtype}" for name, one in self.tensors.items())
         self._names_and_shapes = hashlib.blake2b(words.encode(), digest_size=16)
 
-    def arriving(self) -> Callable[[Iterable[str]], None]:
+    def follow_arrivals(self) -> Callable[[Iterable[str]], None]:
         """What new values of the weights begin with: gives a function for the names of those that have arrived while
         others are still to come, whose fingerprints are computed meanwhile on a GPU."""
         self._fingerprints.forget()
         return lambda names: self._fingerprints.begin([self._numbers[name] for name in names])
 
-    def fingerprints(self) -> list[int]:
+    def weight_fingerprints(self) -> list[int]:
         """Of each weight, in the boundary's order: 64 bits that any one changed bit changes, computed where the weight
         is, alike on every device."""
         return self._fingerprints()
@@ -45,16 +45,16 @@ class Proof:
         """Fingerprints as others read them."""
         return {name: f"{value:016x}" for name, value in zip(self.tensors, of_each, strict=True)}
 
-    def checksum(self, of_each: list[int]) -> str:
+    def combine_checksum(self, of_each: list[int]) -> str:
         """Of names, shapes and bits of all weights, from their fingerprints."""
         digest = self._names_and_shapes.copy()
         digest.update(struct.pack(f"<{len(self.tensors)}Q", *of_each))
         return digest.hexdigest()
 
 
-def checksum(model: Transformer) -> str:
+def model_checksum(model: Transformer) -> str:
     proof = Proof(model)
-    return proof.checksum(proof.fingerprints())
+    return proof.combine_checksum(proof.weight_fingerprints())
 
 
 def canary_ids(vocab_size: int) -> list[int]:
@@ -62,9 +62,9 @@ def canary_ids(vocab_size: int) -> list[int]:
     return [(7919 * (i + 1)) % vocab_size for i in range(CANARY_LENGTH)]
 
 
-def score(model: Transformer, ids: list[int]) -> list[float]:
+def score_sequence(model: Transformer, ids: list[int]) -> list[float]:
     """Logprobs, at temperature 1, of every token after the first."""
-    return scores(model, [ids], 1.0)[0]
+    return score_sequences(model, [ids], 1.0)[0]
 
 
 class CanaryScorer:
@@ -79,33 +79,33 @@ class CanaryScorer:
     @torch.no_grad()
     def __call__(self, ids: list[int]) -> list[float]:
         if len(ids) != CANARY_LENGTH or not self._is_captured:
-            return score(self.model, ids)
+            return score_sequence(self.model, ids)
         if CANARY_LENGTH not in self._captured:
-            self._capture()
+            self._capture_graph()
         self.ids.copy_(torch.tensor(ids))
         logprobs: Tensor = self._captured.replay(CANARY_LENGTH)
         found: list[float] = logprobs.tolist()
         return found
 
-    def _capture(self) -> None:
+    def _capture_graph(self) -> None:
         model, device, count = self.model, self.model.embed.weight.device, CANARY_LENGTH - 1
         ids = self.ids = torch.zeros(CANARY_LENGTH, dtype=torch.int64, device=device)
         packed, ones = PackedAttention([count], device), torch.ones(count, dtype=FP32, device=device)
-        positions = packed.positions()
+        positions = packed.token_positions()
 
-        def forward() -> Tensor:  # without `self`, or the graph would be in a circle of references
-            logits = model.logits(model(ids[:-1], positions, packed))
+        def forward_pass() -> Tensor:  # without `self`, or the graph would be in a circle of references
+            logits = model.compute_logits(model(ids[:-1], positions, packed))
             return target_logprobs(logits, ids[1:], ones)[0]
 
-        self._captured.capture(CANARY_LENGTH, forward)
+        self._captured.capture(CANARY_LENGTH, forward_pass)
 
 
 @torch.no_grad()
-def scores(model: Transformer, sequences: list[list[int]], temperature: float) -> list[list[float]]:
+def score_sequences(model: Transformer, sequences: list[list[int]], temperature: float) -> list[list[float]]:
     """The same of several sequences, at a temperature."""
     found: list[float] = []
     lengths = [len(ids) - 1 for ids in sequences]
-    for logits, target in _logits(model, sequences):
+    for logits, target in _iterate_logits(model, sequences):
         logprobs, _ = target_logprobs(logits, target, torch.full_like(target, temperature, dtype=FP32))
         found += logprobs.tolist()
     ends = list(itertools.accumulate(lengths))
@@ -113,11 +113,13 @@ def scores(model: Transformer, sequences: list[list[int]], temperature: float) -
 
 
 @torch.no_grad()
-def likeliest(model: Transformer, ids: list[int], number: int) -> tuple[list[float], list[list[tuple[int, float]]]]:
+def find_likeliest(
+    model: Transformer, ids: list[int], number: int
+) -> tuple[list[float], list[list[tuple[int, float]]]]:
     """Logprobs of every token after the first, at temperature 1, and at each place the likeliest tokens with theirs."""
     own: list[float] = []
     others: list[list[tuple[int, float]]] = []
-    for logits, target in _logits(model, [ids]):
+    for logits, target in _iterate_logits(model, [ids]):
         logprobs = torch.log_softmax(logits.float(), -1)
         own += logprobs.gather(1, target[:, None]).squeeze(1).tolist()
         values, found = logprobs.topk(min(number, logprobs.shape[1]))
@@ -125,11 +127,11 @@ def likeliest(model: Transformer, ids: list[int], number: int) -> tuple[list[flo
     return own, others
 
 
-def _logits(model: Transformer, sequences: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+def _iterate_logits(model: Transformer, sequences: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits and the tokens that come there, some rows at a time."""
     device = model.embed.weight.device
     packed = PackedAttention([len(ids) - 1 for ids in sequences], device)
     tokens = torch.tensor([i for ids in sequences for i in ids[:-1]], device=device)
     targets = torch.tensor([i for ids in sequences for i in ids[1:]], device=device)
-    for hidden, target in zip(*(x.split(ROWS) for x in (model(tokens, packed.positions(), packed), targets))):
-        yield model.logits(hidden), target
+    for hidden, target in zip(*(x.split(ROWS) for x in (model(tokens, packed.token_positions(), packed), targets))):
+        yield model.compute_logits(hidden), target

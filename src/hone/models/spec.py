@@ -51,7 +51,7 @@ class ModelSpec:
     # --------------------------------------------------------------------------- what families may say otherwise
 
     @classmethod
-    def particular(cls, config: dict[str, Any], origin: str) -> dict[str, Any]:
+    def family_fields(cls, config: dict[str, Any], origin: str) -> dict[str, Any]:
         """The fields that a `config.json` of this family has under keys of its own. Raises ValueError, KeyError."""
         return {"intermediate_size": int(config["intermediate_size"])}
 
@@ -59,12 +59,12 @@ class ModelSpec:
     has_fast_paths: ClassVar[bool] = True  # whether packed models and captured steps know this block
 
     @property
-    def routed(self) -> int:
+    def routed_experts(self) -> int:
         """Experts that a token goes through in all blocks together; 0 where there is no choice."""
         return 0
 
     @property
-    def linears(self) -> dict[str, tuple[int, int]]:
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of a block's linears that may have an adapter, by their HF names."""
         D, F = self.hidden_size, self.intermediate_size
         return self.attention_linears | {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
@@ -102,23 +102,25 @@ class ModelSpec:
         """Numbers of a token's keys and values."""
         return self.num_hidden_layers * sum(self.qkv_splits[1:])
 
-    def parameters(self) -> int:
+    def parameter_count(self) -> int:
         """Weights in all; norms and biases, which are few, are left out."""
         head = 1 if self.tie_word_embeddings else 2
-        return head * self.vocab_size * self.hidden_size + self.num_hidden_layers * self._block(self.feed_forward_size)
+        return head * self.vocab_size * self.hidden_size + self.num_hidden_layers * self._block_parameters(
+            self.feed_forward_size
+        )
 
     @property
     def feed_forward_size(self) -> int:
         """Weights of a block's feed-forward part."""
         return self.active_feed_forward
 
-    def _block(self, feed_forward: int) -> int:
+    def _block_parameters(self, feed_forward: int) -> int:
         q, k, v = self.qkv_splits
         return self.hidden_size * (2 * q + k + v) + feed_forward
 
     def flops_per_token(self, context: float = 0.0, head: float = 1.0) -> float:
         """Forward FLOPs of one token (2 a multiply-add) that attends to `context` others, the LM head for a share."""
-        layer = self._block(self.active_feed_forward) + 2 * self.qkv_splits[0] * context
+        layer = self._block_parameters(self.active_feed_forward) + 2 * self.qkv_splits[0] * context
         return 2.0 * (self.num_hidden_layers * layer + head * self.vocab_size * self.hidden_size)
 
 

@@ -55,8 +55,8 @@ class Linear(nn.Module):
         self.delta: Callable[[Tensor], Tensor | None] | None = None  # what adapters add (`adapters.py`, `lora.py`)
 
     def forward(self, x: Tensor) -> Tensor:
-        if (whole := self.whole()) is not None:
-            return whole_linear(whole, x, self.weight, self.bias, *self.factors())
+        if (whole := self.whole_weight()) is not None:
+            return whole_linear(whole, x, self.weight, self.bias, *self.added_factors())
         y = linear(x, self.weight, self.bias)
         added = None if self.delta is None else self.delta(x)
         return y if added is None else y + added
@@ -66,20 +66,20 @@ class Linear(nn.Module):
         """Whether all that is computed is W x + b, or W x + b + B A x with the `factors` A and B."""
         return self.delta is None or getattr(self.delta, "is_plain", False)
 
-    def factors(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def added_factors(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """A and B of what is added to a plain one."""
         return (None, None) if self.delta is None else self.delta.factors()  # type: ignore[attr-defined]
 
-    def whole(self) -> Tensor | None:
+    def whole_weight(self) -> Tensor | None:
         """On a GPU, where sampler and trainer are to have the same bits: the weight with what is trained beside it
         merged in, as the sampler has it."""
-        merged = getattr(self.delta, "merged", None)
+        merged = getattr(self.delta, "merge_into", None)
         if merged is None or not self.is_plain or not is_ordered(self.weight):
             return None
         weight: Tensor = merged(self.weight)
         return weight
 
-    def onto(self, stream_TO: Tensor, x_TI: Tensor, norm: "RMSNorm | None" = None) -> tuple[Tensor, Pending]:
+    def project_onto(self, stream_TO: Tensor, x_TI: Tensor, norm: "RMSNorm | None" = None) -> tuple[Tensor, Pending]:
         """The residual stream, and the result, which is to be added to it: for few tokens on a GPU as parts S x T x O.
 
         For still fewer the stream has it already, and what comes second is the norm of that, if one is given.
@@ -111,17 +111,17 @@ class RMSNorm(nn.Module):
         """x + delta, and its norm."""
         return add_norm(x_TD, delta_TD, self.weight, self.eps)
 
-    def through(self, linear: Linear, x_TD: Tensor, delta: Pending) -> tuple[Tensor, Tensor]:
+    def norm_and_project(self, linear: Linear, x_TD: Tensor, delta: Pending) -> tuple[Tensor, Tensor]:
         """x + delta, and the projection of its norm."""
         if isinstance(delta, gpu.Scaled):
             return x_TD, few_linear(delta, linear.weight, linear.bias)
         if gpu.trains(x_TD) and linear.is_plain:
-            parts = (linear.weight, linear.bias, *linear.factors(), linear.whole())
+            parts = (linear.weight, linear.bias, *linear.added_factors(), linear.whole_weight())
             return norm_linear(x_TD, delta, self.weight, self.eps, *parts)
         total_TD, normed_TD = self(x_TD, delta)
         return total_TD, linear(normed_TD)
 
-    def before(self, projection: nn.Module, x_TD: Tensor) -> "RMSNorm | None":
+    def fused_before(self, projection: nn.Module, x_TD: Tensor) -> "RMSNorm | None":
         """Itself, if the projection after it takes what is made of it by the kernel that adds to x (`Linear.onto`)."""
         is_elsewhere = hasattr(self.weight, "to_local")  # ranks share it, and bring it together for its own block alone
         if not isinstance(projection, Linear) or projection.delta is not None or is_elsewhere:
@@ -141,7 +141,7 @@ class SelfAttention(nn.Module):
         self.q_norm = nn.Parameter(torch.ones(spec.head_dim)) if spec.qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(spec.head_dim)) if spec.qk_norm else None
 
-    def mix(self, layer: int, qkv_TO: Tensor, rotation: Rotation, attend: Attention) -> Tensor:
+    def mix_heads(self, layer: int, qkv_TO: Tensor, rotation: Rotation, attend: Attention) -> Tensor:
         qkv_TNE = qkv_TO.view(len(qkv_TO), qkv_TO.shape[1] // self.head_dim, self.head_dim)
         return attend(layer, qkv_TNE, Heads(self.heads, self.q_norm, self.k_norm, self.eps, rotation))
 
@@ -152,21 +152,21 @@ class MLP(nn.Module):
         self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
         self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
 
-    def through(
+    def norm_and_apply(
         self, norm: RMSNorm, x_TD: Tensor, delta: Pending, following: RMSNorm | None = None
     ) -> tuple[Tensor, Pending]:
         """x + delta, and what comes of its norm, as `Linear.onto` returns it before the norm that follows."""
         weights = (self.gate_up.weight, self.gate_up.bias)
         if isinstance(delta, gpu.Scaled):
-            return self.down.onto(x_TD, few_linear(delta, *weights, is_swiglu=True), following)
+            return self.down.project_onto(x_TD, few_linear(delta, *weights, is_swiglu=True), following)
         if self.gate_up.delta is None and gpu.takes(x_TD):
             x_TD, normed_TD = norm(x_TD, delta)
-            return self.down.onto(x_TD, linear_swiglu(normed_TD, *weights), following)
-        x_TD, gate_up_T2F = norm.through(self.gate_up, x_TD, delta)
+            return self.down.project_onto(x_TD, linear_swiglu(normed_TD, *weights), following)
+        x_TD, gate_up_T2F = norm.norm_and_project(self.gate_up, x_TD, delta)
         if gpu.trains(gate_up_T2F) and self.down.is_plain:
-            down = (self.down.weight, self.down.bias, *self.down.factors(), self.down.whole())
+            down = (self.down.weight, self.down.bias, *self.down.added_factors(), self.down.whole_weight())
             return x_TD, swiglu_linear(gate_up_T2F, *down)
-        return self.down.onto(x_TD, swiglu(gate_up_T2F), following)
+        return self.down.project_onto(x_TD, swiglu(gate_up_T2F), following)
 
 
 class Experts(nn.Module):
@@ -185,7 +185,7 @@ class Experts(nn.Module):
             Weight(spec.experts * rows, columns) for rows, columns in ((1, D), (2 * F_, D), (D, F_))
         )
 
-    def through(
+    def norm_and_apply(
         self, norm: RMSNorm, x_TD: Tensor, delta_TD: Tensor | None, following: RMSNorm | None = None
     ) -> tuple[Tensor, Tensor]:
         x_TD, normed_TD = norm(x_TD, delta_TD)
@@ -258,13 +258,15 @@ class Block(nn.Module):
         made of that norm already."""
         if isinstance(attend, PackedAttention) and self.is_compiled(x_TD, keep_N):
             assert not isinstance(delta, gpu.Scaled)  # made on a GPU alone
-            return self.compiled(x_TD, delta, rotation, attend, keep_N)
-        x_TD, qkv_TO = self.attention_norm.through(self.attention.qkv, x_TD, delta)
-        mixed_TD = self.attention.mix(layer, qkv_TO, rotation, attend)
+            return self.forward_compiled(x_TD, delta, rotation, attend, keep_N)
+        x_TD, qkv_TO = self.attention_norm.norm_and_project(self.attention.qkv, x_TD, delta)
+        mixed_TD = self.attention.mix_heads(layer, qkv_TO, rotation, attend)
         if keep_N is not None:
             x_TD, mixed_TD = take_rows(x_TD, keep_N), take_rows(mixed_TD, keep_N)
-        x_TD, delta = self.attention.out.onto(x_TD, mixed_TD, self.mlp_norm.before(self.mlp.gate_up, x_TD))
-        after = None if following is None else following.attention_norm.before(following.attention.qkv, x_TD)
+        x_TD, delta = self.attention.out.project_onto(
+            x_TD, mixed_TD, self.mlp_norm.fused_before(self.mlp.gate_up, x_TD)
+        )
+        after = None if following is None else following.attention_norm.fused_before(following.attention.qkv, x_TD)
         return self.mlp.through(self.mlp_norm, x_TD, delta, after)
 
     def is_compiled(self, x_TD: Tensor, keep_N: Tensor | None = None) -> bool:
@@ -277,7 +279,7 @@ class Block(nn.Module):
             and all(m.delta is None and m.bias is None and is_multiplied_here(kept_TD, m.weight) for m in linears)
         )  # fmt: skip
 
-    def compiled(
+    def forward_compiled(
         self, x_TD: Tensor, delta_TD: Tensor | None, turn: Rotation, attend: PackedAttention, keep_N: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The same numbers to the bit in two calls each way."""
@@ -314,9 +316,9 @@ class Transformer(nn.Module):
         With `keep_N` (indices into T without repeats) only those rows come out, N x D. The last block then
         computes no more of the others than the keys and values that the kept ones look at.
         """
-        return self.hidden(self.embed(tokens_T), positions_T, attend, keep_N)
+        return self.forward_embedded(self.embed(tokens_T), positions_T, attend, keep_N)
 
-    def hidden(
+    def forward_embedded(
         self, x_TD: Tensor, positions_T: Tensor | None, attend: Attention, keep_N: Tensor | None = None
     ) -> Tensor:
         """`forward` of embedded tokens. Positions may be left out where `attend` knows them."""
@@ -335,10 +337,14 @@ class Transformer(nn.Module):
 
     def _give_routing(self, keep_N: Tensor | None) -> None:
         """To each block its part of `routing_TR`, to the last one that of the rows which it keeps."""
-        if not self.spec.routed:
+        if not self.spec.routed_experts:
             return
-        *first, last = self.mixtures
-        parts = [None] * len(self.mixtures) if self.routing_TR is None else self.routing_TR.chunk(len(self.mixtures), 1)
+        *first, last = self.expert_layers
+        parts = (
+            [None] * len(self.expert_layers)
+            if self.routing_TR is None
+            else self.routing_TR.chunk(len(self.expert_layers), 1)
+        )
         for mixture, own_TK in zip(first, parts, strict=False):
             mixture.given_TK = own_TK
         last.given_TK = parts[-1] if parts[-1] is None or keep_N is None else parts[-1][keep_N]
@@ -349,11 +355,11 @@ class Transformer(nn.Module):
         return self.spec.has_fast_paths and gpu.takes_model(self.embed.weight, self.spec.head_dim)
 
     @property
-    def mixtures(self) -> list["Experts"]:
+    def expert_layers(self) -> list["Experts"]:
         """The feed-forward parts, of a mixture of experts."""
         return [block.mlp for block in self.blocks]  # type: ignore[misc]
 
-    def logits(self, hidden_TD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits of the given positions, T x V, in the dtype of the weights."""
         return linear(hidden_TD, self.head_weight_VD)
 

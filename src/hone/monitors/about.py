@@ -40,5 +40,5 @@ def device_name(device: Any, count: int = 1) -> str:
     else:
         from hone import machine
 
-        name = f"CPU ({machine.isa()})"
+        name = f"CPU ({machine.instruction_set()})"
     return f"{count} x {name}" if count > 1 else name

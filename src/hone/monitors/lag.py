@@ -17,7 +17,7 @@ class Lag:
         self._seen: list[float] = []
         self._warned = -60.0
 
-    async def watch(self) -> None:
+    async def watch_loop(self) -> None:
         while True:
             start = time.monotonic()
             await asyncio.sleep(LOOK)
@@ -30,6 +30,6 @@ class Lag:
                     self._seen[-1],
                 )
 
-    def take(self) -> dict[str, float]:
+    def take_metrics(self) -> dict[str, float]:
         seen, self._seen = np.array(self._seen or [0.0]), []
         return {"perf/event_loop_lag/p99": float(np.percentile(seen, 99)), "perf/event_loop_lag/max": float(seen.max())}

@@ -19,14 +19,14 @@ def trainer_line(step: int, values: dict[str, float]) -> str:
     used = f"{values['perf/mfu']:.1%}" if "perf/mfu" in values else "n/a"
     return (
         f"Step {step} | Time: {values['time/train']:.2f}s | Loss: {values['loss/mean']:.4f} | "
-        f"Entropy: {values['entropy/mean']:.4f} | Mismatch KL: {mismatch(values)} | "
+        f"Entropy: {values['entropy/mean']:.4f} | Mismatch KL: {format_mismatch(values)} | "
         f"Grad. Norm: {values['optim/grad_norm']:.4f} | LR: {values['optim/lr']:.2e} | "
         f"Throughput: {values['perf/train_throughput']:.0f} tokens/s | MFU: {used} | "
         f"Peak Mem.: {values['perf/peak_memory']:.1f} GiB"
     )
 
 
-def mismatch(values: dict[str, float]) -> str:
+def format_mismatch(values: dict[str, float]) -> str:
     """How far sampler and trainer are from each other; with exact numerics, whether any bit differs."""
     if values.get("exact/differs", 1.0) == 0.0:
         return "0 (exact)"
@@ -48,27 +48,27 @@ def sft_line(step: int, values: dict[str, float]) -> str:
 def summary_line(step: int, values: dict[str, float]) -> str:
     """What a step was made of and what came of it, once both sides are known."""
 
-    def of(*names: str) -> float:
+    def value_of(*names: str) -> float:
         return sum(values.get(name, 0.0) for name in names)
 
-    def parts(prefix: str) -> str:
+    def format_parts(prefix: str) -> str:
         found = {key.removeprefix(prefix): n for key, n in values.items() if key.startswith(prefix) and n}
         return ", ".join(f"{n:.0f} {cause.replace('_', ' ')}" for cause, n in found.items()) or "none"
 
-    waiting = of("time/wait_for_weights", "time/wait_for_batch")
+    waiting = value_of("time/wait_for_weights", "time/wait_for_batch")
     sections = [
         f"Step {step} in all",
-        f"Reward: {of('reward/mean'):.4f} ± {of('reward/std'):.4f}, groups solved by all {of('batch/solve_all'):.0%}, "
-        f"by none {of('batch/solve_none'):.0%}",
-        f"Tokens: {of('tokens/trained'):.0f} trained, dropped: {parts('tokens/dropped/')}",
-        f"Failed: {parts('failures/')}",
-        f"Staleness: {of('batch/off_policy_level/mean'):.1f}, at most {of('batch/off_policy_level/max'):.0f}",
-        f"Mismatch KL: {mismatch(values)}",
-        f"Masked: {of('is_masked/mean'):.2%}",
-        f"Entropy: {of('entropy/mean'):.4f}",
-        f"Grad. Norm: {of('optim/grad_norm'):.4f}",
-        f"Seconds: {of('time/generate'):.2f} generating, {waiting:.2f} waiting, {of('time/train'):.2f} training, "
-        f"{of('time/publish_weights', 'time/update_weights'):.2f} syncing",
+        f"Reward: {value_of('reward/mean'):.4f} ± {value_of('reward/std'):.4f}, groups solved by all {value_of('batch/solve_all'):.0%}, "
+        f"by none {value_of('batch/solve_none'):.0%}",
+        f"Tokens: {value_of('tokens/trained'):.0f} trained, dropped: {format_parts('tokens/dropped/')}",
+        f"Failed: {format_parts('failures/')}",
+        f"Staleness: {value_of('batch/off_policy_level/mean'):.1f}, at most {value_of('batch/off_policy_level/max'):.0f}",
+        f"Mismatch KL: {format_mismatch(values)}",
+        f"Masked: {value_of('is_masked/mean'):.2%}",
+        f"Entropy: {value_of('entropy/mean'):.4f}",
+        f"Grad. Norm: {value_of('optim/grad_norm'):.4f}",
+        f"Seconds: {value_of('time/generate'):.2f} generating, {waiting:.2f} waiting, {value_of('time/train'):.2f} training, "
+        f"{value_of('time/publish_weights', 'time/update_weights'):.2f} syncing",
     ]
     return " | ".join(sections)
 

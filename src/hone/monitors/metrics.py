@@ -34,14 +34,14 @@ class Metrics:
             makers.append(("tensorboard", lambda: TensorBoard(path.parent, board, config)))
         self.trackers = Trackers(makers)
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log_metrics(self, step: int, values: dict[str, float]) -> None:
         self.file.write(json.dumps({"step": step, **values}) + "\n")
         self.file.flush()
-        self.trackers.row(step, values)
+        self.trackers.log_row(step, values)
 
-    def rollouts(self, step: int, max_steps: int, rows: Callable[[], Rows]) -> None:
+    def log_rollouts(self, step: int, max_steps: int, rows: Callable[[], Rows]) -> None:
         """For the trackers; the run's own file has all of them."""
-        self.trackers.rollouts(step, max_steps, rows)
+        self.trackers.log_rollouts(step, max_steps, rows)
 
     def __enter__(self) -> "Metrics":
         return self

@@ -33,16 +33,16 @@ class Live:
         if self.is_on:
             self._bar.stop()
 
-    def begin(self, total: int, done: int = 0) -> None:
+    def start_run(self, total: int, done: int = 0) -> None:
         if self.is_on:
             self._bar.update(self._task, total=total, completed=done)
 
-    def doing(self, what: str, done: int | None = None, total: int | None = None) -> None:
+    def show_activity(self, what: str, done: int | None = None, total: int | None = None) -> None:
         """As in `generating 5/16`."""
         if self.is_on:
             self._bar.update(self._task, doing=what if done is None else f"{what} {done}/{total}")
 
-    def step(self, said: str) -> None:
+    def show_step(self, said: str) -> None:
         """A step is done; `said` is its news."""
         if self.is_on:
             self._bar.update(self._task, advance=1, said=said)

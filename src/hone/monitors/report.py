@@ -20,7 +20,7 @@ from hone.monitors.lines import (
 )
 from hone.monitors.log import SUCCESS
 from hone.monitors.metrics import Metrics
-from hone.monitors.trackers import Rows, spread
+from hone.monitors.trackers import Rows, spread_by_reward
 
 
 class StepReport:
@@ -29,42 +29,42 @@ class StepReport:
     def __init__(self, log: logging.Logger, max_steps: int, log_interval: int, metrics: Metrics | None = None) -> None:
         self.log, self.max_steps, self.log_interval, self.metrics = log, max_steps, log_interval, metrics
 
-    def console(self, step: int) -> dict[str, Any]:
+    def console_fields(self, step: int) -> dict[str, Any]:
         """For `extra` of a line: whether this step's are printed."""
         is_shown = self.log_interval and (step == self.max_steps or step % self.log_interval == 0)
         return {"console": bool(is_shown)}
 
-    def sampled(self, step: int, values: dict[str, float]) -> None:
+    def report_rollouts(self, step: int, values: dict[str, float]) -> None:
         """`values` are those of the rollouts; their throughput, by time/step, is added."""
         values["perf/throughput"] = values["progress/tokens"] / values["time/step"]
         if not values["batch/effective_batch_size"]:
-            self.log.warning("%s", why_no_signal(step, values), extra=self.console(step))
-        self.log.log(SUCCESS, orchestrator_line(step, values), extra=self.console(step))
+            self.log.warning("%s", why_no_signal(step, values), extra=self.console_fields(step))
+        self.log.log(SUCCESS, orchestrator_line(step, values), extra=self.console_fields(step))
 
-    def tuned(self, step: int, values: dict[str, float]) -> None:
+    def report_sft_step(self, step: int, values: dict[str, float]) -> None:
         """A step of supervised fine-tuning, and with it the whole."""
-        self.row(step, values)
-        self.log.log(SUCCESS, sft_line(step, values), extra=self.console(step))
+        self.write_row(step, values)
+        self.log.log(SUCCESS, sft_line(step, values), extra=self.console_fields(step))
 
-    def trained(self, step: int, values: dict[str, float]) -> None:
-        self.log.log(SUCCESS, trainer_line(step, values), extra=self.console(step))
+    def report_training(self, step: int, values: dict[str, float]) -> None:
+        self.log.log(SUCCESS, trainer_line(step, values), extra=self.console_fields(step))
 
-    def whole(self, step: int, values: dict[str, float]) -> None:
+    def report_step(self, step: int, values: dict[str, float]) -> None:
         """Both sides are known."""
-        self.row(step, values)
-        self.log.info("%s", summary_line(step, values), extra=self.console(step))
+        self.write_row(step, values)
+        self.log.info("%s", summary_line(step, values), extra=self.console_fields(step))
 
-    def evaluated(self, version: int, values: dict[str, float]) -> None:
+    def report_evaluation(self, version: int, values: dict[str, float]) -> None:
         self.log.info("%s", evaluation_line(version, values))
 
-    def rollouts(self, step: int, rows: Callable[[], Rows], log_samples: int = 0) -> None:
+    def report_samples(self, step: int, rows: Callable[[], Rows], log_samples: int = 0) -> None:
         """What was written in a step: for trackers, and of every `log_samples` steps a rollout for the log. `rows` is
         asked where somebody wants them."""
         if log_samples and step % log_samples == 0 and (found := rows()):
-            self.log.info("%s", sample_lines(step, spread(found, 3)[len(found) > 2]))
+            self.log.info("%s", sample_lines(step, spread_by_reward(found, 3)[len(found) > 2]))
         if self.metrics is not None:
-            self.metrics.rollouts(step, self.max_steps, rows)
+            self.metrics.log_rollouts(step, self.max_steps, rows)
 
-    def row(self, step: int, values: dict[str, float]) -> None:
+    def write_row(self, step: int, values: dict[str, float]) -> None:
         if self.metrics is not None:
-            self.metrics.log(step, values)
+            self.metrics.log_metrics(step, values)

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 
-def summary(name: str, values: ArrayLike) -> dict[str, float]:
+def summarize_values(name: str, values: ArrayLike) -> dict[str, float]:
     array = np.sort(np.asarray(values, dtype=np.float64), axis=None)  # what is no number comes last
     n, found = array.size, [0.0] * 5
     if n:

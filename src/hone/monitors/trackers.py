@@ -33,10 +33,10 @@ class Tracker(ABC):
     samples = 8
 
     @abstractmethod
-    def row(self, step: int, values: dict[str, float]) -> None: ...
+    def log_row(self, step: int, values: dict[str, float]) -> None: ...
 
     @abstractmethod
-    def rollouts(self, step: int, rows: Rows, sample: Rows) -> None: ...
+    def log_rollouts(self, step: int, rows: Rows, sample: Rows) -> None: ...
 
     @abstractmethod
     def close(self, well: bool) -> None: ...
@@ -55,26 +55,28 @@ class Trackers:
             except Exception as error:  # whatever a library of others raises
                 self._given_up(name, error)
 
-    def row(self, step: int, values: dict[str, float]) -> None:
-        self._each(lambda tracker: tracker.row(step, values))
+    def log_row(self, step: int, values: dict[str, float]) -> None:
+        self._tell_each(lambda tracker: tracker.log_row(step, values))
 
-    def rollouts(self, step: int, max_steps: int, rows: Callable[[], Rows]) -> None:
+    def log_rollouts(self, step: int, max_steps: int, rows: Callable[[], Rows]) -> None:
         """`rows` is asked only where a tracker takes rollouts of this step."""
         due = [
             one for one in self._all.values() if one.samples and (step % one.interval == 0 or step in (1, max_steps))
         ]
         if due:
             found = rows()
-            self._each(
+            self._tell_each(
                 lambda tracker: (
-                    tracker.rollouts(step, found, spread(found, tracker.samples)) if tracker in due else None
+                    tracker.log_rollouts(step, found, spread_by_reward(found, tracker.samples))
+                    if tracker in due
+                    else None
                 )
             )
 
     def close(self, well: bool) -> None:
-        self._each(lambda tracker: tracker.close(well))
+        self._tell_each(lambda tracker: tracker.close(well))
 
-    def _each(self, tell: Callable[[Tracker], None]) -> None:
+    def _tell_each(self, tell: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._all.items()):
             try:
                 tell(tracker)
@@ -86,7 +88,7 @@ class Trackers:
         log.warning("%s failed (%s: %s): the run goes on without it", name, type(error).__name__, error)
 
 
-def spread(rows: Rows, count: int) -> Rows:
+def spread_by_reward(rows: Rows, count: int) -> Rows:
     """So many of them, from the lowest reward to the highest."""
     ordered = sorted(rows, key=lambda row: row["reward"])
     if len(ordered) <= count:
@@ -108,17 +110,17 @@ class Wandb(Tracker):
         try:
             self.run = wandb.init(
                 project=config.project, name=config.name, group=config.group, id=identity, resume="allow", mode=mode,
-                config=run_config.public() | {"made_by": made_by()}, dir=str(directory.resolve()),
+                config=run_config.to_public_dict() | {"made_by": made_by()}, dir=str(directory.resolve()),
             )  # fmt: skip
         except wandb.errors.UsageError as error:  # no API key, for one
             raise ValueError(f"wandb: {error}; or write to disk only: --wandb.offline") from None
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 
-    def row(self, step: int, values: dict[str, float]) -> None:
+    def log_row(self, step: int, values: dict[str, float]) -> None:
         self.run.log({"step": step, **values})
 
-    def rollouts(self, step: int, rows: Rows, sample: Rows) -> None:
+    def log_rollouts(self, step: int, rows: Rows, sample: Rows) -> None:
         table = self.wandb.Table(columns=list(COLUMNS), data=[[row[key] for key in COLUMNS] for row in sample])
         found = {f"distribution/{key}": self.wandb.Histogram([row[key] for row in rows]) for key in DISTRIBUTIONS}
         self.run.log({"step": step, "samples": table, **found})
@@ -141,35 +143,37 @@ class TensorBoard(Tracker):
             config.samples,
         )
         self.writer = EventFileWriter(str(config.dir or directory / "tensorboard"), flush_secs=5)
-        self._text("config", 0, _fenced(str(run_config.public() | {"made_by": made_by()})))
+        self._add_text("config", 0, _fence_text(str(run_config.to_public_dict() | {"made_by": made_by()})))
 
-    def row(self, step: int, values: dict[str, float]) -> None:
+    def log_row(self, step: int, values: dict[str, float]) -> None:
         made = [self.protos.Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
-        self._add(step, made)
+        self._add_scalars(step, made)
 
-    def rollouts(self, step: int, rows: Rows, sample: Rows) -> None:
-        self._add(step, [self._histogram(f"distribution/{key}", [row[key] for row in rows]) for key in DISTRIBUTIONS])
+    def log_rollouts(self, step: int, rows: Rows, sample: Rows) -> None:
+        self._add_scalars(
+            step, [self._build_histogram(f"distribution/{key}", [row[key] for row in rows]) for key in DISTRIBUTIONS]
+        )
         parts = [
-            f"**reward {row['reward']:.4g}**, {row['stop'] or row['error']}\n\n{_fenced(row['prompt'])}\n\n"
-            f"{_fenced(row['completion'])}"
+            f"**reward {row['reward']:.4g}**, {row['stop'] or row['error']}\n\n{_fence_text(row['prompt'])}\n\n"
+            f"{_fence_text(row['completion'])}"
             for row in sample
         ]
-        self._text("samples", step, "\n\n---\n\n".join(parts))
+        self._add_text("samples", step, "\n\n---\n\n".join(parts))
 
     def close(self, well: bool) -> None:
         self.writer.close()
 
-    def _add(self, step: int, values: list[Any]) -> None:
-        self.writer.add_event(self.event(wall_time=_now(), step=step, summary=self.protos.Summary(value=values)))
+    def _add_scalars(self, step: int, values: list[Any]) -> None:
+        self.writer.add_event(self.event(wall_time=_wall_time(), step=step, summary=self.protos.Summary(value=values)))
 
-    def _text(self, tag: str, step: int, text: str) -> None:
+    def _add_text(self, tag: str, step: int, text: str) -> None:
         from tensorboard.compat.proto import tensor_pb2, types_pb2
 
         about = self.protos.SummaryMetadata(plugin_data=self.protos.SummaryMetadata.PluginData(plugin_name="text"))
         tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[text.encode("utf-8", "replace")])
-        self._add(step, [self.protos.Summary.Value(tag=tag, metadata=about, tensor=tensor)])
+        self._add_scalars(step, [self.protos.Summary.Value(tag=tag, metadata=about, tensor=tensor)])
 
-    def _histogram(self, tag: str, values: list[float]) -> Any:
+    def _build_histogram(self, tag: str, values: list[float]) -> Any:
         import numpy as np
 
         known = np.array([x for x in values if math.isfinite(x)] or [0.0], dtype=np.float64)
@@ -181,19 +185,19 @@ class TensorBoard(Tracker):
         return self.protos.Summary.Value(tag=tag, histo=made)
 
 
-def check(wandb: WandbConfig | None, tensorboard: TensorBoardConfig | None = None) -> None:
+def check_trackers(wandb: WandbConfig | None, tensorboard: TensorBoardConfig | None = None) -> None:
     """Raises ValueError, naming the extra, for a tracker that is asked for and not installed: before work starts."""
     for name, config in (("wandb", wandb), ("tensorboard", tensorboard)):
         if config is not None and importlib.util.find_spec(name) is None:
             raise ValueError(f"{name} is asked for but not installed; install the extra: pip install 'hone-rl[{name}]'")
 
 
-def _fenced(text: str) -> str:
+def _fence_text(text: str) -> str:
     """As code: Markdown in what a model wrote stays as it is."""
     fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
     return f"{fence}\n{text[:LONGEST]}\n{fence}"
 
 
-def _now() -> float:
+def _wall_time() -> float:
     """The clock's time, which stands in event files."""
     return time.time()  # noqa: TID251

@@ -21,19 +21,19 @@ NAMES = {  # theirs, and ours
 }
 
 
-def told(row: dict[str, Any]) -> dict[str, Any]:
+def trainer_names(row: dict[str, Any]) -> dict[str, Any]:
     """What is told of a step, of a row of metrics.jsonl, by their names."""
     return {theirs: row[ours] for theirs, ours in NAMES.items() if ours in row}
 
 
 def loss_line(row: dict[str, Any]) -> str:
-    shown = told(row)
+    shown = trainer_names(row)
     return str({key: float(f"{shown[key]:.4g}") for key in ("loss", "learning_rate", "epoch") if key in shown})
 
 
 def step_line(row: dict[str, Any], max_steps: int) -> str:
     """Of a step without anything to learn from also why that is."""
-    shown, is_idle = told(row), not row.get("batch/effective_batch_size", 1)
+    shown, is_idle = trainer_names(row), not row.get("batch/effective_batch_size", 1)
     names = ("reward",) if is_idle else ("reward", "entropy", "importance_ratio")
     line = f"Step {row['step']}/{max_steps}: " + ", ".join(f"{key}={shown[key]:.4f}" for key in names if key in shown)
     return f"{line}\n{why_no_signal(row['step'], row)}" if is_idle else line
@@ -42,17 +42,17 @@ def step_line(row: dict[str, Any], max_steps: int) -> str:
 def sample_block(step: int, rollout: dict[str, Any]) -> str:
     """`rollout`: a line of rollouts.jsonl. Control characters of what was written are shown as escapes."""
     asked = [message for message in rollout["prompt"] if message["role"] != "system"] or rollout["prompt"]
-    said = "\n".join(_text(message) for message in rollout["completion"])
+    said = "\n".join(_message_text(message) for message in rollout["completion"])
     return "\n".join(
         [
             f"=== Step {step} Sample ===",
-            f"Prompt: {printable(_text(asked[-1]) if asked else '')}",
+            f"Prompt: {printable(_message_text(asked[-1]) if asked else '')}",
             f"Completion: {printable(said)}",
             f"Reward: {rollout['reward']:.4g}" + (f" ({printable(rollout['error'])})" if rollout.get("error") else ""),
         ]
     )
 
 
-def _text(message: dict[str, Any]) -> str:
+def _message_text(message: dict[str, Any]) -> str:
     calls = "".join(f" {call.get('function')}" for call in message.get("tool_calls") or [])
     return f"{message.get('content') or ''}{calls}"

@@ -67,11 +67,11 @@ def make_advantage(settings: GroupConfig) -> Advantage:
     """An advantage by its name, or a user's own by import path. Raises ValueError."""
     if settings.advantage in NAMES:
         return ADVANTAGES[settings.advantage]
-    function = own.load(settings.advantage, "orchestrator.advantage")
+    function = own.load_function(settings.advantage, "orchestrator.advantage")
     return own.with_keys(function, settings.advantage_args, "orchestrator.advantage_args")
 
 
-def overlong(rewards_R: Array, lengths_R: Array, longest: int, share: float) -> Array:
+def penalize_overlong(rewards_R: Array, lengths_R: Array, longest: int, share: float) -> Array:
     """Rewards less what completions in the last `share` of the longest length have gone into it, 1 at its end (soft
     overlong punishment, DAPO, Yu et al. 2025)."""
     room = share * longest

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hone.config.orchestrator import BufferConfig, GroupConfig
-from hone.orchestrator.advantage import Advantage, Scored, has_signal, overlong
+from hone.orchestrator.advantage import Advantage, Scored, has_signal, penalize_overlong
 from hone.orchestrator.schedule import Task
 from hone.records import Completion, Rollout, Sample
 
@@ -33,16 +33,16 @@ class Group:
     dropped: Counter[str] = field(default_factory=Counter)
 
     @property
-    def rewards(self) -> list[float]:
+    def reward_list(self) -> list[float]:
         return [r.reward for r in self.rollouts if not r.error]
 
-    def oldest(self, default: int) -> int:
+    def oldest_version(self, default: int) -> int:
         """Version of its oldest token; `default` where it has no tokens."""
         found = (t.completion.versions for r in self.rollouts for t in r.turns)
         return min(map(min, filter(None, found)), default=default)
 
 
-def judge(group: Group, advantage: Advantage, settings: GroupConfig, buffer: BufferConfig) -> None:
+def judge_group(group: Group, advantage: Advantage, settings: GroupConfig, buffer: BufferConfig) -> None:
     """Gives a group its advantages and samples, or says why there is nothing to train on. Raises ValueError."""
     rollouts = group.rollouts
     for rollout in rollouts:
@@ -53,13 +53,13 @@ def judge(group: Group, advantage: Advantage, settings: GroupConfig, buffer: Buf
             elif settings.truncated == "zero":
                 rollout.reward = 0.0
     group.advantages, group.learnt = [0.0] * len(rollouts), [False] * len(rollouts)
-    if not group.rewards:
+    if not group.reward_list:
         group.unused = "failed"
         return
     counted = [i for i, r in enumerate(rollouts) if not r.error or (settings.failed == "zero" and not r.turns)]
     rewards = np.array([0.0 if rollouts[i].error else rollouts[i].reward for i in counted])
     lengths = np.array([tokens_of(rollouts[i]) for i in counted], dtype=np.float64)
-    rewards = overlong(rewards, lengths, settings.sampling.max_tokens, settings.overlong_share)
+    rewards = penalize_overlong(rewards, lengths, settings.sampling.max_tokens, settings.overlong_share)
     advantages = np.asarray(advantage(Scored(rewards, lengths, [rollouts[i] for i in counted])), dtype=np.float64)
     if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
         raise ValueError(
@@ -68,7 +68,7 @@ def judge(group: Group, advantage: Advantage, settings: GroupConfig, buffer: Buf
         )
     for i, value in zip(counted, advantages.tolist(), strict=True):
         group.advantages[i] = value
-    group.unused = _unused(group, settings, buffer, has_signal(advantages))
+    group.unused = _find_unused_reason(group, settings, buffer, has_signal(advantages))
     for i, rollout in enumerate(rollouts):
         is_masked = settings.truncated == "mask" and rollout.is_truncated
         group.learnt[i] = not (rollout.error or group.unused or is_masked)
@@ -82,15 +82,15 @@ def judge(group: Group, advantage: Advantage, settings: GroupConfig, buffer: Buf
             group.dropped[group.unused or "truncated"] += tokens_of(rollout)
 
 
-def _routing(known: NDArray[np.int16] | None, completion: Completion, count: int) -> NDArray[np.int16]:
+def _join_routing(known: NDArray[np.int16] | None, completion: Completion, count: int) -> NDArray[np.int16]:
     """Of the tokens so far as they were sampled, of the others from this turn's completion."""
     newest = np.frombuffer(base64.b64decode(completion.routing), dtype=np.int16).reshape(count, -1)
     return newest if known is None else np.concatenate([known, newest[len(known) :]])
 
 
-def _unused(group: Group, settings: GroupConfig, buffer: BufferConfig, signal: bool) -> str:
+def _find_unused_reason(group: Group, settings: GroupConfig, buffer: BufferConfig, signal: bool) -> str:
     if buffer.online_difficulty_filtering:
-        mean = float(np.mean(group.rewards))
+        mean = float(np.mean(group.reward_list))
         if mean >= (1.0 if buffer.easy_threshold is None else buffer.easy_threshold):
             return "too_easy"
         if mean <= (0.0 if buffer.hard_threshold is None else buffer.hard_threshold):
@@ -117,7 +117,7 @@ def samples_of(rollout: Rollout, advantage: float, temperature: float, env: str)
         own = sequences[-1]
         between = prompt[len(own.ids) :]
         if completion.routing:
-            own.routing = _routing(own.routing, completion, len(prompt) + len(completion.ids) - 1)
+            own.routing = _join_routing(own.routing, completion, len(prompt) + len(completion.ids) - 1)
         own.ids += between + completion.ids
         own.mask += [False] * len(between) + [True] * len(completion.ids)
         own.logprobs += [0.0] * len(between) + completion.logprobs

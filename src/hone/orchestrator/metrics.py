@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 
-from hone.monitors.statistics import summary
+from hone.monitors.statistics import summarize_values
 from hone.orchestrator.group import DROPPED, Group, tokens_of
 
 PARTS = ("model", "environment", "scoring")  # that the seconds of a rollout go to
@@ -29,23 +29,23 @@ def metrics_of(
         "progress/tokens": sum(whole),
         "progress/failed": sum(len(g.rollouts) for g in groups) - len(rollouts),
         **{f"failures/{cause}": failures[cause] for cause in FAILURES},
-        **summary("reward", np.array([r.reward for r in rollouts])),
-        "batch/solve_none": float(np.mean([max(g.rewards, default=0.0) <= 0.0 for g in groups])),
-        "batch/solve_all": float(np.mean([min(g.rewards, default=0.0) >= 1.0 for g in groups])),
+        **summarize_values("reward", np.array([r.reward for r in rollouts])),
+        "batch/solve_none": float(np.mean([max(g.reward_list, default=0.0) <= 0.0 for g in groups])),
+        "batch/solve_all": float(np.mean([min(g.reward_list, default=0.0) >= 1.0 for g in groups])),
         "batch/without_signal": float(np.mean([bool(g.unused) for g in groups])),
         "batch/effective_batch_size": sum(len(g.samples) for g in used),
         "batch/groups_replaced": len(replaced),
         "batch/groups_replayed": len(again),
         "batch/off_policy_level/mean": float(np.mean(lags)),
         "batch/off_policy_level/max": max(lags),
-        "tokens/trained": sum(s.targets for g in used for s in g.samples),
+        "tokens/trained": sum(s.target_count for g in used for s in g.samples),
         **{f"tokens/dropped/{cause}": dropped[cause] for cause in DROPPED},
-        **summary("prompt_len", prompt),
-        **summary("completion_len", completion),
+        **summarize_values("prompt_len", prompt),
+        **summarize_values("completion_len", completion),
         "completion_len/total": sum(completion),
-        **summary("seq_len", whole),
+        **summarize_values("seq_len", whole),
         "is_truncated/mean": float(np.mean([r.is_truncated for r in rollouts])) if rollouts else 0.0,
-        **{f"time/rollout/{part}": _mean([r.timings.get(part, 0.0) for r in rollouts]) for part in PARTS},
+        **{f"time/rollout/{part}": _mean_or_zero([r.timings.get(part, 0.0) for r in rollouts]) for part in PARTS},
     }
     for env in environments:
         of_env = [r for g in groups if g.task.env == env for r in g.rollouts if not r.error]
@@ -58,5 +58,5 @@ def metrics_of(
     return values
 
 
-def _mean(values: list[float]) -> float:
+def _mean_or_zero(values: list[float]) -> float:
     return float(np.mean(values)) if values else 0.0

@@ -22,10 +22,10 @@ import numpy as np
 
 from hone.config.orchestrator import OrchestratorConfig
 from hone.environments import Environment
-from hone.environments.attempt import attempt, compare
+from hone.environments.attempt import attempt_rollout, score_group_or_fail
 from hone.environments.conversation import TokenClient
 from hone.orchestrator.advantage import make_advantage
-from hone.orchestrator.group import Group, judge
+from hone.orchestrator.group import Group, judge_group
 from hone.orchestrator.metrics import metrics_of
 from hone.orchestrator.replay import Replay
 from hone.orchestrator.rollouts_file import read_group
@@ -83,9 +83,9 @@ class Orchestrator:
                 f"the environments have {self.count} examples, a step takes {config.prompts_per_step} "
                 "(batch_size / rollouts_per_example)"
             )
-        self.settings = {env.known_as: config.of(env.known_as) for env in config.env}
+        self.settings = {env.known_as: config.group_config_of(env.known_as) for env in config.env}
         for name, one in self.settings.items():
-            if one.sampling.draws(0).is_filtered:
+            if one.sampling.to_sampling(0).is_filtered:
                 log.warning(
                     "%s: the sampling keys beside temperature and max_tokens change what is drawn, not the logprobs "
                     "that are trained on; the importance ratio leaves that out", name,
@@ -100,7 +100,7 @@ class Orchestrator:
             "examples of environments": {name: len(examples) for name, examples in self.examples.items()},
         }
         self.replay = Replay(config.buffer.replay)
-        self.schedule = self._schedule(None)
+        self.schedule = self._build_schedule(None)
         self.step, self.last_step, self.version = 1, math.inf, -1
         self.first_version = -1  # that was served
         self.under_way: dict[int, _UnderWay] = {}
@@ -118,33 +118,33 @@ class Orchestrator:
         for key, now in self._kind.items():
             if before.get(key) != now:
                 raise ValueError(f"--resume: {key} differs from the run's: it had {before.get(key)}, found {now}")
-        self.step, self.schedule = first, self._schedule(progress)
+        self.step, self.schedule = first, self._build_schedule(progress)
         if progress is None:
             for _ in range((first - 1) * self.config.prompts_per_step):
-                self.schedule.take()
+                self.schedule.next_task()
         temperatures = {name: one.sampling.temperature for name, one in self.settings.items()}
         for step, number, uses in (progress or {}).get("replay", []):
             group = read_group(rollouts / f"step_{step}", number, temperatures) if rollouts else None
             if group is not None:
                 self.replay.put_back(step, group, uses)
 
-    def _schedule(self, progress: dict[str, Any] | None) -> Schedule:
+    def _build_schedule(self, progress: dict[str, Any] | None) -> Schedule:
         config, sizes = self.config, {name: len(examples) for name, examples in self.examples.items()}
-        return Schedule(sizes, self.seed, config.prompts_per_step, config.ratios, config.buffer, progress)
+        return Schedule(sizes, self.seed, config.prompts_per_step, config.mixing_ratios, config.buffer, progress)
 
-    def adopted(self, version: int) -> None:
+    def on_adopted(self, version: int) -> None:
         if self.version < 0:
             self.first_version = version
         self.version = version
-        self._begin()
+        self._start_groups()
 
-    async def collect(self, step: int, last_step: float = math.inf, since: float | None = None) -> Collected:
+    async def collect_step(self, step: int, last_step: float = math.inf, since: float | None = None) -> Collected:
         """The rollouts of a step, which have been sampled since that moment (of `time.perf_counter`), or from now on.
         Raises ValueError when every one of them failed."""
         start = time.perf_counter() if since is None else since
         self.step, self.last_step = step, last_step
         self._drop_stale()
-        self._begin()
+        self._start_groups()
         count = self.config.prompts_per_step
         while True:
             if self._error is not None:
@@ -159,13 +159,13 @@ class Orchestrator:
         if failed and len(failed) == sum(len(g.rollouts) for g in groups):
             raise ValueError(f"step {step}: every rollout failed; the first said: {failed[0]}")
         for group in [*groups, *replaced]:
-            if group.rewards:
-                self.schedule.scored(group.task, float(np.mean(group.rewards)))
+            if group.reward_list:
+                self.schedule.record_score(group.task, float(np.mean(group.reward_list)))
         used = [group for group in groups if not group.unused]
-        again = self.replay.take(len(groups) - len(used), step - 1 - self.config.max_off_policy_steps)
-        self.replay.add(step, used)
+        again = self.replay.take_groups(len(groups) - len(used), step - 1 - self.config.max_off_policy_steps)
+        self.replay.add_groups(step, used)
         self.step = step + 1
-        self._begin()
+        self._start_groups()
         samples = [sample for group in [*used, *again] for sample in group.samples]
         now = {
             "batch/groups_stale": self.stale,
@@ -173,20 +173,25 @@ class Orchestrator:
             "batch/async_level": step - 1 - self.version,
             "progress/epoch": self.schedule.epoch,
             "time/generate": time.perf_counter() - start,
-        } | {f"pool/{name}": share for name, share in self.schedule.pools().items()}
+        } | {f"pool/{name}": share for name, share in self.schedule.pool_shares().items()}
         self.stale = 0
 
-        def measure() -> dict[str, float]:
+        def measure_step() -> dict[str, float]:
             found = metrics_of(groups, replaced, again, step, list(self.environments)) | now
             found["perf/generate_throughput"] = found["completion_len/total"] / found["time/generate"]
             return found
 
-        return Collected(Batch(step, samples), [*groups, *replaced], measure, self.progress())
+        return Collected(Batch(step, samples), [*groups, *replaced], measure_step, self.progress_state())
 
-    def progress(self) -> dict[str, Any]:
+    def progress_state(self) -> dict[str, Any]:
         """What a run that goes on after the step before needs to know."""
         begun = [*(group.task for group in self.ready.values()), *(one.task for one in self.under_way.values())]
-        return {"step": self.step - 1, "of": self._kind, **self.schedule.progress(begun), **self.replay.progress()}
+        return {
+            "step": self.step - 1,
+            "of": self._kind,
+            **self.schedule.progress_state(begun),
+            **self.replay.progress_state(),
+        }
 
     async def give_up(self) -> None:
         """Ends what is under way."""
@@ -204,7 +209,7 @@ class Orchestrator:
         if self.teacher is not None:
             await self.teacher.close()
 
-    def _begin(self) -> None:
+    def _start_groups(self) -> None:
         """Starts groups until there are enough, under way or ready, for all steps that may train on samples of the
         served version, plus those of oversampling. With this bound no group waits long enough to get very stale.
 
@@ -216,12 +221,12 @@ class Orchestrator:
         room = steps * in_a_step + spare if steps > 0 else 0
         at_once = (self.version - self.first_version + 1) * in_a_step + spare
         while len(self.under_way) < at_once and len(self.under_way) + len(self.ready) < room:
-            task = self.schedule.take()
-            work = asyncio.get_running_loop().create_task(self._group(task))
+            task = self.schedule.next_task()
+            work = asyncio.get_running_loop().create_task(self._run_group(task))
             self.under_way[task.number] = _UnderWay(task, work, self.version)
-            work.add_done_callback(lambda work, number=task.number: self._done(number, work))  # type: ignore[misc]
+            work.add_done_callback(lambda work, number=task.number: self._on_group_done(number, work))  # type: ignore[misc]
 
-    def _done(self, number: int, work: asyncio.Task[Group]) -> None:
+    def _on_group_done(self, number: int, work: asyncio.Task[Group]) -> None:
         begun = self.under_way.get(number)
         if begun is None or begun.work is not work:
             return  # given up
@@ -235,14 +240,14 @@ class Orchestrator:
             self._error = self._error or error
             return
         group = work.result()
-        group.version = group.oldest(begun.version)
+        group.version = group.oldest_version(begun.version)
         room = REFILLS * self.config.prompts_per_step
         if self.settings[group.task.env].refill and group.unused and len(self.without_signal) < room:
             self.without_signal.append(group)
         else:
             self.ready[number] = group
             self.heard(len(self.ready), self.config.prompts_per_step)
-        self._begin()
+        self._start_groups()
 
     def _drop_stale(self) -> None:
         """Groups too old for the step, under way or ready, are begun again."""
@@ -256,27 +261,27 @@ class Orchestrator:
             self.schedule.give_back(task)
         self.stale += len(old)
 
-    async def _group(self, task: Task) -> Group:
+    async def _run_group(self, task: Task) -> Group:
         settings, failures = self.settings[task.env], Counter[str]()
         first = (self.seed << 40) + task.number * self.largest
         seeds = range(first, first + settings.rollouts_per_example)
-        rollouts = await asyncio.gather(*(self._rollout(task, seed, failures) for seed in seeds))
-        await compare(self.environments[task.env], rollouts, self.config.rollout_timeout)
+        rollouts = await asyncio.gather(*(self._run_rollout(task, seed, failures) for seed in seeds))
+        await score_group_or_fail(self.environments[task.env], rollouts, self.config.rollout_timeout)
         group = Group(task, rollouts, failures)
-        judge(group, self.advantages[task.env], settings, self.config.buffer)
+        judge_group(group, self.advantages[task.env], settings, self.config.buffer)
         if self.teacher is not None and settings.teacher_logprobs and group.samples:
-            await self.teacher.score(group.samples)
+            await self.teacher.score_samples(group.samples)
         return group
 
-    async def _rollout(self, task: Task, seed: int, failures: Counter[str]) -> Rollout:
+    async def _run_rollout(self, task: Task, seed: int, failures: Counter[str]) -> Rollout:
         """One rollout, retried when it fails. After the last retry its `error` has the cause, and the step omits it."""
         settings, example = self.settings[task.env], self.examples[task.env][task.example]
-        sampling = settings.sampling.draws(seed)
+        sampling = settings.sampling.to_sampling(seed)
         client: TokenClient = self.client
         if settings.sampler == "teacher" and self.teacher is not None:
-            client = self.teacher.writing(self.version)
+            client = self.teacher.writer_of_version(self.version)
         limits = (self.config.rollout_timeout, self.config.rollout_retries)
-        return await attempt(
+        return await attempt_rollout(
             self.environments[task.env], client, example, sampling, *limits, failures, needs_tokens=True
         )
 

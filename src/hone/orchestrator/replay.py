@@ -22,11 +22,11 @@ class Replay:
     def put_back(self, step: int, group: Group, uses: int) -> None:
         self._kept.append(_Kept(step, group, uses))
 
-    def add(self, step: int, groups: list[Group]) -> None:
+    def add_groups(self, step: int, groups: list[Group]) -> None:
         """The useful groups of a step."""
         self._kept += [_Kept(step, group) for group in groups] if self.times else []
 
-    def take(self, count: int, oldest: int) -> list[Group]:
+    def take_groups(self, count: int, oldest: int) -> list[Group]:
         """Up to so many groups, the newest first, whose tokens are of version `oldest` or later."""
         self._kept = [one for one in self._kept if one.uses < self.times and one.group.version >= oldest]
         taken = sorted(self._kept, key=lambda one: -one.step)[:count]  # stable: of a step the first
@@ -34,7 +34,7 @@ class Replay:
             one.uses += 1
         return [one.group for one in taken]
 
-    def progress(self) -> dict[str, Any]:
+    def progress_state(self) -> dict[str, Any]:
         """Steps, numbers and uses of what is kept."""
         kept = [[one.step, one.group.task.number, one.uses] for one in self._kept]
         return {"replay": kept} if kept else {}

@@ -12,33 +12,33 @@ from hone.environments.rows import rollout_of, row_of
 from hone.orchestrator.group import Group, samples_of, tokens_of
 from hone.orchestrator.schedule import Task
 from hone.records import Message
-from hone.run_directory import appearing
+from hone.run_directory import appearing_directory
 
 FILE = "rollouts.jsonl"
 
 
 def write_rollouts(groups: list[Group], directory: Path, write_more: Callable[[Path], None] | None = None) -> None:
     """The directory appears whole, with what `write_more` puts into it."""
-    with appearing(directory) as partial:
+    with appearing_directory(directory) as partial:
         with (partial / FILE).open("wb") as file:
             for group in groups:
                 for i in range(len(group.rollouts)):  # a seventh of the time that Python's own json takes
-                    file.write(to_json(_row(group, i), inf_nan_mode="constants") + b"\n")
+                    file.write(to_json(_build_row(group, i), inf_nan_mode="constants") + b"\n")
         if write_more:
             write_more(partial)
 
 
-def _row(group: Group, i: int) -> dict[str, object]:
+def _build_row(group: Group, i: int) -> dict[str, object]:
     judged = {"group": group.task.number, "member": i, "advantage": group.advantages[i], "is_used": group.learnt[i]}
     return row_of(group.rollouts[i], group.task.env) | judged | {"unused": group.unused}
 
 
-def shown(step: int, groups: list[Group]) -> list[dict[str, Any]]:
+def tracker_rows(step: int, groups: list[Group]) -> list[dict[str, Any]]:
     """The rollouts as trackers take them (`monitors/trackers.py`): what people read, and numbers for histograms."""
     return [
         {
-            "step": step, "env": group.task.env, "prompt": said(rollout.example.prompt[-1:]),
-            "completion": said(rollout.messages), "answer": str(rollout.example.answer),
+            "step": step, "env": group.task.env, "prompt": join_texts(rollout.example.prompt[-1:]),
+            "completion": join_texts(rollout.messages), "answer": str(rollout.example.answer),
             "reward": float(rollout.reward), "advantage": group.advantages[i], "tokens": tokens_of(rollout),
             "stop": rollout.stop, "error": rollout.error or "",
         }
@@ -46,7 +46,7 @@ def shown(step: int, groups: list[Group]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def said(messages: list[Message]) -> str:
+def join_texts(messages: list[Message]) -> str:
     """The texts of messages, with the tools that they call."""
     calls = [
         json.dumps([call.get("function") for call in m["tool_calls"]]) if m.get("tool_calls") else "" for m in messages
@@ -66,5 +66,5 @@ def read_group(directory: Path, number: int, temperatures: dict[str, float]) -> 
         for sample in own:
             sample.group, sample.member = number, row["member"]
         group.samples += own
-    group.version = group.oldest(0)
+    group.version = group.oldest_version(0)
     return group

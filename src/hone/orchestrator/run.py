@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from hone.clients.fleet import Fleet
-from hone.clients.http import HttpClient, connect
+from hone.clients.http import HttpClient, connect_clients
 from hone.config.help import to_toml
 from hone.config.rl import OrchestratorRunConfig
 from hone.config.sections import ModelConfig
 from hone.environments import Environment, load_environments
-from hone.evals.held_out import evaluate
+from hone.evals.held_out import evaluate_environments
 from hone.monitors import trackers
 from hone.monitors.lag import Lag
 from hone.monitors.log import component_log
 from hone.monitors.metrics import Metrics, read_rows
 from hone.monitors.report import StepReport
 from hone.orchestrator.orchestrator import Collected, Orchestrator
-from hone.orchestrator.rollouts_file import shown, write_rollouts
+from hone.orchestrator.rollouts_file import tracker_rows, write_rollouts
 from hone.orchestrator.teacher import Teacher
 from hone.orchestrator.weights import Weights
 from hone.records import Prompt
@@ -39,33 +39,33 @@ from hone.transport.waiting import Pulse, Wait, Watch
 
 
 def main(config: OrchestratorRunConfig) -> None:
-    trackers.check(config.wandb, config.tensorboard)
+    trackers.check_trackers(config.wandb, config.tensorboard)
     environments = load_environments(config.env, config.model.template_arguments)
     held_out = load_environments(config.eval.env, config.model.template_arguments) if config.eval else {}
     run = RunDirectory(config.output_dir, "rl", config.layout)
-    asyncio.run(orchestrate(config, run, environments, held_out))
+    asyncio.run(run_orchestrator(config, run, environments, held_out))
 
 
-async def orchestrate(
+async def run_orchestrator(
     config: OrchestratorRunConfig, run: RunDirectory, environments: dict[str, Environment],
     held_out: dict[str, Environment],
 ) -> None:  # fmt: skip
     log = logging.getLogger("hone.orchestrator")
     limit = {"max_total_tokens": config.seq_len}
     asked = limit | ({"return_routing": True} if config.return_routing else {})
-    clients = connect(config.client, config.model.name, extra_body=asked, timeout=config.rollout_timeout)
+    clients = connect_clients(config.client, config.model.name, extra_body=asked, timeout=config.rollout_timeout)
     weights = Weights(run, config, clients, log)
     fleet = weights.fleet
     teacher = Teacher(config.teacher, config.rollout_timeout, limit, log) if config.teacher else None
     counts = token_counter(config.model) if config.max_prompt_tokens else None
     orchestrator = Orchestrator(config, environments, fleet, config.seed, config.max_async_level, teacher, counts)
     if teacher is not None:
-        await teacher.check()
+        await teacher.check_servers()
     await wait_for_servers(config, clients, log)
-    version = await weights.join()
+    version = await weights.join_trainer()
     if version is None:
-        log.info("The run in %s is over, after step %d: nothing is left to sample", run.path, run.over())
-        await closed(orchestrator, held_out, fleet)
+        log.info("The run in %s is over, after step %d: nothing is left to sample", run.path, run.ended_at())
+        await close_all(orchestrator, held_out, fleet)
         return
     # What an orchestrator before this one has published of the run is not sampled again.
     first = max([version, *steps_in(run.rollouts)]) + 1
@@ -78,36 +78,40 @@ async def orchestrate(
     )  # fmt: skip
     with (
         Metrics(run.metrics, config) as metrics,
-        Pulse(run.pulse("orchestrator")),
-        Watch({"trainer": run.pulse("trainer")}, log),
+        Pulse(run.pulse_file("orchestrator")),
+        Watch({"trainer": run.pulse_file("trainer")}, log),
     ):
         report = StepReport(log, config.max_steps, config.log_interval, metrics)
         rows = Rows(report, run)
         assert weights.current is not None
-        rows.trained(weights.version, weights.current.metrics)  # if it was killed before that
+        rows.write_trained(weights.version, weights.current.metrics)  # if it was killed before that
 
         async def evaluate_version(version: int) -> None:
             if config.eval is not None and weights.is_evaluated(version):
-                values = await evaluate(config.eval, held_out, fleet.urgent, config.seed)
-                report.row(version, values)
-                report.evaluated(version, values)
+                values = await evaluate_environments(config.eval, held_out, fleet.urgent, config.seed)
+                report.write_row(version, values)
+                report.report_evaluation(version, values)
 
         async def whole_run() -> None:
             if first == 1:
                 async with weights.busy:
                     await evaluate_version(0)
-            orchestrator.adopted(weights.version)
-            await work(config, run, orchestrator, weights, rows, lag, first)
+            orchestrator.on_adopted(weights.version)
+            await run_steps(config, run, orchestrator, weights, rows, lag, first)
 
         lag = Lag(log)
         gc.freeze()  # data sets and modules stay; going through them would hold the event loop up
         working = asyncio.create_task(whole_run())
         watching = [
             asyncio.create_task(work)
-            for work in (weights.watch(rows, orchestrator.adopted, evaluate_version), fleet.watch(), lag.watch())
+            for work in (
+                weights.watch_deliveries(rows, orchestrator.on_adopted, evaluate_version),
+                fleet.watch_servers(),
+                lag.watch_loop(),
+            )
         ]
         if teacher is not None:
-            watching.append(asyncio.create_task(teacher.fleet.watch()))
+            watching.append(asyncio.create_task(teacher.fleet.watch_servers()))
         try:
             await asyncio.wait({working, *watching, fleet.ended}, return_when=asyncio.FIRST_COMPLETED)
             for ended in (*watching, fleet.ended):
@@ -119,17 +123,17 @@ async def orchestrate(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await closed(orchestrator, held_out, fleet)
+            await close_all(orchestrator, held_out, fleet)
 
 
-async def closed(orchestrator: Orchestrator, held_out: dict[str, Environment], fleet: Fleet) -> None:
+async def close_all(orchestrator: Orchestrator, held_out: dict[str, Environment], fleet: Fleet) -> None:
     await orchestrator.close()
     for environment in held_out.values():
         await environment.close()
     await fleet.close()
 
 
-async def work(
+async def run_steps(
     config: OrchestratorRunConfig, run: RunDirectory, orchestrator: Orchestrator, weights: "Weights", rows: "Rows",
     lag: Lag, first: int,
 ) -> None:  # fmt: skip
@@ -137,13 +141,13 @@ async def work(
         start = time.perf_counter()
         await weights.at_least(max(step - 1 - config.max_async_level, first - 1))
         waited = time.perf_counter() - start
-        collected = await orchestrator.collect(step, config.max_steps)
+        collected = await orchestrator.collect_step(step, config.max_steps)
         times = {"time/wait_for_weights": waited, "time/step": time.perf_counter() - start}
-        values = {**collected.measure(), **times, **lag.take()}
-        rows.report.sampled(step, values)
-        rows.report.rollouts(step, partial(shown, step, collected.groups), config.log_samples)
+        values = {**collected.measure(), **times, **lag.take_metrics()}
+        rows.report.report_rollouts(step, values)
+        rows.report.report_samples(step, partial(tracker_rows, step, collected.groups), config.log_samples)
         await weights.proven.wait()
-        await asyncio.to_thread(publish, collected, values, run)
+        await asyncio.to_thread(publish_step, collected, values, run)
     await weights.at_least(config.max_steps)
     async with weights.busy:  # with the evaluation of the last
         pass
@@ -169,12 +173,12 @@ async def wait_for_servers(config: OrchestratorRunConfig, clients: list[HttpClie
         hint = f"start one with: inference --model.name {config.model.name}"
         wait = Wait(f"a server at {client.base_url}", config.client.ready_timeout, log, hint)
         while not await client.is_up():
-            wait.check()
+            wait.is_check_due()
             await asyncio.sleep(0.1)
         await client.check_key()
 
 
-def publish(collected: Collected, values: dict[str, float], run: RunDirectory) -> None:
+def publish_step(collected: Collected, values: dict[str, float], run: RunDirectory) -> None:
     """Publishes the rollouts and the batch of a step, and what a resumed run needs, in one directory, atomically."""
 
     def write_more(directory: Path) -> None:
@@ -191,8 +195,8 @@ class Rows:
         self.report, self.run = report, run
         self.last = max((row["step"] for row in read_rows(run.metrics)), default=0)
 
-    def trained(self, step: int, values: dict[str, float]) -> None:
+    def write_trained(self, step: int, values: dict[str, float]) -> None:
         sampled = (read_progress(self.run.rollouts / f"step_{step}") or {}).get("metrics")
         if sampled is not None and values and step > self.last:
-            self.report.whole(step, sampled | values)
+            self.report.report_step(step, sampled | values)
             self.last = step

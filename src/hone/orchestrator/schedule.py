@@ -63,24 +63,24 @@ class Schedule:
             for env, means in progress.get("means", {}).items():
                 self.means[env] = {int(example): mean for example, mean in means.items()}
 
-    def take(self) -> Task:
+    def next_task(self) -> Task:
         """The next group to begin."""
         if self.again:
             return heapq.heappop(self.again)
         self.next += 1
-        return Task(self.next - 1, *self._example(self._stream()))
+        return Task(self.next - 1, *self._choose_example(self._choose_stream()))
 
     def give_back(self, task: Task) -> None:
         """A group that is not trained on after all: it comes before new ones."""
         heapq.heappush(self.again, task)
 
-    def scored(self, task: Task, mean: float) -> None:
+    def record_score(self, task: Task, mean: float) -> None:
         """The mean reward of a group, which says how hard its example is."""
         if self.buffer.easy_threshold is not None or self.buffer.hard_threshold is not None:
             means, share = self.means[task.env], self.buffer.newest_share
             means[task.example] = share * mean + (1 - share) * means.get(task.example, mean)
 
-    def pool(self, env: str, example: int) -> str:
+    def pool_of(self, env: str, example: int) -> str:
         """easy, normal or hard."""
         mean, buffer = self.means[env].get(example), self.buffer
         if mean is None:
@@ -89,9 +89,9 @@ class Schedule:
             return "easy"
         return "hard" if buffer.hard_threshold is not None and mean <= buffer.hard_threshold else "normal"
 
-    def pools(self) -> dict[str, float]:
+    def pool_shares(self) -> dict[str, float]:
         """The share of each pool in the examples that are known; empty where none is."""
-        count = Counter(self.pool(env, example) for env, means in self.means.items() for example in means)
+        count = Counter(self.pool_of(env, example) for env, means in self.means.items() for example in means)
         return {name: count[name] / count.total() for name in ("easy", "normal", "hard")} if count else {}
 
     @property
@@ -100,7 +100,7 @@ class Schedule:
         passed = sum(stream.epoch * len(stream.examples) + stream.position for stream in self.streams)
         return passed / sum(len(stream.examples) for stream in self.streams)
 
-    def progress(self, begun: list[Task]) -> dict[str, Any]:
+    def progress_state(self, begun: list[Task]) -> dict[str, Any]:
         """What a run needs to go on: `begun` are the groups that are under way or wait to be trained on."""
         return {
             "next": self.next,
@@ -109,10 +109,10 @@ class Schedule:
             **({"means": self.means} if any(self.means.values()) else {}),
         }
 
-    def _stream(self) -> Stream:
+    def _choose_stream(self) -> Stream:
         """The one that is furthest behind its ratio."""
         step = (self.next - 1) // self.groups_in_a_step + 1
-        ratios = [at(step, stream.ratio) for stream in self.streams]
+        ratios = [interpolate_at(step, stream.ratio) for stream in self.streams]
         if not any(ratios):
             raise ValueError(f"env.ratio: all are 0 at step {step}")
         for stream, ratio in zip(self.streams, ratios, strict=True):
@@ -121,20 +121,20 @@ class Schedule:
         chosen.credit -= 1.0
         return chosen
 
-    def _example(self, stream: Stream) -> tuple[str, int]:
+    def _choose_example(self, stream: Stream) -> tuple[str, int]:
         """The next example of a stream. Easy and hard ones are skipped at random, all but the configured fractions, and
         at most one epoch's worth in a row."""
         for _ in range(len(stream.examples)):
-            found = self._advance(stream)
-            pool = self.pool(*found)
+            found = self._advance_stream(stream)
+            pool = self.pool_of(*found)
             if pool == "normal":
                 return found
             fraction = self.buffer.easy_fraction if pool == "easy" else self.buffer.hard_fraction
             if random.Random(f"{self.seed} {stream.epoch} {stream.position} {found}").random() < fraction:
                 return found
-        return self._advance(stream)
+        return self._advance_stream(stream)
 
-    def _advance(self, stream: Stream) -> tuple[str, int]:
+    def _advance_stream(self, stream: Stream) -> tuple[str, int]:
         if stream.position == len(stream.examples):
             stream.epoch, stream.position, stream.order = stream.epoch + 1, 0, []
         if not stream.order:
@@ -145,7 +145,7 @@ class Schedule:
         return stream.examples[stream.order[stream.position - 1]]
 
 
-def at(step: int, points: Ratio) -> float:
+def interpolate_at(step: int, points: Ratio) -> float:
     """The value at `step` of the piecewise linear function through `points`, constant before and after them."""
     if step <= points[0][0]:
         return points[0][1]

@@ -11,38 +11,38 @@ from typing import Any
 import numpy as np
 
 from hone.clients.fleet import Fleet
-from hone.clients.http import HttpClient, ServerLost, connect
+from hone.clients.http import HttpClient, ServerLost, connect_clients
 from hone.config.orchestrator import TeacherConfig
 from hone.records import Prompt, Sample, Sampling, Turn
 
 
 class Teacher:
     def __init__(self, config: TeacherConfig, timeout: float, extra_body: dict[str, Any], log: logging.Logger) -> None:
-        self.clients = connect(config, config.model, timeout=timeout, extra_body=extra_body)
+        self.clients = connect_clients(config, config.model, timeout=timeout, extra_body=extra_body)
         self.fleet = Fleet(self.clients, _as_it_is, config.ready_timeout, log)
         self._turns = itertools.cycle(self.clients)
 
-    async def check(self) -> None:
+    async def check_servers(self) -> None:
         """Raises ConnectionError or ValueError, in words, unless every server of it answers and has the model."""
         for client in self.clients:
-            await client.check()
+            await client.wait_until_serving()
 
-    def writing(self, version: int) -> "Writer":
+    def writer_of_version(self, version: int) -> "Writer":
         """The teacher as an environment sees a model; what it writes counts as of this version."""
         return Writer(self.fleet, version)
 
-    async def score(self, samples: list[Sample]) -> None:
+    async def score_samples(self, samples: list[Sample]) -> None:
         """Gives the samples of a group the teacher's logprobs of their tokens, at the temperature of their draws."""
         body = {"ids": [sample.ids.tolist() for sample in samples], "temperature": samples[0].temperature}
-        answer = await self._control("score", body)
+        answer = await self._call_control("score", body)
         for sample, logprobs in zip(samples, answer["logprobs"], strict=True):
             sample.teacher_logprobs = np.array([0.0, *logprobs])
 
-    async def _control(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _call_control(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
         """Of the next server that answers. Raises ConnectionError, in words, where none does or one refuses."""
         for client in itertools.islice(self._turns, len(self.clients)):
             try:
-                answer: dict[str, Any] = await client.control(route, body)
+                answer: dict[str, Any] = await client.call_control(route, body)
                 return answer
             except ServerLost as error:
                 lost = error

@@ -63,7 +63,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
+        environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.sources = sources
         self.templates = {}
@@ -89,7 +89,7 @@ class ChatTemplate:
 
     # ------------------------------------------------------------------------------------------------- rendering
 
-    def render(
+    def render_conversation(
         self,
         messages: list[Message],
         *,
@@ -103,17 +103,17 @@ class ChatTemplate:
         unknown role), or that it leaves out without a word.
         """
         args = {"add_generation_prompt": add_generation_prompt, "tools": tools, **template_args}
-        return self._checked(self._normalized(messages), args)
+        return self._render_checked(self._normalize_messages(messages), args)
 
-    def _normalized(self, messages: Any) -> list[Message]:
+    def _normalize_messages(self, messages: Any) -> list[Message]:
         result = normalize_messages(messages)
         if not self._knows_developer:
             result = [{**one, "role": "system"} if one["role"] == "developer" else one for one in result]
         return result
 
-    def _checked(self, messages: list[Message], args: dict[str, Any], start: int = 0) -> str:
+    def _render_checked(self, messages: list[Message], args: dict[str, Any], start: int = 0) -> str:
         """Render normalized messages, and require that those from `start` on are rendered, wherever they stand."""
-        text = self._raw(messages, args)
+        text = self._render_raw(messages, args)
         for i in range(start, len(messages)):
             message, role = messages[i], messages[i]["role"]
             before = messages[i - 1]["role"] if i else None
@@ -123,25 +123,25 @@ class ChatTemplate:
             place = (before, role, after, len(calls), has_content, bool(args.get("tools")))
             if place in self._shown:
                 continue
-            if has_content and not self._shows(messages, i, {**message, "content": MARK}, args):
+            if has_content and not self._is_rendered(messages, i, {**message, "content": MARK}, args):
                 what = "content beside tool calls" if calls else f"role {role!r} there"
                 raise MessageError(f"the chat template leaves out message {i}: it has no place for {what}")
             for k in range(len(calls)):
                 marked = [_marked_call(call) if j == k else call for j, call in enumerate(calls)]
-                if not self._shows(messages, i, {**message, "tool_calls": marked}, args):
+                if not self._is_rendered(messages, i, {**message, "tool_calls": marked}, args):
                     what = "tool calls of its messages" if len(calls) == 1 else f"{len(calls)} tool calls"
                     raise MessageError(f"the chat template leaves out message {i}: it has no place for {what}")
             self._shown.add(place)
         return text
 
-    def _shows(self, messages: list[Message], i: int, marked: Message, args: dict[str, Any]) -> bool:
+    def _is_rendered(self, messages: list[Message], i: int, marked: Message, args: dict[str, Any]) -> bool:
         """Return False if the mark in what stands for message i does not reach the text, whatever it is."""
         try:
-            return MARK in self._raw([*messages[:i], marked, *messages[i + 1 :]], args)
+            return MARK in self._render_raw([*messages[:i], marked, *messages[i + 1 :]], args)
         except ValueError:  # it reads the content: it is not left out
             return True
 
-    def _raw(self, messages: list[Message], args: dict[str, Any]) -> str:
+    def _render_raw(self, messages: list[Message], args: dict[str, Any]) -> str:
         """Render normalized messages."""
         if self._takes_parts:
             messages = [_with_parts(message) for message in messages]
@@ -162,13 +162,13 @@ class ChatTemplate:
         self._takes_parts = False
         question = [{"role": "user", "content": MARK}]
         try:
-            if MARK in self._raw(question, {"add_generation_prompt": True}):
+            if MARK in self._render_raw(question, {"add_generation_prompt": True}):
                 return False
         except ValueError:
             pass
         self._takes_parts = True
         try:
-            return MARK in self._raw(question, {"add_generation_prompt": True})
+            return MARK in self._render_raw(question, {"add_generation_prompt": True})
         except ValueError:
             return False
 
@@ -179,7 +179,7 @@ class ChatTemplate:
             calls = [_marked_call(call) if i == marked else call for i, call in enumerate(plain)]
             called = {"role": "assistant", "content": "", "tool_calls": calls}
             try:
-                text = self._raw([{"role": "user", "content": "?"}, called], {"add_generation_prompt": False})
+                text = self._render_raw([{"role": "user", "content": "?"}, called], {"add_generation_prompt": False})
             except ValueError:
                 return False
             if MARK not in text:
@@ -194,41 +194,43 @@ class ChatTemplate:
         for takes_json in (False, True):
             self._takes_json = takes_json
             try:
-                text = self._raw([{"role": "user", "content": "?"}, called], {"add_generation_prompt": False})
+                text = self._render_raw([{"role": "user", "content": "?"}, called], {"add_generation_prompt": False})
             except ValueError:
                 continue
             if MARK in text and f"'{MARK}'" not in text:  # neither left out nor written as Python writes a dict
                 return takes_json
         return False
 
-    def continuation(self, messages: list[Message], covered: int, **template_args: Any) -> str | None:
+    def render_continuation(self, messages: list[Message], covered: int, **template_args: Any) -> str | None:
         """Return what follows the text of message `covered` - 1, which the assistant wrote.
 
         That is the mark that ends its turn, and all up to where the assistant is to speak again. None where the
         template rewrites what was before that (some drop earlier thinking).
         """
-        messages = self._normalized(messages)
+        messages = self._normalize_messages(messages)
         asking = {"add_generation_prompt": True, **template_args}
         answering = {"add_generation_prompt": False, **template_args}
-        whole = self._checked(messages, asking, covered)  # those before are in the tokens already
-        asked = self._raw(messages[: covered - 1], asking)
-        answered = self._raw(messages[:covered], answering)
+        whole = self._render_checked(messages, asking, covered)  # those before are in the tokens already
+        asked = self._render_raw(messages[: covered - 1], asking)
+        answered = self._render_raw(messages[:covered], answering)
         if not (whole.startswith(answered) and answered.startswith(asked)):
             return None
-        _, found, end = self._raw([*messages[: covered - 1], ASSISTANT_MARK], answering).partition(MARK)
+        _, found, end = self._render_raw([*messages[: covered - 1], ASSISTANT_MARK], answering).partition(MARK)
         return end + whole[len(answered) :] if found else None
 
     def turn_end(self) -> str:
         """Return what the template writes after an assistant's last message; empty where that cannot be told."""
         try:
-            text = self._raw([{"role": "user", "content": "?"}, ASSISTANT_MARK], {"add_generation_prompt": False})
+            text = self._render_raw(
+                [{"role": "user", "content": "?"}, ASSISTANT_MARK], {"add_generation_prompt": False}
+            )
         except ValueError:
             return ""
         return text.partition(MARK)[2]
 
     # ------------------------------------------------------------------------------------------------- loss masks
 
-    def mark(
+    def mark_messages(
         self,
         messages: list[Message],
         roles: Collection[str] = ("assistant",),
@@ -242,14 +244,14 @@ class ChatTemplate:
         prefix shows as the model wrote them, or none with `last_only`. A template with `{% generation %}` says
         itself what the assistant wrote. Raises ValueError like `render`.
         """
-        messages = self._normalized(messages)
+        messages = self._normalize_messages(messages)
         args = {"add_generation_prompt": False, **template_args}
-        text = self._checked(messages, args)
+        text = self._render_checked(messages, args)
         if set(roles) == {"assistant"}:
-            spans = self._generated(messages, args)
+            spans = self._find_generated(messages, args)
             if spans:
                 return [MarkedText(text, spans)]
-        turns = [self._turn(messages, i, args) for i, message in enumerate(messages) if message["role"] in roles]
+        turns = [self._render_turn(messages, i, args) for i, message in enumerate(messages) if message["role"] in roles]
         found: list[MarkedText] = []
         while turns:
             held = [turn for turn in turns if text.startswith(turn[0])]
@@ -261,11 +263,11 @@ class ChatTemplate:
             text = turns[-1][0] if turns else ""
         return found[::-1]
 
-    def _generated(self, messages: list[Message], args: dict[str, Any]) -> list[Span]:
+    def _find_generated(self, messages: list[Message], args: dict[str, Any]) -> list[Span]:
         """Return what the `generation` tag encloses; nothing where the template has none."""
         if not self._has_generation_tags:
             return []
-        marked = self._raw(messages, {**args, "generation_marks": True})
+        marked = self._render_raw(messages, {**args, "generation_marks": True})
         spans, start, position = [], 0, 0
         for character in marked:
             if character == GENERATED:
@@ -276,20 +278,20 @@ class ChatTemplate:
                 position += 1
         return spans
 
-    def _turn(self, messages: list[Message], i: int, args: dict[str, Any]) -> tuple[str, Span]:
+    def _render_turn(self, messages: list[Message], i: int, args: dict[str, Any]) -> tuple[str, Span]:
         """Return the rendering that ends with message i, and the span of what that message adds."""
         is_answer = messages[i]["role"] == "assistant"
         before, asking = messages[:i], {**args, "add_generation_prompt": is_answer}
-        prompt = self._raw(before, asking) if i or is_answer else ""
-        answered = self._raw(messages[: i + 1], args)
+        prompt = self._render_raw(before, asking) if i or is_answer else ""
+        answered = self._render_raw(messages[: i + 1], args)
         start = len(prompt)
         if not answered.startswith(prompt):  # the prompt begins what the answer does not have, as an open <think>
             start = _common_length(prompt, answered)
-            marked = self._raw([*before, {**messages[i], "content": MARK}], args)
+            marked = self._render_raw([*before, {**messages[i], "content": MARK}], args)
             content = marked.partition(MARK)[0]
             if MARK in marked and answered.startswith(content):
                 start = min(start, len(content))
-            if not answered.startswith(self._raw(before, args) if i else ""):
+            if not answered.startswith(self._render_raw(before, args) if i else ""):
                 raise ValueError(f"the chat template writes what is before message {i} differently with its answer")
         return answered, (start, len(answered.rstrip()))  # the line break after a turn is not the model's
 
@@ -343,7 +345,7 @@ class _GenerationTag(Extension):
         call = self.call_method("_enclose", [nodes.ContextReference()])
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
-    def _enclose(self, context: Context, caller: Callable[[], str]) -> str:
+    def _enclose_body(self, context: Context, caller: Callable[[], str]) -> str:
         text = caller()
         return f"{GENERATED}{text}{GENERATED_END}" if context.get("generation_marks") else text
 
@@ -358,5 +360,5 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _raise(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise TemplateError(message)

@@ -54,7 +54,7 @@ class TokenTexts:
         found = self.bytes_of(token_id)
         return found.removeprefix(b" ") if self.drops_first_space and token_id not in self._added else found
 
-    def pieces(self, ids: Sequence[int], follows: bool) -> list[bytes]:
+    def token_bytes(self, ids: Sequence[int], follows: bool) -> list[bytes]:
         """Return the bytes of each token of a text; `follows`: something stands before it."""
         if follows or not ids:
             return [self.bytes_of(token) for token in ids]

@@ -32,9 +32,9 @@ class Form:
     kind: Kind
     value: Any
 
-    def grammar(self) -> str:
+    def to_grammar(self) -> str:
         """As llguidance has it. Raises ValueError for what cannot be read."""
-        matcher = _library().LLMatcher
+        matcher = _import_llguidance().LLMatcher
         try:
             if self.kind == "json":
                 return str(matcher.grammar_from_json_schema(json.dumps(self.value), {"whitespace_pattern": SPACE}))
@@ -55,15 +55,15 @@ class Following:
     def __init__(self, form: Form, tokenizer: Tokenizer, vocabulary: int, stops: Sequence[int]) -> None:
         self.form, self.vocabulary, self.stops = form, vocabulary, [i for i in stops if i < vocabulary]
         self.tokenizer, self.before = tokenizer, list[int]()
-        self.tokens = _vocabulary(tokenizer)
-        self.matcher = _library().LLMatcher(self.tokens, form.grammar(), log_level=0)
+        self.tokens = _get_vocabulary(tokenizer)
+        self.matcher = _import_llguidance().LLMatcher(self.tokens, form.to_grammar(), log_level=0)
         self.read, self.failure = 0, ""
         self.may: NDArray[np.bool_] | None = None  # after as many tokens as were read
         if self.matcher.is_error():
             first = next(line for line in self.matcher.get_error().splitlines() if line.strip())
             raise ValueError(f"the {form.kind} that answers are to follow: {first.strip()}")
 
-    def another(self, before: Sequence[int] = ()) -> "Following":
+    def start_another(self, before: Sequence[int] = ()) -> "Following":
         """For one more sequence, that goes on from these tokens."""
         other = copy.copy(self)
         other.matcher = self.matcher.deep_copy()
@@ -151,18 +151,19 @@ def form_of_call(tools: Sequence[Tool], call_format: CallFormat, tokenizer: Toke
     if call_format.name not in SPELLINGS:
         raise ValueError(f"tool_choice: calls in the format {call_format.name} can be read, but not asked for")
     rules = [
-        _lark(SPELLINGS[call_format.name](tool["function"]), call_format, tokenizer, i) for i, tool in enumerate(tools)
+        _build_lark_rule(SPELLINGS[call_format.name](tool["function"]), call_format, tokenizer, i)
+        for i, tool in enumerate(tools)
     ]
     names = " | ".join(f"call{i}" for i in range(len(rules)))
     return Form("grammar", "\n".join([f"start: {names}", *rules]))
 
 
-def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+def _get_parameters(function: dict[str, Any]) -> dict[str, Any]:
     return function.get("parameters") or {"type": "object"}
 
 
 def _call_schema(function: dict[str, Any], key: str = "arguments") -> Json:
-    properties = {"name": {"const": function["name"]}, key: _parameters(function)}
+    properties = {"name": {"const": function["name"]}, key: _get_parameters(function)}
     return Json({"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False})
 
 
@@ -176,7 +177,7 @@ def _each_argument(
     """Return the parts of each argument, in the order of the schema; their values end as `end` says."""
     closing = [part for part in (end.before, end.tag, end.after) if part]
     found = []
-    for key, schema in (_parameters(function).get("properties") or {}).items():
+    for key, schema in (_get_parameters(function).get("properties") or {}).items():
         is_text = isinstance(schema, dict) and schema.get("type") == "string" and "enum" not in schema
         value: list[Part] = [end] if is_text else [Json(schema), *closing]
         if isinstance(schema, dict) and schema.get("type") == "string" and "enum" in schema:
@@ -186,8 +187,8 @@ def _each_argument(
 
 
 def _with_optional(function: dict[str, Any], of_each: list[list[Any]]) -> list[Any]:
-    required = _parameters(function).get("required") or []
-    keys = _parameters(function).get("properties") or {}
+    required = _get_parameters(function).get("required") or []
+    keys = _get_parameters(function).get("properties") or {}
     found: list[Any] = []
     for key, parts in zip(keys, of_each, strict=True):
         found += parts if key in required else [Maybe(parts)]
@@ -202,10 +203,10 @@ def _spell_qwen3_coder(function: dict[str, Any]) -> list[Any]:
 
 
 def _spell_glm(function: dict[str, Any]) -> list[Any]:
-    def spell(key: str, value: list[Part]) -> list[Part]:
+    def spell_argument(key: str, value: list[Part]) -> list[Part]:
         return ["<arg_key>", key, "</arg_key>", "\n", "<arg_value>", *value]
 
-    each = _each_argument(function, spell, TextUntil("</arg_value>", after="\n"))
+    each = _each_argument(function, spell_argument, TextUntil("</arg_value>", after="\n"))
     return ["<tool_call>", f"{function['name']}\n", *_with_optional(function, each), "</tool_call>"]
 
 
@@ -215,35 +216,35 @@ SPELLINGS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "qwen3_coder": _spell_qwen3_coder,
     "glm": _spell_glm,
     "mistral": lambda function: ["[TOOL_CALLS]", _calls_schema(function)],
-    "mistral_args": lambda function: ["[TOOL_CALLS]", function["name"], "[ARGS]", Json(_parameters(function))],
+    "mistral_args": lambda function: ["[TOOL_CALLS]", function["name"], "[ARGS]", Json(_get_parameters(function))],
     "list": lambda function: ["<TOOLCALL>", _calls_schema(function), "</TOOLCALL>"],
     "granite": lambda function: ["<|tool_call|>", _calls_schema(function)],
-    "function": lambda function: [f"<function={function['name']}>", Json(_parameters(function)), "</function>"],
+    "function": lambda function: [f"<function={function['name']}>", Json(_get_parameters(function)), "</function>"],
     "deepseek": lambda function: [
         "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", function["name"], "<｜tool▁sep｜>",
-        Json(_parameters(function)), "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+        Json(_get_parameters(function)), "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
     ],
     "kimi": lambda function: [
         "<|tool_calls_section_begin|>", "<|tool_call_begin|>", f"functions.{function['name']}:0",
-        "<|tool_call_argument_begin|>", Json(_parameters(function)), "<|tool_call_end|>", "<|tool_calls_section_end|>",
+        "<|tool_call_argument_begin|>", Json(_get_parameters(function)), "<|tool_call_end|>", "<|tool_calls_section_end|>",
     ],
 }  # fmt: skip
 
 
-def _lark(parts: Sequence[Any], call_format: CallFormat, tokenizer: Tokenizer, number: int) -> str:
+def _build_lark_rule(parts: Sequence[Any], call_format: CallFormat, tokenizer: Tokenizer, number: int) -> str:
     """Return the rule of a call in Lark, and those that it needs."""
     more: list[str] = []
 
-    def word(part: Any) -> str:
+    def spell_part(part: Any) -> str:
         if isinstance(part, str):
-            return _word(tokenizer, part) if part in call_format.tags else json.dumps(part)
+            return _spell_tag(tokenizer, part) if part in call_format.tags else json.dumps(part)
         if isinstance(part, Choice):
             return "(" + " | ".join(json.dumps(str(text)) for text in part.texts) + ")"
         if isinstance(part, Maybe):
-            return "(" + " ".join(map(word, part.parts)) + ")?"
+            return "(" + " ".join(map(spell_part, part.parts)) + ")?"
         name = f"part{number}_{len(more)}"
         if isinstance(part, TextUntil):
-            tag = _word(tokenizer, part.tag) if part.tag in call_format.tags else json.dumps(part.tag)
+            tag = _spell_tag(tokenizer, part.tag) if part.tag in call_format.tags else json.dumps(part.tag)
             if tag.startswith("<"):  # a token of its own, which no text has
                 more.append(f"{name}: /(?s:.*)/ {' '.join([tag, json.dumps(part.after)])}")
             else:
@@ -253,26 +254,26 @@ def _lark(parts: Sequence[Any], call_format: CallFormat, tokenizer: Tokenizer, n
             more.append(f"{name}: %json {json.dumps({**schema, 'x-guidance': AS_WRITTEN})}")
         return name
 
-    rule = " ".join(map(word, parts))
+    rule = " ".join(map(spell_part, parts))
     return "\n".join([f"call{number}: {rule}", *more])
 
 
-def _word(tokenizer: Tokenizer, tag: str) -> str:
+def _spell_tag(tokenizer: Tokenizer, tag: str) -> str:
     """A tag in Lark: where it is a special token, as that token."""
     number = tokenizer.encoder.token_to_id(tag)
-    is_special = number is not None and _vocabulary(tokenizer).is_special_token(number)
+    is_special = number is not None and _get_vocabulary(tokenizer).is_special_token(number)
     return f"<[{number}]>" if is_special else json.dumps(tag)
 
 
-def _vocabulary(tokenizer: Tokenizer) -> Any:
+def _get_vocabulary(tokenizer: Tokenizer) -> Any:
     """llguidance's view of a tokenizer, made once."""
     if "forms" not in tokenizer.kept:
         text = tokenizer.encoder.to_str()
-        tokenizer.kept["forms"] = _library().LLTokenizer(text, eos_token=tokenizer.stop_ids[0])
+        tokenizer.kept["forms"] = _import_llguidance().LLTokenizer(text, eos_token=tokenizer.stop_ids[0])
     return tokenizer.kept["forms"]
 
 
-def _library() -> Any:
+def _import_llguidance() -> Any:
     try:
         import llguidance
     except ModuleNotFoundError:

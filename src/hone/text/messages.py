@@ -29,10 +29,10 @@ def normalize_messages(messages: Any) -> list[Message]:
     messages = to_plain(messages)
     if not isinstance(messages, list):
         raise MessageError(f"messages: a list of messages is needed, found {messages!r:.80}")
-    return [_normalize(message, f"message {i}") for i, message in enumerate(messages)]
+    return [_normalize_message(message, f"message {i}") for i, message in enumerate(messages)]
 
 
-def _normalize(message: Any, place: str) -> Message:
+def _normalize_message(message: Any, place: str) -> Message:
     if not isinstance(message, dict):
         raise MessageError(f"{place}: it is no message (an object with role and content), found {message!r:.80}")
     role = message.get("role")

@@ -32,7 +32,7 @@ class StopStrings:
         return any(string in text for string in self.strings)
 
 
-def cut(text: str, strings: Sequence[str], keep: bool = False) -> str:
+def cut_at_stop(text: str, strings: Sequence[str], keep: bool = False) -> str:
     """The text up to the first of the strings; with `keep` that string too."""
     found = [(at, len(s) if keep else 0) for s in strings if (at := text.find(s)) >= 0]
     at, kept = min(found, default=(len(text), 0))

@@ -80,7 +80,7 @@ class Tokenizer:
         self._chat_cache: OrderedDict[str, list[int]] = OrderedDict()
         self._beyond: dict[int, str] = {}  # tokens that the model has no embedding for
 
-    def fit(self, vocab_size: int) -> None:
+    def fit_vocabulary(self, vocab_size: int) -> None:
         """Note how many tokens the model has; text with others is refused from now on.
 
         A tokenizer often has a few more, as a padding token that was added later. Raises ValueError where those are
@@ -108,7 +108,7 @@ class Tokenizer:
         template = None if config.chat_template is None else resolve_template(config.chat_template)
         return Tokenizer(directory, template, config.template_arguments, config.tool_calls)
 
-    def reload(self, directory: Path) -> "Tokenizer":
+    def reload_from(self, directory: Path) -> "Tokenizer":
         """Return the tokenizer of another directory, with the template and arguments that this one was given."""
         other = Tokenizer(directory, self.chat_template, self.template_arguments, self.call_format)
         other._beyond = self._beyond
@@ -136,7 +136,7 @@ class Tokenizer:
         return sorted(ids)
 
     @cached_property
-    def longest(self) -> int:
+    def longest_token(self) -> int:
         """Characters of its longest token."""
         return max(map(len, self.encoder.get_vocab(with_added_tokens=True)))
 
@@ -164,7 +164,7 @@ class Tokenizer:
         """What each token contributes to a text."""
         return TokenTexts(self.encoder)
 
-    def token(self, token_id: int) -> str:
+    def token_text(self, token_id: int) -> str:
         """Return the text of one token, special or not, within a text."""
         return name_of(self.token_texts.bytes_of(token_id))
 
@@ -197,13 +197,13 @@ class Tokenizer:
         args = {"tools": prompt.tools, **(prompt.template_arguments or {}), **template_args}
         before, covered = prompt.before, prompt.covered
         if before and 0 < covered <= len(messages) and all(0 <= i < self.vocab_size for i in before):
-            text = template.continuation(messages, covered, **args)
+            text = template.render_continuation(messages, covered, **args)
             if text is not None:
                 return before + self._encode_after(before, text)
         key = repr((messages, args))  # a tenth of the time that JSON takes
         ids = self._chat_cache.get(key)
         if ids is None:
-            ids = self.encode(template.render(messages, add_generation_prompt=True, **args))
+            ids = self.encode(template.render_conversation(messages, add_generation_prompt=True, **args))
             self._chat_cache[key] = ids
             if len(self._chat_cache) > 1024:
                 self._chat_cache.popitem(last=False)
@@ -234,7 +234,7 @@ class Tokenizer:
         (`ChatTemplate.mark`). A token belongs to whoever wrote the character that it begins with.
         """
         found = []
-        for marked in self.require_template().mark(messages, roles, last_only, **template_args):
+        for marked in self.require_template().mark_messages(messages, roles, last_only, **template_args):
             encoding = self.encoder.encode(marked.text, add_special_tokens=False)
             first = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0]
             mask = np.zeros(len(first), dtype=bool)
@@ -243,7 +243,7 @@ class Tokenizer:
             found.append((self._require_known(list(encoding.ids)), mask.tolist()))
         return found
 
-    def turn(
+    def build_turn(
         self, prompt: Prompt, prompt_ids: list[int], completion: Completion, text: str | None = None,
         most_calls: int | None = None,
     ) -> Turn:  # fmt: skip

@@ -134,12 +134,12 @@ def cut_blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
     return "".join([*rest, text[at:]]), inside
 
 
-def _tagged(
+def _tagged_reader(
     opening: str, closing: str, read_one: Callable[[str, Sequence[Tool]], Call | None], around: Sequence[str] = ()
 ) -> Read:
     """Return a reader of calls that each stand between two tags; `around`: tags that enclose them."""
 
-    def read(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | None:
+    def read_tagged(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | None:
         rest, inside = cut_blocks(text, opening, closing)
         found = [read_one(one, tools) for one in inside]
         good = [call for call in found if call is not None]
@@ -149,25 +149,25 @@ def _tagged(
             rest = rest.replace(tag, "")
         return rest, good
 
-    return read
+    return read_tagged
 
 
-def _object(written: str, needs_arguments: bool = False) -> Call | None:
+def _read_object(written: str, needs_arguments: bool = False) -> Call | None:
     """Read {"name": …, "arguments" | "parameters": {…}}; without tags around it arguments tell it from other JSON."""
     try:
-        return _call(json.loads(written), needs_arguments)
+        return _read_call(json.loads(written), needs_arguments)
     except (ValueError, RecursionError):
         return None
 
 
-def _call(value: Any, needs_arguments: bool = False) -> Call | None:
+def _read_call(value: Any, needs_arguments: bool = False) -> Call | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", None if needs_arguments else {}))
     return (value["name"], arguments) if isinstance(arguments, dict) else None
 
 
-def _named(name: str, written: str) -> Call | None:
+def _read_named(name: str, written: str) -> Call | None:
     """Read a name and its arguments as JSON."""
     try:
         arguments = json.loads(written)
@@ -177,15 +177,17 @@ def _named(name: str, written: str) -> Call | None:
 
 
 def _read_json(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | None:
-    calls = [_object(part, needs_arguments=True) for part in text.strip().removeprefix("<|python_tag|>").split(";\n")]
+    calls = [
+        _read_object(part, needs_arguments=True) for part in text.strip().removeprefix("<|python_tag|>").split(";\n")
+    ]
     good = [call for call in calls if call is not None]
     return ("", good) if good and len(good) == len(calls) else None
 
 
-def _list(opening: str, closing: str) -> Read:
+def _list_reader(opening: str, closing: str) -> Read:
     """Return a reader of a JSON list of calls after an opening tag, up to a closing one or the end."""
 
-    def read(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | None:
+    def read_list(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | None:
         before, found, written = text.partition(opening)
         if not found:
             return None
@@ -193,14 +195,14 @@ def _list(opening: str, closing: str) -> Read:
             values, end = json.JSONDecoder().raw_decode(written.lstrip())
         except (ValueError, RecursionError):
             return None
-        calls = [_call(value) for value in values] if isinstance(values, list) else [_call(values)]
+        calls = [_read_call(value) for value in values] if isinstance(values, list) else [_read_call(values)]
         good = [call for call in calls if call is not None]
         if not good or len(good) < len(calls):
             return None
         after = written.lstrip()[end:].lstrip()
         return before + (after.removeprefix(closing) if closing else after), good
 
-    return read
+    return read_list
 
 
 def _read_parameters(written: str, tools: Sequence[Tool]) -> Call | None:
@@ -212,7 +214,7 @@ def _read_parameters(written: str, tools: Sequence[Tool]) -> Call | None:
     for one in cut_blocks(body, "<parameter=", "</parameter>")[1]:
         key, found, value = one.partition(">")
         if found and "\n" not in key:
-            arguments[key.strip()] = _typed(_one_line_less(value), types.get(key.strip()))
+            arguments[key.strip()] = _parse_typed(_one_line_less(value), types.get(key.strip()))
     return name.strip(), arguments
 
 
@@ -226,14 +228,14 @@ def _read_arguments(written: str, tools: Sequence[Tool]) -> Call | None:
     if len(keys) != len(values):
         return None
     types = argument_types(name, tools)
-    return name, {key: _typed(value, types.get(key)) for key, value in zip(keys, values, strict=True)}
+    return name, {key: _parse_typed(value, types.get(key)) for key, value in zip(keys, values, strict=True)}
 
 
 def _read_kimi(written: str, tools: Sequence[Tool]) -> Call | None:
     name, found, arguments = written.partition("<|tool_call_argument_begin|>")
     name = name.strip().removeprefix("functions.")
     before, colon, number = name.rpartition(":")
-    return _named(before if colon and number.isdigit() else name, arguments) if found else None
+    return _read_named(before if colon and number.isdigit() else name, arguments) if found else None
 
 
 def _read_deepseek(written: str, tools: Sequence[Tool]) -> Call | None:
@@ -242,12 +244,12 @@ def _read_deepseek(written: str, tools: Sequence[Tool]) -> Call | None:
     if name.strip() == "function" and "```json\n" in rest:
         name, _, rest = rest.partition("```json\n")
         rest = rest.rstrip().removesuffix("```")
-    return _named(name, rest) if found and "\n" not in name.strip() else None
+    return _read_named(name, rest) if found and "\n" not in name.strip() else None
 
 
 def _read_function(written: str, tools: Sequence[Tool]) -> Call | None:
     name, found, arguments = written.partition(">")
-    return _named(name, arguments) if found and "\n" not in name else None
+    return _read_named(name, arguments) if found and "\n" not in name else None
 
 
 def _read_mistral_args(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | None:
@@ -255,7 +257,7 @@ def _read_mistral_args(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call
     calls = []
     for part in parts:
         name, found, arguments = part.partition("[ARGS]")
-        call = _named(name.partition("[CALL_ID]")[0], arguments) if found else None
+        call = _read_named(name.partition("[CALL_ID]")[0], arguments) if found else None
         if call is None:
             return None
         calls.append(call)
@@ -296,7 +298,7 @@ def _types_of(schema: Any, root: dict[str, Any], depth: int = 0) -> set[str]:
     return found
 
 
-def _typed(value: str, types: set[str] | None) -> Any:
+def _parse_typed(value: str, types: set[str] | None) -> Any:
     """Return what plain text means for an argument of these types: text where it may be, else JSON if it is."""
     text = value.strip()
     if types and "string" in types:
@@ -318,7 +320,7 @@ FORMATS = {
             ("<function=", "<parameter="),
             ("<tool_call>", "<seed:tool_call>", "<function="),
             ("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
-            _tagged(
+            _tagged_reader(
                 "<function=", "</function>", _read_parameters,
                 ("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
             ),
@@ -328,7 +330,7 @@ FORMATS = {
             ("<arg_key>", "<arg_value>"),
             ("<tool_call>",),
             ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-            _tagged("<tool_call>", "</tool_call>", _read_arguments),
+            _tagged_reader("<tool_call>", "</tool_call>", _read_arguments),
         ),
         CallFormat(
             "kimi",
@@ -338,7 +340,7 @@ FORMATS = {
                 "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
                 "<|tool_call_argument_begin|>", "<|tool_call_end|>",
             ),
-            _tagged(
+            _tagged_reader(
                 "<|tool_call_begin|>", "<|tool_call_end|>", _read_kimi,
                 ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
             ),
@@ -351,7 +353,7 @@ FORMATS = {
                 "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
                 "<｜tool▁call▁end｜>",
             ),
-            _tagged(
+            _tagged_reader(
                 "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _read_deepseek,
                 ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
             ),
@@ -363,21 +365,21 @@ FORMATS = {
             ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
             _read_mistral_args,
         ),
-        CallFormat("mistral", ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), _list("[TOOL_CALLS]", "")),
+        CallFormat("mistral", ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), _list_reader("[TOOL_CALLS]", "")),
         CallFormat(
-            "list", ("<TOOLCALL>",), ("<TOOLCALL>",), ("<TOOLCALL>", "</TOOLCALL>"), _list("<TOOLCALL>", "</TOOLCALL>")
+            "list", ("<TOOLCALL>",), ("<TOOLCALL>",), ("<TOOLCALL>", "</TOOLCALL>"), _list_reader("<TOOLCALL>", "</TOOLCALL>")
         ),
         CallFormat(
             "granite", ("<|tool_call|>",), ("<|tool_call|>",), ("<|tool_call|>", "<|/tool_call|>"),
-            _list("<|tool_call|>", "<|/tool_call|>"),
+            _list_reader("<|tool_call|>", "<|/tool_call|>"),
         ),
         CallFormat(
             "hermes", ("<tool_call>",), ("<tool_call>",), ("<tool_call>", "</tool_call>"),
-            _tagged("<tool_call>", "</tool_call>", lambda written, _: _object(written)),
+            _tagged_reader("<tool_call>", "</tool_call>", lambda written, _: _read_object(written)),
         ),
         CallFormat(
             "function", ("<function=",), ("<function=",), (),
-            _tagged("<function=", "</function>", _read_function),
+            _tagged_reader("<function=", "</function>", _read_function),
         ),
         CallFormat("json", ('"parameters"',), ("{", "<|python_tag|>"), ("<|python_tag|>",), _read_json),
     )

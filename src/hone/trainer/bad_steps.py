@@ -11,12 +11,12 @@ import torch
 
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
-from hone.trainer.sharding import local
+from hone.trainer.sharding import local_part
 
 SHOWN = 8  # sequences that are written down
 
 
-def handle(
+def handle_bad_step(
     step: int,
     norm: float,
     count: int,
@@ -31,11 +31,13 @@ def handle(
     written down of it. Writes those with the worst gradients; raises ValueError where the run is to end."""
     norms = []
     for i in range(count):  # every rank has the whole batch; where they share the model, all go through it
-        optimizer.clear()
+        optimizer.clear_gradients()
         if ranks.is_first or optimizer.is_sharded:
             backward(i)
-            norms.append(optimizer.norm(optimizer.gradients()) / (ranks.count if optimizer.is_sharded else 1))
-    optimizer.clear()
+            norms.append(
+                optimizer.gradient_norm(optimizer.local_gradients()) / (ranks.count if optimizer.is_sharded else 1)
+            )
+    optimizer.clear_gradients()
     if not ranks.is_first:
         ranks.barrier()  # until the first has written: a process that ends takes the others with it
         if on_bad_step == "stop":
@@ -49,7 +51,7 @@ def handle(
     ranks.barrier()
     what = f"step {step}: the gradients' norm is {norm:.4g}; the sequences with the worst are in {file}"
     if on_bad_step == "stop":
-        broken = sum(not torch.isfinite(local(p)).all() for p in optimizer.parameters)
+        broken = sum(not torch.isfinite(local_part(p)).all() for p in optimizer.parameters)
         cause = (
             f"{broken} weights are not finite themselves" if broken else "a lower optim.lr? --on-bad-step skip goes on"
         )

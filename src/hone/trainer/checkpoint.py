@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.config.base import Config, differences
+from hone.config.base import Config, find_differences
 from hone.config.sections import CkptConfig
 from hone.leaving import Left
 from hone.monitors.metrics import read_rows
-from hone.run_directory import RunDirectory, rewrite, steps_in
+from hone.run_directory import RunDirectory, rewrite_file, steps_in
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
 from hone.transport.batches import read_progress, write_progress
@@ -51,15 +51,15 @@ class Checkpoints:
         self._last = time.monotonic()  # when the last one was begun, or the run
         self._due: tuple[int, bool] = 0, False  # whether one is due by time after that step
 
-    def leave(
+    def leave_run(
         self, step: int, config: dict[str, Any], metrics: dict[str, float], progress: dict[str, Any] | None = None
     ) -> None:
         """Write the checkpoint of the step that a run ends with early, unless it is there. Raises Left. Collective."""
-        self.wait()
+        self.wait_until_written()
         if self.policy is None:
             raise Left(f"ended after step {step}, as asked; it cannot be resumed: ckpt is None", can_resume=False)
         if step and not (self.run.checkpoints / f"step_{step}").exists():
-            self._save(step, True, config, metrics, progress)
+            self._start_saving(step, True, config, metrics, progress)
         kept = f"its checkpoint is in {self.run.checkpoints}" if step else "nothing was to be kept"
         raise Left(f"ended after step {step}, as asked; {kept}; --resume auto goes on")
 
@@ -73,25 +73,25 @@ class Checkpoints:
         if self._due[0] != step:
             is_late = time.monotonic() - self._last >= 60 * self.policy.minutes
             device = self.optimizer.parameters[0].device
-            self._due = step, self.ranks.agree(is_late and self.ranks.is_first, device)
+            self._due = step, self.ranks.any_rank(is_late and self.ranks.is_first, device)
         return self._due[1]
 
-    def save(
+    def save_if_due(
         self, step: int, is_last: bool, config: dict[str, Any], metrics: dict[str, float],
         progress: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """Begin to write the checkpoint of a step, if it is due. Waits for the one before, at last for this one."""
         if self.is_due(step, is_last):
-            self._save(step, is_last, config, metrics, progress)
+            self._start_saving(step, is_last, config, metrics, progress)
 
-    def _save(
+    def _start_saving(
         self, step: int, is_last: bool, config: dict[str, Any], metrics: dict[str, float],
         progress: dict[str, Any] | None,
     ) -> None:  # fmt: skip
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-        self.wait()
+        self.wait_until_written()
         self._last = time.monotonic()
         directory = self.run.checkpoints / f"step_{step}"
         partial = directory.with_name(directory.name + ".partial")
@@ -104,7 +104,7 @@ class Checkpoints:
         expect_to_be_alone()
         # What it writes is on the CPU by then: nothing to copy ahead, so that its thread leaves the device alone.
         writer = FileSystemWriter(partial / TENSORS, per_thread_copy_ahead=0)
-        state, written = self.optimizer.state(), None
+        state, written = self.optimizer.state_tensors(), None
         if self.optimizer.is_away:  # a copy would take as much of the machine's memory again: training waits
             save(state, storage_writer=writer, process_group=self._group)
         else:
@@ -112,21 +112,21 @@ class Checkpoints:
         header = {"step": step, "config": config, "metrics": metrics}
         orchestrator = progress or {"step": step}
 
-        def finish() -> None:
+        def finish_writing() -> None:
             try:
                 if written is not None:
                     written.result()  # type: ignore[union-attr]  # on the first rank: when all have written
                 if self.ranks.is_first:
-                    self._publish(partial, directory, header, orchestrator)
+                    self._publish_checkpoint(partial, directory, header, orchestrator)
             except BaseException as error:
                 self._error = error
 
-        self._thread = threading.Thread(target=finish)
+        self._thread = threading.Thread(target=finish_writing)
         self._thread.start()
         if is_last:
-            self.wait()
+            self.wait_until_written()
 
-    def wait(self) -> None:
+    def wait_until_written(self) -> None:
         """Until what was begun is on disk. Raises what went wrong there."""
         if self._thread is not None:
             self._thread.join()
@@ -135,12 +135,14 @@ class Checkpoints:
         if self._error is not None:
             raise self._error
 
-    def _publish(self, partial: Path, directory: Path, header: dict[str, Any], orchestrator: dict[str, Any]) -> None:
+    def _publish_checkpoint(
+        self, partial: Path, directory: Path, header: dict[str, Any], orchestrator: dict[str, Any]
+    ) -> None:
         assert self.policy is not None
         if self.run.command == "rl":
             (partial / "orchestrator").mkdir()
             write_progress(orchestrator, partial / "orchestrator")
-        files = {str(p.relative_to(partial)): _fingerprint(p) for p in sorted(partial.rglob("*")) if p.is_file()}
+        files = {str(p.relative_to(partial)): _file_fingerprint(p) for p in sorted(partial.rglob("*")) if p.is_file()}
         (partial / HEADER).write_text(json.dumps(header | {"files": files}, indent=2) + "\n")
         for path in (*(partial / name for name in files), partial / HEADER):
             with path.open("rb") as file:
@@ -148,7 +150,7 @@ class Checkpoints:
         shutil.rmtree(directory, ignore_errors=True)  # of a run that had gone further before it was resumed
         partial.rename(directory)
         found = steps_in(self.run.checkpoints)
-        kept = to_keep(_metrics(found, self.policy.keep_best, self.run.metrics), self.policy)
+        kept = to_keep(_read_metric(found, self.policy.keep_best, self.run.metrics), self.policy)
         for other, path in found.items():
             if other not in kept:
                 shutil.rmtree(path)
@@ -202,7 +204,7 @@ def step_of(source: Path) -> int:
         return 0
 
 
-def restore(sources: list[Path], optimizer: Optimizer, config: Config, ranks: Ranks | None = None) -> int:
+def restore_checkpoint(sources: list[Path], optimizer: Optimizer, config: Config, ranks: Ranks | None = None) -> int:
     """Puts weights and optimiser back from the first of these that is whole; returns its step, 0 without any.
 
     Raises ValueError where the run would not be the same, and where all are damaged. All ranks restore together.
@@ -219,7 +221,7 @@ def restore(sources: list[Path], optimizer: Optimizer, config: Config, ranks: Ra
         return 0
     header = json.loads((sources[at] / HEADER).read_text())
     refuse_changes(header["config"], config, sources[at])
-    load_tensors(sources[at], optimizer.state())
+    load_tensors(sources[at], optimizer.state_tensors())
     optimizer.follow_masters()
     step: int = header["step"]
     logging.getLogger("hone").info("Going on from %s", sources[at])
@@ -228,7 +230,7 @@ def restore(sources: list[Path], optimizer: Optimizer, config: Config, ranks: Ra
 
 def refuse_changes(before: dict[str, Any], now: Config, source: Path) -> None:
     """Raises ValueError where a run that goes on from a checkpoint would learn something else."""
-    for key, was, found in differences(before, now):
+    for key, was, found in find_differences(before, now):
         raise ValueError(
             f"--resume: {key} differs from the run in {source.parent.parent}: it had {was}, found {found}; "
             f"with other keys it is a new run: --fork {source.parent.parent}@{source.name.removeprefix('step_')}"
@@ -281,7 +283,7 @@ def forget_after(step: int, run: RunDirectory) -> None:
     """Removes what a run wrote after its checkpoint of `step`: those steps are taken again."""
     if run.metrics.exists():
         rows = [row for row in read_rows(run.metrics) if row["step"] <= step]
-        rewrite(run.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+        rewrite_file(run.metrics, "".join(json.dumps(row) + "\n" for row in rows))
     places = [run.rollouts, run.checkpoints] if run.command == "rl" else [run.checkpoints]
     for directory in (d for place in places for d in place.glob("step_*")):
         number = directory.name.removeprefix("step_").removesuffix(".partial")
@@ -294,14 +296,14 @@ def read_header(directory: Path) -> dict[str, Any]:
     try:
         header: dict[str, Any] = json.loads((directory / HEADER).read_text())
         for name, fingerprint in header["files"].items():
-            if _fingerprint(directory / name) != fingerprint:
+            if _file_fingerprint(directory / name) != fingerprint:
                 raise Damaged(f"{name} is not what was written")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{type(error).__name__}: {error}") from None
     return header
 
 
-def _metrics(found: dict[int, Path], name: str | None, file: Path) -> dict[int, float | None]:
+def _read_metric(found: dict[int, Path], name: str | None, file: Path) -> dict[int, float | None]:
     """The value of a metric at each checkpoint: from its header, or from the rows of the run."""
     values: dict[int, float | None] = dict.fromkeys(found)
     if name is not None:
@@ -312,7 +314,7 @@ def _metrics(found: dict[int, Path], name: str | None, file: Path) -> dict[int, 
     return values
 
 
-def _fingerprint(path: Path) -> list[int]:
+def _file_fingerprint(path: Path) -> list[int]:
     """Size and CRC-32."""
     crc = 0
     with path.open("rb") as file:

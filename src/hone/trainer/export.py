@@ -10,14 +10,14 @@ import torch
 from hone.config.export import ExportConfig
 from hone.config.lora import LoRAConfig
 from hone.config.sections import ModelConfig
-from hone.models.loading import load
+from hone.models.loading import load_configured
 from hone.models.lora import add_lora
 from hone.trainer.checkpoint import HEADER, Damaged, load_tensors, read_header
 from hone.trainer.ranks import Ranks
 from hone.trainer.sharding import Export
 
 
-def main(config: ExportConfig) -> None:
+def export_model(config: ExportConfig) -> None:
     if not (config.checkpoint / HEADER).is_file():
         raise ValueError(f"--checkpoint {config.checkpoint}: no checkpoint there; it is a checkpoints/step_N of a run")
     if config.output_dir.exists():
@@ -27,7 +27,7 @@ def main(config: ExportConfig) -> None:
     except Damaged as error:
         raise ValueError(f"--checkpoint {config.checkpoint} is damaged: {error}") from None
     settings = header["config"]
-    loaded = load(
+    loaded = load_configured(
         ModelConfig.model_validate(settings["model"] | {"device": "cpu", "dtype": "float32", "numerics": "fast"}),
         settings["seed"],
     )
@@ -37,7 +37,7 @@ def main(config: ExportConfig) -> None:
     trained = {f"master.{name}": p.detach() for name, p in loaded.model.named_parameters() if p.requires_grad}
     load_tensors(config.checkpoint, trained)
     export = Export(loaded.model.to(getattr(torch, config.dtype)), Ranks(), getattr(torch, config.dtype))
-    export.save(
+    export.save_model(
         loaded.directory,
         lambda: config.output_dir,
         settings["model"]["name"],

@@ -28,7 +28,7 @@ from hone.trainer.packing import Packed
 def cross_entropy_sum(packed: Packed, model: Transformer) -> Tensor:
     """Sum of -log p(target), in fp32; divide by the number of targets of the whole batch."""
     ones_N = torch.ones(len(packed.targets_N), device=packed.targets_N.device)
-    return packed.loss(model, ones_N, lambda part, logprobs, entropy: -logprobs.sum())
+    return packed.compute_loss(model, ones_N, lambda part, logprobs, entropy: -logprobs.sum())
 
 
 @dataclass
@@ -53,7 +53,7 @@ Term = tuple[Tensor, Tensor]  # a loss a token, and which tokens have one (the o
 
 def mask(t: Tokens, *, mask_ratio_low: float, mask_ratio_high: float, kl_tau: float) -> Term:
     """-r A, gradient through r; tokens with r outside [low, high] are dropped (IcePop, Ling team 2025; PRIME-RL)."""
-    keep = (t.log_ratio >= _log(mask_ratio_low)) & (t.log_ratio <= _log(mask_ratio_high))
+    keep = (t.log_ratio >= _log_bound(mask_ratio_low)) & (t.log_ratio <= _log_bound(mask_ratio_high))
     # Masked before the exponential: where a dropped ratio overflows, even 0 x its gradient would be NaN.
     kept = torch.where(keep, t.log_ratio, 0.0)
     return torch.where(keep, -kept.exp() * t.advantage + kl_tau * kept, 0.0), keep
@@ -110,11 +110,11 @@ LOSSES: dict[str, Callable[..., Term]] = {f.__name__: f for f in (mask, dppo, pp
 def needs(*names: Need) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Marks a loss of the user's own with what it needs (`config/loss.py`)."""
 
-    def marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    def mark_function(function: Callable[..., Any]) -> Callable[..., Any]:
         function.needs = names  # type: ignore[attr-defined]
         return function
 
-    return marked
+    return mark_function
 
 
 @dataclass
@@ -129,15 +129,15 @@ class Loss:
 def make_loss(config: LossConfig, key: str = "trainer.loss") -> Loss:
     """A loss by its name, or a user's own by import path. Raises ValueError with the configuration's `key`."""
     if config.type in KINDS:
-        keys = {name: getattr(config, name) for name in config.kind.keys - {"ratio_type"}}
-        keys |= {"kl_tau": config.tau} if "kl_tau" in keys else {}
-        return Loss(config, partial(LOSSES[config.type], **keys), config.needs)
-    function = own.load(config.type, f"{key}.type")
+        keys = {name: getattr(config, name) for name in config.loss_kind.keys - {"ratio_type"}}
+        keys |= {"kl_tau": config.kl_coefficient} if "kl_tau" in keys else {}
+        return Loss(config, partial(LOSSES[config.type], **keys), config.required_inputs)
+    function = own.load_function(config.type, f"{key}.type")
     asked = frozenset(getattr(function, "needs", ()))
     unknown = asked - set(get_args(Need))
     if unknown:
         raise ValueError(f"{key}.type {config.type}: @needs({min(unknown)!r}) is none of {', '.join(get_args(Need))}")
-    return Loss(config, own.with_keys(function, config.args, f"{key}.args"), config.needs | asked)
+    return Loss(config, own.with_keys(function, config.args, f"{key}.args"), config.required_inputs | asked)
 
 
 @dataclass
@@ -215,5 +215,5 @@ def sequence_mean(x_N: Tensor, sequence_N: Tensor) -> Tensor:
     return (sums / sizes)[sequence_N]
 
 
-def _log(bound: float) -> float:
+def _log_bound(bound: float) -> float:
     return math.log(bound) if bound > 0 else -math.inf

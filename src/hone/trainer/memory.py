@@ -35,23 +35,23 @@ class Estimate:
     host: int = 0  # of the machine's memory, beside the device's
 
     @property
-    def step(self) -> int:
+    def step_bytes(self) -> int:
         """Beside weights and the optimiser's state."""
         return max(self.gradients, self.activations + self.logits)
 
     @property
-    def peak(self) -> int:
-        return self.weights + self.masters + self.moments + self.step
+    def peak_bytes(self) -> int:
+        return self.weights + self.masters + self.moments + self.step_bytes
 
-    def words(self) -> str:
+    def describe_estimate(self) -> str:
         parts = [
             f"{field.name} {getattr(self, field.name) / 2**30:.2f}" for field in fields(self) if field.name != "host"
         ]
         away = f", and {self.host / 2**30:.2f} GiB of the machine's memory" if self.host else ""
-        return f"{', '.join(parts)} GiB; at most {self.peak / 2**30:.2f} at once{away}"
+        return f"{', '.join(parts)} GiB; at most {self.peak_bytes / 2**30:.2f} at once{away}"
 
 
-def estimate(
+def estimate_step(
     spec: ModelSpec, lora: LoRAConfig | None, optim: OptimConfig, tokens: int, itemsize: int, *,
     recomputes: bool = False, has_reference: bool = False, is_split: bool = False,
 ) -> Estimate:  # fmt: skip
@@ -59,8 +59,8 @@ def estimate(
 
     `has_reference`: a copy of the model is kept; `is_split`: there are several micro-batches, whose gradients add up.
     """
-    trained = spec.parameters() if lora is None else adapter_size(spec, lora)
-    copies = (2 if has_reference else 1) * spec.parameters() + (0 if lora is None else trained)
+    trained = spec.parameter_count() if lora is None else adapter_size(spec, lora)
+    copies = (2 if has_reference else 1) * spec.parameter_count() + (0 if lora is None else trained)
     in_fp32 = 4 * trained if itemsize < 4 else 0
     of_head = spec.vocab_size * spec.hidden_size * 4 if lora is None else 0  # the head's gradient adds up over parts
     by_muon = trained - spec.vocab_size * spec.hidden_size if optim.type == "muon" else 0  # one moment, not two
@@ -85,17 +85,21 @@ def estimate_rl(
     """Of a step of up to so many tokens, as the trainer is configured."""
     losses = [config.loss, *config.loss_of.values()]
     is_split = step_tokens > micro_batch_tokens or any(loss != config.loss for loss in losses)
-    return estimate(
+    return estimate_step(
         spec, config.lora, config.optim, min(step_tokens, micro_batch_tokens), itemsize,
         recomputes=config.activation_checkpointing, is_split=is_split,
         has_reference=not (config.lora and config.lora.keeps_reference)
-        and any("reference" in loss.needs for loss in losses),
+        and any("reference" in loss.required_inputs for loss in losses),
     )  # fmt: skip
 
 
 def adapter_size(spec: ModelSpec, lora: LoRAConfig) -> int:
     """Numbers that are trained of an adapter, without whole modules."""
-    return lora.rank * spec.num_hidden_layers * sum(sum(spec.linears[name]) for name in lora.targets or spec.linears)
+    return (
+        lora.rank
+        * spec.num_hidden_layers
+        * sum(sum(spec.linear_shapes[name]) for name in lora.targets or spec.linear_shapes)
+    )
 
 
 def token_bytes(spec: ModelSpec, itemsize: int, recomputes: bool) -> int:

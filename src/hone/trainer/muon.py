@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from hone.kernels.orthogonal import orthogonal
-from hone.trainer.sharding import as_part_of, local, part_of, whole
+from hone.trainer.sharding import as_part_of, gather_whole, local_part, part_of
 
 MOMENTUM = 0.95
 AT_ONCE = 16  # parameters that are given to a step together, since their updates are in memory together
 
 
-def step(
+def step_muon(
     weights: list[Tensor], grads: list[Tensor], momenta: list[Tensor], lr: float, weight_decay: float,
     splits: Sequence[Callable[[Tensor], list[Tensor]]],
 ) -> None:  # fmt: skip
@@ -28,11 +28,11 @@ def step(
     """
     matrices = []
     for weight, grad, momentum, split in zip(weights, grads, momenta, splits, strict=True):
-        local(momentum).lerp_(grad, 1 - MOMENTUM)
-        update = whole(as_part_of(grad.lerp(local(momentum), MOMENTUM), weight))
+        local_part(momentum).lerp_(grad, 1 - MOMENTUM)
+        update = gather_whole(as_part_of(grad.lerp(local_part(momentum), MOMENTUM), weight))
         matrices.append(split(update))
     moves = iter(orthogonal([matrix for parts in matrices for matrix in parts]))
     for weight, parts in zip(weights, matrices, strict=True):
         move = torch.cat([next(moves) * (0.2 * math.sqrt(max(part.shape))) for part in parts])
-        local(weight).mul_(1 - lr * weight_decay)
-        local(weight).add_(part_of(move, weight), alpha=-lr)
+        local_part(weight).mul_(1 - lr * weight_decay)
+        local_part(weight).add_(part_of(move, weight), alpha=-lr)

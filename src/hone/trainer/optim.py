@@ -15,7 +15,7 @@ from hone.models.hf import split_rows
 from hone.models.transformer import Transformer
 from hone.trainer import muon
 from hone.trainer.ranks import Ranks
-from hone.trainer.sharding import is_sharded, local
+from hone.trainer.sharding import is_sharded, local_part
 
 HALF = (torch.bfloat16, torch.float16)
 log = logging.getLogger("hone")
@@ -64,16 +64,16 @@ class Optimizer:
         self.is_away = config.offload and self.device.type == "cuda"
         if self.is_away:
             self._check_offload(half, self.by_muon)
-        self.masters = [self._kept(p, torch.float32, p) for p in self.parameters] if half else self.parameters
+        self.masters = [self._new_state(p, torch.float32, p) for p in self.parameters] if half else self.parameters
         is_short = config.state_dtype == "bfloat16"
         kept = [torch.bfloat16 if is_short and i not in self.by_muon else m.dtype for i, m in enumerate(self.masters)]
-        self.exp_avg = [self._kept(m, d) for m, d in zip(self.masters, kept, strict=True)]
+        self.exp_avg = [self._new_state(m, d) for m, d in zip(self.masters, kept, strict=True)]
         self.exp_avg_sq = [  # Muon has none
-            m.new_zeros(0) if i in self.by_muon else self._kept(m, d)
+            m.new_zeros(0) if i in self.by_muon else self._new_state(m, d)
             for i, (m, d) in enumerate(zip(self.masters, kept, strict=True))
         ]
         # torch's kernel keeps moments in fp32 and leaves half-precision weights to be rounded in a pass of their own.
-        self.is_own = is_short or self.is_away or (half and adamw.takes(local(self.masters[0])))
+        self.is_own = is_short or self.is_away or (half and adamw.takes(local_part(self.masters[0])))
         self.steps = [torch.zeros((), device=self.masters[0].device) for _ in self.masters]
         matrices = [i for i, p in enumerate(self.masters) if p.dim() > 1 and i not in self.by_muon]
         others = [i for i, p in enumerate(self.masters) if p.dim() <= 1]
@@ -82,7 +82,7 @@ class Optimizer:
         self.by_adamw = [i for members, _ in self.groups for i in members]
         if self.is_own:
             kinds = (self.parameters, self.masters, self.exp_avg, self.exp_avg_sq)
-            tensors = [[local(kind[i]).detach() for i in self.by_adamw] for kind in kinds]
+            tensors = [[local_part(kind[i]).detach() for i in self.by_adamw] for kind in kinds]
             self.own = adamw.AdamW(tensors, [decay for members, decay in self.groups for _ in members])
         self._sums: list[Tensor] | None = None
 
@@ -93,14 +93,14 @@ class Optimizer:
         wanted = sum(
             p.numel() * (of_masters + (4 if i in by_muon else of_moments)) for i, p in enumerate(self.parameters)
         )
-        if wanted > machine.memory():
+        if wanted > machine.usable_memory():
             raise ValueError(
                 f"optim.offload: the optimiser's state takes {wanted / 2**30:.1f} GiB, this machine has "
-                f"{machine.memory() / 2**30:.1f} GiB of memory; optim.state_dtype = bfloat16 takes less"
+                f"{machine.usable_memory() / 2**30:.1f} GiB of memory; optim.state_dtype = bfloat16 takes less"
             )
         log.info("Locking %.1f GiB of this machine's memory for the optimiser's state", wanted / 2**30)
 
-    def _kept(self, like: Tensor, dtype: torch.dtype, value: Tensor | None = None) -> Tensor:
+    def _new_state(self, like: Tensor, dtype: torch.dtype, value: Tensor | None = None) -> Tensor:
         """A part of the state in the shape of `like`, zeros or a value, where the state is kept."""
         if self.is_away:
             zeros = reachable_zeros(like.shape, dtype)
@@ -108,16 +108,16 @@ class Optimizer:
         return torch.zeros_like(like, dtype=dtype, requires_grad=False) if value is None else value.detach().to(dtype)
 
     @torch.no_grad()
-    def accumulate(self) -> None:
+    def accumulate_gradients(self) -> None:
         """After one of several micro-batches: adds its gradients to sums in fp32, where half precision would round."""
         if self.masters is self.parameters:
             return  # summed where they are
-        grads = self.gradients()
+        grads = self.local_gradients()
         if self._sums is None:
-            self._sums = _floats(grads)
+            self._sums = _to_float32(grads)
         else:
             torch._foreach_add_(self._sums, grads)
-        self.clear()
+        self.clear_gradients()
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
@@ -125,12 +125,12 @@ class Optimizer:
 
         Where the norm is not finite, or over `skip_norm`, nothing is done.
         """
-        grads, self._sums = self._sums or self.gradients(), None
+        grads, self._sums = self._sums or self.local_gradients(), None
         if not self.is_own or self.ranks.count > 1:
-            grads = _floats(grads)
+            grads = _to_float32(grads)
         if not self.is_sharded:
             grads = self.ranks.sum_each(grads)
-        norm = self.norm(grads)
+        norm = self.gradient_norm(grads)
         if self.is_bad(norm):
             return norm
         scale = min(self.config.max_norm / (norm + 1e-6), 1.0)
@@ -140,21 +140,21 @@ class Optimizer:
             self._torchs_step(grads, lr, scale)
         for start in range(0, len(self.by_muon), muon.AT_ONCE):
             self._muon_step(self.by_muon[start : start + muon.AT_ONCE], grads, lr, scale)
-        self.clear()
+        self.clear_gradients()
         if not self.is_own:
             self.follow_masters()
         torch.autograd.graph.increment_version(self.parameters)  # the fused kernels leave them uncounted
         return norm
 
     @torch.no_grad()
-    def rehearse(self) -> None:
+    def compile_kernels(self) -> None:
         """Has the kernels of a plain step compiled and loaded: takes the norm of the gradients that there are, clears
         them, and steps with a few numbers beside the weights, which stay as they are."""
-        self.norm(self.gradients())
+        self.gradient_norm(self.local_gradients())
         torch._foreach_add_(self.steps, 0)
         if self.is_own:
             self.own.rehearse()
-        self.clear()
+        self.clear_gradients()
 
     def _own_step(self, grads: list[Tensor], lr: float, scale: float) -> None:
         torch._foreach_add_([self.steps[i] for i in self.by_adamw], 1)
@@ -166,7 +166,7 @@ class Optimizer:
         splits = [partial(split_rows, self.spec, self.names[i]) for i in which]
         with brought([*(self.masters[i] for i in which), *(self.exp_avg[i] for i in which)], self.device) as there:
             masters, momenta = there[: len(which)], there[len(which) :]
-            muon.step(masters, moved, momenta, lr, self.config.weight_decay, splits)
+            muon.step_muon(masters, moved, momenta, lr, self.config.weight_decay, splits)
             if self.is_own and self.masters is not self.parameters:
                 torch._foreach_copy_([self.parameters[i] for i in which], masters)
 
@@ -176,7 +176,7 @@ class Optimizer:
         beta1, beta2 = self.config.betas
         for members, weight_decay in self.groups:
             masters, exp_avg, exp_avg_sq = (
-                [local(values[i]) for i in members] for values in (self.masters, self.exp_avg, self.exp_avg_sq)
+                [local_part(values[i]) for i in members] for values in (self.masters, self.exp_avg, self.exp_avg_sq)
             )
             steps = [self.steps[i] for i in members]
             torch._foreach_add_(steps, 1)
@@ -185,23 +185,23 @@ class Optimizer:
                 weight_decay=weight_decay, eps=1e-8, amsgrad=False, maximize=False,
             )  # fmt: skip
 
-    def gradients(self) -> list[Tensor]:
+    def local_gradients(self) -> list[Tensor]:
         """This rank's part of each; zeros where there is none."""
-        return [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.parameters]
+        return [torch.zeros_like(local_part(p)) if p.grad is None else local_part(p.grad) for p in self.parameters]
 
-    def norm(self, grads: list[Tensor]) -> float:
+    def gradient_norm(self, grads: list[Tensor]) -> float:
         """Of all gradients together."""
         norm = _total_norm(grads)
-        return float(self.ranks.sum(norm.square()).sqrt() if self.is_sharded else norm)
+        return float(self.ranks.sum_over_ranks(norm.square()).sqrt() if self.is_sharded else norm)
 
     def is_bad(self, norm: float) -> bool:
         return not math.isfinite(norm) or norm > (self.config.skip_norm or math.inf)
 
-    def clear(self) -> None:
+    def clear_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def state(self) -> dict[str, Tensor]:
+    def state_tensors(self) -> dict[str, Tensor]:
         """Everything that a resume needs, by name."""
         if self.is_away:
             torch.cuda.synchronize(self.device)  # the CPU will read what the GPU writes
@@ -220,12 +220,12 @@ def _total_norm(grads: list[Tensor]) -> Tensor:
     """Of all together. On a CPU row by row: torch's sum of a whole tensor depends on the number of threads."""
     if grads[0].device.type != "cpu":
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
-    grads = _floats(grads)
+    grads = _to_float32(grads)
     rows = [torch.linalg.vector_norm(x.flatten(1) if x.dim() > 1 else x[:, None], dim=1) for x in grads]
     return torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64).to(grads[0].dtype)
 
 
-def _floats(tensors: list[Tensor]) -> list[Tensor]:
+def _to_float32(tensors: list[Tensor]) -> list[Tensor]:
     if tensors[0].dtype not in HALF:
         return tensors
     copies = [torch.empty_like(x, dtype=torch.float32) for x in tensors]

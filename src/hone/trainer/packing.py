@@ -48,16 +48,16 @@ class Packed:
 
     def target_hidden(self, model: Transformer) -> Tensor:
         """Hidden states that predict the targets, N x D; no other position leaves the last block."""
-        hidden_KD = model(self.tokens_T, self.attention.positions(), self.attention, self.keep_K)
+        hidden_KD = model(self.tokens_T, self.attention.token_positions(), self.attention, self.keep_K)
         if self.row_N is None:
             return hidden_KD
         return F.embedding(self.row_N, hidden_KD)  # its gradient adds up in one order, index_select's on a GPU does not
 
     def of_targets(self, values: Sequence[Sequence[float] | NDArray[np.float64]]) -> Tensor:
         """What the targets have of values of all tokens, N. Does not wait for what the device is doing."""
-        return to_device(flatten(values, np.float32)[self.source_N], self.tokens_T.device)
+        return to_device(flatten_rows(values, np.float32)[self.source_N], self.tokens_T.device)
 
-    def flops(self, spec: ModelSpec) -> float:
+    def count_flops(self, spec: ModelSpec) -> float:
         """That the model needs for it, forward: all tokens, those that each attends to, the head for targets."""
         _, lengths, _, before = self.attention.sequences.rows.T
         tokens = max(len(self.tokens_T), 1)
@@ -71,26 +71,28 @@ class Packed:
         hidden_ND, weight_VD = self.target_hidden(model), model.head_weight_VD
         return head_logprobs(hidden_ND, weight_VD, self.targets_N, temperature_N, entropy_gradient)
 
-    def loss(self, model: Transformer, temperature_N: Tensor, loss: Loss, entropy_gradient: bool = False) -> Tensor:
+    def compute_loss(
+        self, model: Transformer, temperature_N: Tensor, loss: Loss, entropy_gradient: bool = False
+    ) -> Tensor:
         """The sum of `loss(part, logprobs, entropies)` over slices of the targets (`kernels/head.py`)."""
         hidden_ND, weight_VD = self.target_hidden(model), model.head_weight_VD
         return head_loss(hidden_ND, weight_VD, self.targets_N, temperature_N, loss, entropy_gradient)
 
 
-def pack(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu") -> Packed:
+def pack_sequences(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu") -> Packed:
     """Packs sequences; `masks[i][j]` says that token j of sequence i is a target. A first token never is one."""
     lengths = np.array([len(sequence) for sequence in ids])
     attention = PackedAttention((lengths - 1).tolist(), device)
-    flat, ends = flatten(ids, np.int64), np.cumsum(lengths)
+    flat, ends = flatten_rows(ids, np.int64), np.cumsum(lengths)
     source = np.delete(np.arange(len(flat)), ends - 1)
     tokens, following = flat[source], np.delete(flat, ends - lengths)
-    keep = np.flatnonzero(np.delete(flatten(masks, bool), ends - lengths))
+    keep = np.flatnonzero(np.delete(flatten_rows(masks, bool), ends - lengths))
     sequence = np.repeat(np.arange(len(lengths)), lengths - 1)[keep]
-    tokens_T, keep_K, targets_N, sequence_N = _tensors(device, tokens, keep, following[keep], sequence)
+    tokens_T, keep_K, targets_N, sequence_N = _to_tensors(device, tokens, keep, following[keep], sequence)
     return Packed(attention, tokens_T, keep_K, None, targets_N, sequence_N, source, source[keep] + 1)
 
 
-def flatten(rows: Sequence[Any], dtype: type) -> np.ndarray:
+def flatten_rows(rows: Sequence[Any], dtype: type) -> np.ndarray:
     """Rows end to end: lists in one pass, where an array of each would cost as much as the rest of packing."""
     if rows and isinstance(rows[0], np.ndarray):
         return np.concatenate(rows).astype(dtype, copy=False)
@@ -122,19 +124,19 @@ def pack_shared(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device 
             prompts.append(len(ids[first]) - 1)
             completions.append([])
     if max(map(max, filter(None, completions)), default=0) == 0:
-        return pack(ids, masks, device)  # nothing is shared, or nothing but prompts goes in
+        return pack_sequences(ids, masks, device)  # nothing is shared, or nothing but prompts goes in
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     at = np.arange(len(sequence)) - starts[sequence]
     is_input = (at >= shared[sequence]) & (at < lengths[sequence] - 1)
-    flat = flatten(ids, np.int64)
-    target = np.flatnonzero(flatten(masks, bool) & (at > 0))
+    flat = flatten_rows(ids, np.int64)
+    target = np.flatnonzero(flatten_rows(masks, bool) & (at > 0))
     before, of = target - 1, sequence[target]
     row_of_input = np.cumsum(is_input) - 1
     rows = row_of_input[np.where(at[before] < shared[of], starts[leader[of]] + at[before], before)]
     is_kept = np.zeros(is_input.sum(), dtype=bool)
     is_kept[rows] = True
     attention, source = PackedAttention(prompts, device, completions), np.flatnonzero(is_input)
-    tokens_T, keep_K, row_N, targets_N, sequence_N = _tensors(
+    tokens_T, keep_K, row_N, targets_N, sequence_N = _to_tensors(
         device, flat[source], np.flatnonzero(is_kept), (np.cumsum(is_kept) - 1)[rows], flat[target], of
     )
     return Packed(attention, tokens_T, keep_K, row_N, targets_N, sequence_N, source, target)
@@ -148,7 +150,7 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
 
-    def split(budget: int) -> list[list[int]]:
+    def split_by_budget(budget: int) -> list[list[int]]:
         groups: list[list[int]] = []
         room: list[tuple[int, int]] = []  # of each micro-batch, sorted
         for i in longest_first:
@@ -162,7 +164,7 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
             bisect.insort(room, (left - lengths[i], group))
         return groups
 
-    return _evenly(split, budget)
+    return _split_evenly(split_by_budget, budget)
 
 
 def split_by_prompt(prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -171,7 +173,7 @@ def split_by_prompt(prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], 
     group = [first.setdefault(prompt, i) for i, prompt in enumerate(prompts)]
     side_by_side = sorted(range(len(lengths)), key=group.__getitem__)
 
-    def split(budget: int) -> list[list[int]]:
+    def split_by_budget(budget: int) -> list[list[int]]:
         parts: list[list[int]] = []
         used, last = budget + 1, -1
         for i in side_by_side:
@@ -183,7 +185,7 @@ def split_by_prompt(prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], 
             used, last = used + cost, group[i]
         return parts
 
-    return _evenly(split, budget)
+    return _split_evenly(split_by_budget, budget)
 
 
 def share_by_prompt(ranks: Ranks, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> list[int]:
@@ -202,7 +204,7 @@ def share_by_prompt(ranks: Ranks, prompts: Sequence[tuple[int, ...]], lengths: S
     return best
 
 
-def _evenly(split: Callable[[int], list[list[int]]], budget: int) -> list[list[int]]:
+def _split_evenly(split: Callable[[int], list[list[int]]], budget: int) -> list[list[int]]:
     """Splits by the smallest budget that gives no more micro-batches than this one, so that none is nearly empty."""
     parts, least, most = split(budget), 1, budget
     while least < most:
@@ -215,5 +217,5 @@ def _evenly(split: Callable[[int], list[list[int]]], budget: int) -> list[list[i
     return parts
 
 
-def _tensors(device: torch.device | str, *arrays: np.ndarray) -> tuple[Tensor, ...]:
+def _to_tensors(device: torch.device | str, *arrays: np.ndarray) -> tuple[Tensor, ...]:
     return tuple(to_device(array, torch.device(device)) for array in arrays)

@@ -31,7 +31,7 @@ class Laps:
             self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
             self._last = now
 
-    def clear(self) -> None:
+    def clear_laps(self) -> None:
         self.seconds, self._last = {}, time.perf_counter()
 
 
@@ -44,7 +44,7 @@ def keep_freed_memory() -> None:
             mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: do not shrink the heap
 
 
-def mfu(flops_per_second: float, device: torch.device) -> float | None:
+def model_flops_utilization(flops_per_second: float, device: torch.device) -> float | None:
     """Share of the card's dense bf16 rate; None where that rate is not known (a CPU, an unlisted card)."""
     if device.type != "cuda":
         return None
@@ -74,18 +74,18 @@ def print_bench(name: str, model: nn.Module, steps: list[dict[str, float]], seco
     from rich.console import Console
     from rich.table import Table
 
-    def median(name: str) -> float:
+    def median_of(name: str) -> float:
         return float(np.median([values[name] for values in steps]))
 
     parameters = list(model.parameters())
     millions, dtype = sum(p.numel() for p in parameters) / 1e6, str(parameters[0].dtype).removeprefix("torch.")
     print(f"{name}: {millions:.1f}M parameters, {dtype} on {parameters[0].device}")
     table = Table(show_header=False)
-    table.add_row("tokens a step", f"{median('progress/tokens'):,.0f}")
-    table.add_row("seconds a step", f"{median('time/step'):.4f}")
-    table.add_row("tokens/s", f"{median('perf/throughput'):,.0f}")
+    table.add_row("tokens a step", f"{median_of('progress/tokens'):,.0f}")
+    table.add_row("seconds a step", f"{median_of('time/step'):.4f}")
+    table.add_row("tokens/s", f"{median_of('perf/throughput'):,.0f}")
     table.add_row(
-        "MFU", f"{median('perf/mfu'):.1%}" if "perf/mfu" in steps[0] else "n/a (no rate known for this device)"
+        "MFU", f"{median_of('perf/mfu'):.1%}" if "perf/mfu" in steps[0] else "n/a (no rate known for this device)"
     )
     table.add_row("peak memory", f"{steps[-1]['perf/peak_memory']:.1f} GiB")
     for name, value in seconds.items():

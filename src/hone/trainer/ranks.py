@@ -29,7 +29,7 @@ class Ranks:
     count: int = 1
 
     @staticmethod
-    def join(timeout: float) -> "Ranks":
+    def join_ranks(timeout: float) -> "Ranks":
         """Meets the others that torchrun has started; the only one without it. `timeout`: seconds that one may wait
         for another."""
         count = int(os.environ.get("WORLD_SIZE", "1"))
@@ -58,18 +58,18 @@ class Ranks:
 
             dist.barrier()
 
-    def agree(self, is_so: bool, device: torch.device) -> bool:
+    def any_rank(self, is_so: bool, device: torch.device) -> bool:
         """Whether it is so on any rank; the same on all."""
         return bool(self.all_reduce_max(int(is_so), device))
 
-    def leave(self) -> None:
+    def leave_ranks(self) -> None:
         if self.count > 1:
             import torch.distributed as dist
 
             dist.barrier()
             dist.destroy_process_group()
 
-    def share(self, items: Sequence[T], costs: Sequence[float]) -> list[T]:
+    def own_share(self, items: Sequence[T], costs: Sequence[float]) -> list[T]:
         """This rank's balanced share of the items, in their order."""
         return [items[i] for i in self.balanced_shares(costs)[0]]
 
@@ -87,7 +87,7 @@ class Ranks:
                 mine.append(i)
         return sorted(mine), max(loads)
 
-    def sum(self, x: Tensor) -> Tensor:
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum over all ranks, on each."""
         if self.count > 1:
             import torch.distributed as dist
@@ -100,7 +100,7 @@ class Ranks:
         """The sum over all ranks of each of them, in one message."""
         if self.count == 1:
             return tensors
-        flat = self.sum(torch.cat([x.reshape(-1) for x in tensors]))
+        flat = self.sum_over_ranks(torch.cat([x.reshape(-1) for x in tensors]))
         parts = flat.split([x.numel() for x in tensors])
         return [part.view_as(x) for part, x in zip(parts, tensors, strict=True)]
 
@@ -114,7 +114,7 @@ class Ranks:
         dist.all_reduce(x, dist.ReduceOp.MAX)
         return int(x)
 
-    def gather(self, x_N: Tensor) -> NDArray[np.float64]:
+    def gather_numbers(self, x_N: Tensor) -> NDArray[np.float64]:
         """The numbers of all ranks, end to end."""
         if self.count == 1:
             return x_N.double().cpu().numpy()

@@ -11,7 +11,7 @@ from typing import Any
 
 from hone.models.loading import Loaded
 from hone.monitors.metrics import read_rows
-from hone.monitors.trainer_lines import told
+from hone.monitors.trainer_lines import trainer_names
 from hone.run_directory import RunDirectory
 from hone.trainer.sharding import Export
 
@@ -22,8 +22,8 @@ def save_weights(
     """Collective; the first rank writes. `base`: the name of the model that was trained; `values`: the step's own."""
     where, alone, more = partial(run.weights_for, step), False, None
     if run.layout == "trainer":
-        alone, more = export.lora is not None, partial(write_state, run.metrics, step, max_steps, values)
-    export.save(loaded.directory, where, base, alone, more, loaded.tokenizer.chat_template)
+        alone, more = export.lora_config is not None, partial(write_state, run.metrics, step, max_steps, values)
+    export.save_model(loaded.directory, where, base, alone, more, loaded.tokenizer.chat_template)
 
 
 def write_state(metrics: Path, step: int, max_steps: int, values: dict[str, float], directory: Path) -> None:
@@ -32,7 +32,7 @@ def write_state(metrics: Path, step: int, max_steps: int, values: dict[str, floa
     for row in [*read_rows(metrics), {**values, "step": step}]:  # an evaluation is a row of its own
         if 0 < row["step"] <= step:
             rows.setdefault(row["step"], {}).update(row)
-    history = [told(rows[number]) | {"step": number} for number in sorted(rows)]
+    history = [trainer_names(rows[number]) | {"step": number} for number in sorted(rows)]
     state = {
         "global_step": step,
         "max_steps": max_steps,

@@ -15,13 +15,13 @@ from torch import Tensor
 from hone.config.lora import LoRAConfig
 from hone.config.sections import Sharding
 from hone.models.hf import hf_names, write_model
-from hone.models.lora import LoRA, adapter_tensors, loras, write_adapter
+from hone.models.lora import LoRA, adapter_tensors, lora_modules, write_adapter
 from hone.models.transformer import Transformer
-from hone.run_directory import appearing
+from hone.run_directory import appearing_directory
 from hone.trainer.ranks import Ranks
 
 
-def shard(model: Transformer, ranks: Ranks, sharding: Sharding) -> None:
+def shard_model(model: Transformer, ranks: Ranks, sharding: Sharding) -> None:
     """Splits the model among the ranks, where there are several and the configuration wants it: auto, on GPUs."""
     device = model.embed.weight.device
     if ranks.count == 1 or sharding == "none" or (sharding == "auto" and device.type == "cpu"):
@@ -44,13 +44,13 @@ def is_sharded(model: Transformer) -> bool:
     return hasattr(model, "reshard")
 
 
-def local(x: Tensor) -> Tensor:
+def local_part(x: Tensor) -> Tensor:
     """This rank's part, sharing storage; of a tensor that is not split, all of it."""
     part: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return part
 
 
-def whole(x: Tensor) -> Tensor:
+def gather_whole(x: Tensor) -> Tensor:
     """All parts together; collective."""
     full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
     return full
@@ -80,7 +80,7 @@ class Export:
 
     def __init__(self, model: Transformer, ranks: Ranks, dtype: torch.dtype) -> None:
         self.model, self.ranks, self.dtype = model, ranks, dtype
-        self.is_plain = not is_sharded(model) and not any(loras(model))
+        self.is_plain = not is_sharded(model) and not any(lora_modules(model))
         self._copy: Transformer | None = None
 
     @torch.no_grad()
@@ -90,21 +90,21 @@ class Export:
             return self.model if self.ranks.is_first else None
         if self._copy is None and self.ranks.is_first:
             self._copy = Transformer(self.model.spec).to(self.dtype)
-        self._reshard()
+        self._reshard_model()
         modules, copies = dict(self.model.named_modules()), {}
         if self._copy is not None:
             copies = dict(self._copy.named_parameters())
         for name in hf_names(self.model.spec):
-            value, delta = whole(self.model.get_parameter(name)), None
+            value, delta = gather_whole(self.model.get_parameter(name)), None
             if name.endswith(".weight"):
                 delta = getattr(modules[name.removesuffix(".weight")], "delta", None)
             if isinstance(delta, LoRA) and merged:
-                value = delta.add_to(value, whole)
+                value = delta.add_to(value, gather_whole)
             if name in copies:
                 copies[name].copy_(value)
         return self._copy
 
-    def save(
+    def save_model(
         self, source: Path, where: Callable[[], Path], base: str, adapter_alone: bool = False,
         write_more: Callable[[Path], None] | None = None, chat_template: str | None = None,
     ) -> None:  # fmt: skip
@@ -113,31 +113,31 @@ class Export:
 
         Collective; the first rank writes, and alone asks `where`.
         """
-        model, adapter = None if adapter_alone else self(), {} if self.lora is None else self.adapter()
+        model, adapter = None if adapter_alone else self(), {} if self.lora_config is None else self.adapter_tensors()
         if not self.ranks.is_first:
             return
-        with appearing(where()) as partial:
+        with appearing_directory(where()) as partial:
             if model is not None:
                 write_model(model, source, partial, chat_template=chat_template)
-            if self.lora is not None:
+            if self.lora_config is not None:
                 self.write_adapter(base, adapter, partial if adapter_alone else partial / "lora_adapters")
             if write_more is not None:
                 write_more(partial)
 
     @property
-    def lora(self) -> LoRAConfig | None:
-        return next((lora.config for lora in loras(self.model)), None)
+    def lora_config(self) -> LoRAConfig | None:
+        return next((lora.config for lora in lora_modules(self.model)), None)
 
-    def adapter(self) -> dict[str, Tensor]:
+    def adapter_tensors(self) -> dict[str, Tensor]:
         """What is trained of an adapter, in peft's names. Collective."""
-        self._reshard()
-        return adapter_tensors(self.model, whole)
+        self._reshard_model()
+        return adapter_tensors(self.model, gather_whole)
 
     def write_adapter(self, base: str, tensors: Mapping[str, Tensor], directory: Path) -> None:
         """An adapter of a model of that name, as peft's files."""
-        assert self.lora is not None
-        write_adapter(tensors, self.lora, self.model.spec, base, directory)
+        assert self.lora_config is not None
+        write_adapter(tensors, self.lora_config, self.model.spec, base, directory)
 
-    def _reshard(self) -> None:
+    def _reshard_model(self) -> None:
         if is_sharded(self.model):  # a forward without gradients leaves the last part whole
             self.model.reshard()  # type: ignore[operator]

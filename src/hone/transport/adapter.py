@@ -9,7 +9,7 @@ from pathlib import Path
 from hone.models.hf import load_weights, write_weights
 from hone.models.lora import merge_adapter
 from hone.transport.delivery import Message
-from hone.transport.weights import Arrived, Receiver, Sender, Tensors, nobody
+from hone.transport.weights import Arrived, Receiver, Sender, Tensors, ignore_arrivals
 
 BASE = "base"  # beside the versions
 
@@ -21,19 +21,21 @@ class AdapterSender(Sender):
         self.write = write  # an adapter's tensors as peft's files
 
     @property
-    def message(self) -> Message:
+    def delivery_message(self) -> Message:
         return {"type": "adapter"}
 
-    def begin(self, base: Tensors, broadcasts: Path) -> None:
+    def send_base(self, base: Tensors, broadcasts: Path) -> None:
         (broadcasts / BASE).mkdir(parents=True, exist_ok=True)
         write_weights(base, broadcasts / BASE)
 
-    def send(self, version: int, tensors: Tensors, place: Path) -> int:
+    def send_version(self, version: int, tensors: Tensors, place: Path) -> int:
         self.write(tensors, place)
         return (place / "adapter_model.safetensors").stat().st_size
 
 
 class AdapterReceiver(Receiver):
-    def receive(self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = nobody) -> None:
+    def receive_version(
+        self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = ignore_arrivals
+    ) -> None:
         load_weights(into, place.parent / BASE)
         merge_adapter(into, place)

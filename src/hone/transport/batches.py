@@ -49,19 +49,19 @@ class FileBatches(Batches):
         lengths = np.array([len(s.ids) for s in samples], dtype=np.int64)
         envs = sorted({s.env for s in samples})
 
-        def flat(name: str, dtype: Any) -> Any:
+        def flatten_field(name: str, dtype: Any) -> Any:
             return np.concatenate([np.empty(0, dtype), *(getattr(s, name) for s in samples)])
 
-        def each(name: str) -> Any:
+        def list_field(name: str) -> Any:
             return np.array([getattr(s, name) for s in samples], dtype=np.float64)
 
         arrays = {
             "lengths": lengths,
-            "ids": flat("ids", np.int64),
-            "mask": flat("mask", np.bool_),
-            "logprobs": flat("logprobs", np.float64),
-            "advantage": each("advantage"),
-            "temperature": each("temperature"),
+            "ids": flatten_field("ids", np.int64),
+            "mask": flatten_field("mask", np.bool_),
+            "logprobs": flatten_field("logprobs", np.float64),
+            "advantage": list_field("advantage"),
+            "temperature": list_field("temperature"),
             "env": np.array([envs.index(s.env) for s in samples], dtype=np.int64),
             "group": np.array([s.group for s in samples], dtype=np.int64),
             "member": np.array([s.member for s in samples], dtype=np.int64),
@@ -75,10 +75,10 @@ class FileBatches(Batches):
         save_file(arrays, place / BATCH, metadata={"run": self.run, "step": str(batch.step), "envs": json.dumps(envs)})
 
     def take(self, step: int) -> Batch | None:
-        return read_batch(self._steps.path(step) / BATCH, self.run) if step in self._steps.now() else None
+        return read_batch(self._steps.path_of(step) / BATCH, self.run) if step in self._steps.list_numbers() else None
 
     def acknowledge(self, step: int) -> None:
-        (self._steps.path(step) / BATCH).unlink(missing_ok=True)  # the rollouts beside it stay
+        (self._steps.path_of(step) / BATCH).unlink(missing_ok=True)  # the rollouts beside it stay
 
 
 def read_batch(file: Path, run: str) -> Batch | None:

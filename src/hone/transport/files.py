@@ -4,19 +4,21 @@ from pathlib import Path
 
 from hone.models.hf import load_weights, write_weights
 from hone.transport.delivery import Message
-from hone.transport.weights import Arrived, Receiver, Sender, Tensors, nobody
+from hone.transport.weights import Arrived, Receiver, Sender, Tensors, ignore_arrivals
 
 
 class FileSender(Sender):
     @property
-    def message(self) -> Message:
+    def delivery_message(self) -> Message:
         return {"type": "filesystem"}
 
-    def send(self, version: int, tensors: Tensors, place: Path) -> int:
+    def send_version(self, version: int, tensors: Tensors, place: Path) -> int:
         write_weights(tensors, place)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 class FileReceiver(Receiver):
-    def receive(self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = nobody) -> None:
+    def receive_version(
+        self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = ignore_arrivals
+    ) -> None:
         load_weights(into, place)

@@ -47,14 +47,14 @@ class Owned:
         self.memory = torch.empty(size, dtype=torch.uint8, device=device)
         self.tensors = tensors_in(self.memory, self.layout)
 
-    def words(self) -> dict[str, Any]:
+    def describe_memory(self) -> dict[str, Any]:
         """What one reader needs to open it, once."""
         _, *handle = self.memory.untyped_storage()._share_cuda_()
         plain = [b64encode(part).decode() if isinstance(part, bytes) else part for part in handle]
         return {"gpu": gpu_of(self.memory.device), "handle": plain, "layout": self.layout}
 
 
-def opened(words: dict[str, Any]) -> dict[str, Tensor]:
+def open_memory(words: dict[str, Any]) -> dict[str, Tensor]:
     """The owner's tensors, as this process's present GPU reaches them."""
     return tensors_in(opened_memory(words, torch.device("cuda", torch.cuda.current_device())), words["layout"])
 
@@ -76,26 +76,26 @@ class Stamp:
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self._was_alone = True
-        self._write(NONE)
+        self._write_version(NONE)
 
-    def words(self) -> dict[str, Any]:
+    def describe_stamp(self) -> dict[str, Any]:
         """What a reader needs, as plain data."""
         path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
-        return {"path": path, "file": _identity(self._file)}
+        return {"path": path, "file": _file_identity(self._file)}
 
-    def _write(self, version: int) -> None:
+    def _write_version(self, version: int) -> None:
         self.version = version
         os.pwrite(self._file.fileno(), version.to_bytes(8, "little", signed=True), 0)
 
     @contextmanager
-    def changed(self, version: int, seconds: float) -> Iterator[bool]:
+    def change_version(self, version: int, seconds: float) -> Iterator[bool]:
         """While the contents become another version, and are none if that fails: waits until nobody reads them, so
         many seconds at most, or not at all where that was in vain the last time; gives whether nobody reads them."""
-        self._was_alone = _locked(self._file, fcntl.LOCK_EX, seconds if self._was_alone else 0.0)
+        self._was_alone = _acquire_lock(self._file, fcntl.LOCK_EX, seconds if self._was_alone else 0.0)
         try:
-            self._write(NONE)
+            self._write_version(NONE)
             yield self._was_alone
-            self._write(version)
+            self._write_version(version)
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
@@ -109,33 +109,33 @@ class StampReader:
             return os.open(path, flags | os.O_NONBLOCK)
 
         self._file = open(words["path"], "rb", buffering=0, opener=at_once)  # noqa: SIM115
-        if _identity(self._file) != words["file"]:
+        if _file_identity(self._file) != words["file"]:
             raise OSError(f"{words['path']} is not the file of the owner")
 
     @contextmanager
-    def kept(self, seconds: float) -> Iterator[int]:
+    def hold_version(self, seconds: float) -> Iterator[int]:
         """The version of the contents, which stays meanwhile. Waits at most so many seconds while they change. Raises
         RuntimeError where they go on changing, and at the end where the owner would wait no longer."""
-        if not _locked(self._file, fcntl.LOCK_SH, seconds):
+        if not _acquire_lock(self._file, fcntl.LOCK_SH, seconds):
             raise RuntimeError(f"they have been changing for {seconds:.0f} s")
         try:
-            version = self._version()
+            version = self._read_version()
             yield version
-            if self._version() != version:
+            if self._read_version() != version:
                 raise RuntimeError("they were replaced while they were read")
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def _version(self) -> int:
+    def _read_version(self) -> int:
         return int.from_bytes(os.pread(self._file.fileno(), 8, 0), "little", signed=True)
 
 
-def _identity(file: IO[bytes]) -> list[int]:
+def _file_identity(file: IO[bytes]) -> list[int]:
     status = os.fstat(file.fileno())
     return [status.st_dev, status.st_ino]
 
 
-def _locked(file: IO[bytes], kind: int, seconds: float) -> bool:
+def _acquire_lock(file: IO[bytes], kind: int, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while True:
         try:

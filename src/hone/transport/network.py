@@ -45,7 +45,7 @@ from hone.transport.gpu_memory import (
     opened_memory,
     tensors_in,
 )
-from hone.transport.weights import Arrived, Receiver, Sender, Tensors, nobody
+from hone.transport.weights import Arrived, Receiver, Sender, Tensors, ignore_arrivals
 
 distributed: Any = torch.distributed
 log = logging.getLogger("hone.inference")
@@ -64,27 +64,27 @@ class Secret:
 
     def __init__(self, key: bytes) -> None:
         self.key = key
-        self.prefix = self._digest("keys")[:32]
+        self.prefix = self._compute_digest("keys")[:32]
 
-    def name(self, key: str) -> str:
+    def key_name(self, key: str) -> str:
         """Return the name of a key of the store, which nobody else can guess."""
         return f"{self.prefix}/{key}"
 
-    def sign(self, key: str, text: str) -> str:
+    def sign_message(self, key: str, text: str) -> str:
         """Return a message for a key of the store."""
-        return f"{self._digest(key, text)}{text}"
+        return f"{self._compute_digest(key, text)}{text}"
 
-    def read(self, key: str, signed: str | bytes) -> str:
+    def verify_message(self, key: str, signed: str | bytes) -> str:
         """Return the text of a message. Raises PermissionError for one that was not signed for this key."""
         try:
             text = signed.decode() if isinstance(signed, bytes) else signed
         except UnicodeDecodeError:
             text = ""
-        if not hmac.compare_digest(text[:DIGEST], self._digest(key, text[DIGEST:])):
+        if not hmac.compare_digest(text[:DIGEST], self._compute_digest(key, text[DIGEST:])):
             raise PermissionError("a message that does not have the run's signature")
         return text[DIGEST:]
 
-    def _digest(self, *parts: str) -> str:
+    def _compute_digest(self, *parts: str) -> str:
         return hmac.new(self.key, "\0".join(parts).encode(), "sha256").hexdigest()
 
 
@@ -100,7 +100,7 @@ class NetworkSender(Sender):
         self._taken: dict[str, int] = {}  # the newest version that each server has
         self._pairs: dict[str, Any] = {}
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="sender", daemon=True)
+        self._thread = threading.Thread(target=self._serve_requests, name="sender", daemon=True)
 
     def __enter__(self) -> "NetworkSender":
         try:
@@ -118,29 +118,29 @@ class NetworkSender(Sender):
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        with self._stamp.changed(NONE, COPIED):  # whoever reads the snapshot has it before it is gone
+        with self._stamp.change_version(NONE, COPIED):  # whoever reads the snapshot has it before it is gone
             pass
         port = int(self.source.rpartition(":")[2])
         distributed.TCPStore(self.host, port, is_master=False, timeout=CONNECT).queue_push(
-            self.secret.name("asks"), ""
+            self.secret.key_name("asks"), ""
         )  # it wakes up
         self._thread.join(5.0)
         for group in self._pairs.values():
             group.abort()  # without the other side, which may be gone
 
     @property
-    def message(self) -> Message:
+    def delivery_message(self) -> Message:
         assert self._snapshot is not None
         dtype, device = self._snapshot.layout[0][1], self._snapshot.memory.device
         gpu = {"gpu": gpu_of(device), "machine": machine_of()} if device.type == "cuda" else {}
         return {"type": "nccl", "source": self.source, "dtype": dtype, "secret": self.secret.key.hex(), **gpu}
 
     @torch.no_grad()
-    def send(self, version: int, tensors: Tensors, place: Path) -> int:
+    def send_version(self, version: int, tensors: Tensors, place: Path) -> int:
         with self._lock:
             if self._snapshot is None:
                 self._snapshot = Owned(tensors, next(iter(tensors.values())).device)
-            with self._stamp.changed(version, COPIED) as is_alone:
+            with self._stamp.change_version(version, COPIED) as is_alone:
                 if not is_alone:
                     said = "Version %d replaces one that somebody has been reading for more than %.0f s"
                     self.log.warning(said, version, COPIED)
@@ -149,7 +149,7 @@ class NetworkSender(Sender):
                     torch.cuda.current_stream().synchronize()  # others have streams of their own
         return sum(one.numel() * one.element_size() for one in tensors.values())
 
-    def finish(self, is_waited_for: Callable[[], bool]) -> None:
+    def wait_for_receivers(self, is_waited_for: Callable[[], bool]) -> None:
         deadline = time.monotonic() + TIMEOUT.total_seconds()
         while any(version < self._stamp.version for version in self._taken.values()) and is_waited_for():
             if time.monotonic() > deadline:
@@ -157,54 +157,54 @@ class NetworkSender(Sender):
                 return
             time.sleep(LOOK)
 
-    def _serve(self) -> None:
+    def _serve_requests(self) -> None:
         while True:
             try:
-                said = self._store.queue_pop(self.secret.name("asks"))  # waits for one
+                said = self._store.queue_pop(self.secret.key_name("asks"))  # waits for one
             except distributed.DistStoreError:  # nobody has
                 continue
             if self._is_over.is_set():
                 return
             try:
-                asked = json.loads(self.secret.read("asks", said))
+                asked = json.loads(self.secret.verify_message("asks", said))
                 name, version = str(asked["name"]), int(asked["version"])
             except (PermissionError, ValueError, KeyError, TypeError, RecursionError) as error:
                 self.log.warning("Passed over what asked for weights at %s: %s", self.source, error)
                 continue
             try:
-                self._answer(**asked | {"name": name, "version": version})
+                self._answer_request(**asked | {"name": name, "version": version})
             except Exception as error:  # it died, or the line did; it will ask again
                 self.log.warning("Version %d did not reach server %s: %s", asked["version"], asked["name"], error)
                 self._pairs.pop(asked["name"], None)
 
-    def _shown(self) -> dict[str, Any]:
+    def _describe_memory(self) -> dict[str, Any]:
         """What one server needs to read the snapshot, or why none can."""
         assert self._snapshot is not None
         try:
-            return {"stamp": self._stamp.words(), **self._snapshot.words()}
+            return {"stamp": self._stamp.describe_stamp(), **self._snapshot.describe_memory()}
         except (RuntimeError, OSError) as error:
             return {"refused": str(error)}
 
-    def _set(self, key: str, text: str) -> None:
-        self._store.set(self.secret.name(key), self.secret.sign(key, text))
+    def _publish_key(self, key: str, text: str) -> None:
+        self._store.set(self.secret.key_name(key), self.secret.sign_message(key, text))
 
-    def _answer(self, name: str, version: int, number: int = 0, what: str = SEND, device: str = "cpu") -> None:
+    def _answer_request(self, name: str, version: int, number: int = 0, what: str = SEND, device: str = "cpu") -> None:
         """`device`: that of the server."""
         with self._lock:
             if what == TAKEN:
                 self._taken[name] = version
                 return
             if what == SHOW:
-                self._set(f"memory/{name}", json.dumps(self._shown()))
-            self._set(f"answer/{name}/{number}", str(self._stamp.version))
+                self._publish_key(f"memory/{name}", json.dumps(self._describe_memory()))
+            self._publish_key(f"answer/{name}/{number}", str(self._stamp.version))
             if what == SEND and version == self._stamp.version:
                 assert self._snapshot is not None
                 memory = self._snapshot.memory
                 if name not in self._pairs:
-                    self._pairs[name] = pair(self._store, self.secret.name(name), 0, torch.device(device))
-                for _, first, end in portions(self._snapshot.layout, len(memory)):
+                    self._pairs[name] = create_pair(self._store, self.secret.key_name(name), 0, torch.device(device))
+                for _, first, end in group_tensors(self._snapshot.layout, len(memory)):
                     part = memory[first:end].cpu() if device == "cpu" else memory[first:end]
-                    moving(self._pairs[name], "send", part)()
+                    start_transfer(self._pairs[name], "send", part)()
                 if memory.is_cuda:
                     torch.cuda.current_stream().synchronize()
                 self._taken[name] = version
@@ -221,7 +221,7 @@ class _Shown:
         self.layout: Layout = [tuple(row) for row in words["layout"]]
         self._is_here = words["gpu"] == gpu_of(device)
 
-    def copy(self, arrivals: "_Arrivals", arrived: Arrived) -> None:
+    def copy_weights(self, arrivals: "_Arrivals", arrived: Arrived) -> None:
         """Within one GPU straight to the tensors; else by a copy engine, which is quicker over NVLink. Raises
         ValueError where other tensors are expected."""
         if arrivals.layout != self.layout:
@@ -232,21 +232,21 @@ class _Shown:
             found = tensors_in(self.memory, self.layout)
             torch._foreach_copy_(list(arrivals.into.values()), [found[name] for name in arrivals.into])
         else:
-            arrivals.take(self._moving, arrived)
+            arrivals.take_portions(self._start_copy, arrived)
         if self.memory.is_cuda:
             torch.cuda.current_stream(self.memory.device).synchronize()
 
     @cached_property
-    def _stream(self) -> torch.cuda.Stream:
+    def _copy_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.memory.device)
 
-    def _moving(self, part: slice, room: torch.Tensor) -> Callable[[], None]:
+    def _start_copy(self, part: slice, room: torch.Tensor) -> Callable[[], None]:
         """As `moving`, a part of it."""
         now = torch.cuda.current_stream(room.device)
-        self._stream.wait_stream(now)  # which has used the room
-        with torch.cuda.stream(self._stream):
+        self._copy_stream.wait_stream(now)  # which has used the room
+        with torch.cuda.stream(self._copy_stream):
             room.copy_(self.memory[part], non_blocking=True)
-        return partial(now.wait_event, self._stream.record_event())
+        return partial(now.wait_event, self._copy_stream.record_event())
 
 
 @dataclass
@@ -272,7 +272,9 @@ class NetworkReceiver(Receiver):
         self._asked = 0
 
     @torch.no_grad()
-    def receive(self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = nobody) -> None:
+    def receive_version(
+        self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = ignore_arrivals
+    ) -> None:
         source, dtype = message["source"], DTYPES[message["dtype"]]
         device = next(iter(into.values())).device
         try:
@@ -284,40 +286,42 @@ class NetworkReceiver(Receiver):
                 trainer = self._trainer = _Trainer(source, device, store, Secret(key))
             if self._arrivals is None or not self._arrivals.is_for(into, dtype):
                 self._arrivals = _Arrivals(into, dtype)
-            shown = self._shown(trainer, message, version)
+            shown = self._open_shared_memory(trainer, message, version)
             if shown is None:
-                self._ask(trainer, SEND, version)
-                trainer.pair = trainer.pair or pair(trainer.store, trainer.secret.name(self._name), 1, device)
-                self._arrivals.take(lambda _, room: moving(trainer.pair, "recv", room), arrived)
+                self._request_version(trainer, SEND, version)
+                trainer.pair = trainer.pair or create_pair(
+                    trainer.store, trainer.secret.key_name(self._name), 1, device
+                )
+                self._arrivals.take_portions(lambda _, room: start_transfer(trainer.pair, "recv", room), arrived)
                 return
-            with shown.stamp.kept(TIMEOUT.total_seconds()) as newest:
+            with shown.stamp.hold_version(TIMEOUT.total_seconds()) as newest:
                 unless_superseded(version, newest)
-                shown.copy(self._arrivals, arrived)
+                shown.copy_weights(self._arrivals, arrived)
             with suppress(distributed.DistError):  # it is here, whether the trainer gets to know that or not
-                self._tell(trainer, TAKEN, version)
+                self._send_request(trainer, TAKEN, version)
         except (RuntimeError, OSError, distributed.DistError) as error:
             self._trainer = None
             raise ValueError(f"weights could not be had from {source}: {str(error).splitlines()[0]}") from None
 
-    def _tell(self, trainer: _Trainer, what: str, version: int) -> None:
+    def _send_request(self, trainer: _Trainer, what: str, version: int) -> None:
         said = {"name": self._name, "number": self._asked, "version": version, "what": what}
         text = json.dumps(said | {"device": trainer.device.type})
-        trainer.store.queue_push(trainer.secret.name("asks"), trainer.secret.sign("asks", text))
+        trainer.store.queue_push(trainer.secret.key_name("asks"), trainer.secret.sign_message("asks", text))
 
-    def _ask(self, trainer: _Trainer, what: str, version: int) -> None:
+    def _request_version(self, trainer: _Trainer, what: str, version: int) -> None:
         """Returns when the trainer has answered that this is the version it has."""
         self._asked += 1
-        self._tell(trainer, what, version)
-        unless_superseded(version, int(self._get(trainer, f"answer/{self._name}/{self._asked}")))
+        self._send_request(trainer, what, version)
+        unless_superseded(version, int(self._read_key(trainer, f"answer/{self._name}/{self._asked}")))
 
-    def _get(self, trainer: _Trainer, key: str) -> str:
-        return trainer.secret.read(key, trainer.store.get(trainer.secret.name(key)))
+    def _read_key(self, trainer: _Trainer, key: str) -> str:
+        return trainer.secret.verify_message(key, trainer.store.get(trainer.secret.key_name(key)))
 
-    def _shown(self, trainer: _Trainer, message: Message, version: int) -> _Shown | None:
+    def _open_shared_memory(self, trainer: _Trainer, message: Message, version: int) -> _Shown | None:
         """The trainer's memory, if it is on a GPU of the same machine and can be read."""
         if trainer.shown is None and not trainer.is_out_of_reach and is_near(message, trainer.device):
-            self._ask(trainer, SHOW, version)
-            words = json.loads(self._get(trainer, f"memory/{self._name}"))
+            self._request_version(trainer, SHOW, version)
+            words = json.loads(self._read_key(trainer, f"memory/{self._name}"))
             try:
                 trainer.shown = _Shown(words, trainer.device)
             except (RuntimeError, OSError) as error:
@@ -349,10 +353,10 @@ class _Arrivals:
         self.layout, self._size = layout_of(into, dtype)
 
     @cached_property
-    def _parts(self) -> list[tuple[slice, torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]]:
+    def _list_parts(self) -> list[tuple[slice, torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]]:
         """Of each portion where it is in the trainer's snapshot, the memory where it arrives, by turns in one of two
         rooms, the tensors that it then is, by name, and those that it is copied to."""
-        parts = list(portions(self.layout, self._size))
+        parts = list(group_tensors(self.layout, self._size))
         sizes, device = [end - first for _, first, end in parts], next(iter(self.into.values())).device
         rooms = [torch.empty(max(sizes[k::2], default=0), dtype=torch.uint8, device=device) for k in (0, 1)]
         found = []
@@ -362,13 +366,13 @@ class _Arrivals:
             found.append((slice(first, end), rooms[k % 2][: sizes[k]], arrived, places))
         return found
 
-    def take(self, moving: Callable[[slice, torch.Tensor], Callable[[], None]], arrived: Arrived) -> None:
+    def take_portions(self, moving: Callable[[slice, torch.Tensor], Callable[[], None]], arrived: Arrived) -> None:
         """`moving` begins to bring a part of the snapshot to a room, and gives what waits for it. A portion arrives
         while the one before it is copied."""
-        waits = [moving(part, room) for part, room, *_ in self._parts[:1]]
-        for k, (*_, portion, places) in enumerate(self._parts):
-            if k + 1 < len(self._parts):
-                waits.append(moving(*self._parts[k + 1][:2]))
+        waits = [moving(part, room) for part, room, *_ in self._list_parts[:1]]
+        for k, (*_, portion, places) in enumerate(self._list_parts):
+            if k + 1 < len(self._list_parts):
+                waits.append(moving(*self._list_parts[k + 1][:2]))
             waits[k]()
             torch._foreach_copy_(places, list(portion.values()))
             arrived(portion)
@@ -377,7 +381,7 @@ class _Arrivals:
         return into is self.into and dtype == self.dtype
 
 
-def portions(layout: Layout, size: int) -> Iterator[tuple[Layout, int, int]]:
+def group_tensors(layout: Layout, size: int) -> Iterator[tuple[Layout, int, int]]:
     """Tensors that travel together, of about PORTION bytes or one larger; the first byte of them, and that behind."""
     begin = 0
     for i, (*_, first) in enumerate([*layout[1:], ("", "", [], size)], 1):
@@ -386,7 +390,7 @@ def portions(layout: Layout, size: int) -> Iterator[tuple[Layout, int, int]]:
             begin = i
 
 
-def moving(group: Any, what: Literal["send", "recv"], memory: torch.Tensor) -> Callable[[], None]:
+def start_transfer(group: Any, what: Literal["send", "recv"], memory: torch.Tensor) -> Callable[[], None]:
     """Begins it, to or from the other of a pair; what it gives waits for the end. As a group of one: NCCL makes no
     communicator beside the pair's for that."""
     one, other = getattr(group, what), 1 - group.rank()
@@ -397,7 +401,7 @@ def moving(group: Any, what: Literal["send", "recv"], memory: torch.Tensor) -> C
     return partial(one([memory], other, 0).wait, TIMEOUT)
 
 
-def pair(store: Any, name: str, rank: int, device: torch.device) -> Any:
+def create_pair(store: Any, name: str, rank: int, device: torch.device) -> Any:
     """A process group of the trainer (rank 0) and one server (rank 1)."""
     named = distributed.PrefixStore(f"pair/{name}", store)
     if device.type == "cuda":

@@ -26,10 +26,10 @@ class Trained:
     logprobs: NDArray[np.float32]
     is_masked: NDArray[np.bool_]
 
-    def write(self, directory: Path, rank: int = 0) -> None:
+    def write_files(self, directory: Path, rank: int = 0) -> None:
         file = directory / f"trainer.{rank}.safetensors"
         partial = file.with_suffix(".partial")
-        counts = [sample.targets for sample in self.samples]
+        counts = [sample.target_count for sample in self.samples]
         of_each = np.array([(s.group, s.member, n) for s, n in zip(self.samples, counts, strict=True)], dtype=np.int64)
         arrays: dict[str, NDArray[Any]] = {
             "samples": of_each.reshape(-1, 3),

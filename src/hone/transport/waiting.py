@@ -21,7 +21,7 @@ class Beside:
 
     def __init__(self) -> None:
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=type(self).__name__.lower(), daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name=type(self).__name__.lower(), daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
@@ -30,7 +30,7 @@ class Beside:
         self._stop.set()
         self._thread.join(5.0)
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         raise NotImplementedError
 
 
@@ -46,7 +46,7 @@ class Pulse(Beside):
         super().__exit__()
         self.path.unlink(missing_ok=True)
 
-    def _run(self) -> None:
+    def _beat_loop(self) -> None:
         count = 0
         while True:
             count += 1
@@ -63,7 +63,7 @@ class PulseOf:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._last = self._read()
+        self._last = self._read_pulse()
         self._changed: float | None = None  # when a change was last seen
         self._looked = self._since = time.monotonic()
 
@@ -71,20 +71,20 @@ class PulseOf:
         """Whether it was seen to change within the last seconds. False at first: one file proves nothing."""
         now = time.monotonic()
         if now - self._looked > BEAT / 2:
-            self._looked, value = now, self._read()
+            self._looked, value = now, self._read_pulse()
             if value is not None and value != self._last:
                 self._last, self._changed = value, now
-        return self._changed is not None and now - self._changed < machine.silence()
+        return self._changed is not None and now - self._changed < machine.silence_seconds()
 
     def is_silent(self) -> bool:
         """Whether nothing changed for long enough to call it dead."""
-        return not self.is_beating() and time.monotonic() - (self._changed or self._since) > machine.silence()
+        return not self.is_beating() and time.monotonic() - (self._changed or self._since) > machine.silence_seconds()
 
     def is_dead(self) -> bool:
         """Whether it has been silent for too long to come back."""
         return self.is_silent() and time.monotonic() - (self._changed or self._since) > DEATH
 
-    def _read(self) -> str | None:
+    def _read_pulse(self) -> str | None:
         try:
             return self.path.read_text()
         except OSError:
@@ -101,7 +101,7 @@ class Watch(Beside):
         super().__init__()
         self.peers, self.log = {who: PulseOf(path) for who, path in peers.items()}, log
 
-    def _run(self) -> None:
+    def _watch_loop(self) -> None:
         heard, missed = set[str](), set[str]()
         while not self._stop.wait(BEAT):
             for who, pulse in self.peers.items():
@@ -115,7 +115,9 @@ class Watch(Beside):
                 elif who in heard and who not in missed:
                     missed.add(who)
                     self.log.warning(
-                        "No sign of life from the %s for %.0f s: has it died, or been stopped?", who, machine.silence()
+                        "No sign of life from the %s for %.0f s: has it died, or been stopped?",
+                        who,
+                        machine.silence_seconds(),
                     )
 
 
@@ -126,7 +128,7 @@ class Wait:
         self.what, self.seconds, self.log, self.hint = what, seconds, log, hint
         self.start = self.reminded = self.second = time.monotonic()
 
-    def check(self) -> bool:
+    def is_check_due(self) -> bool:
         """True about once a second: the time for checks that cost more than a look."""
         now = time.monotonic()
         if now - self.start > self.seconds:
@@ -145,6 +147,6 @@ def wait_for(wait: Wait, ready: Callable[[], T | None], each_second: Callable[[]
         value = ready()
         if value is not None:
             return value
-        if wait.check():
+        if wait.is_check_due():
             each_second()
         time.sleep(POLL)

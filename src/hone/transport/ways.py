@@ -9,7 +9,7 @@ from hone.transport.adapter import AdapterReceiver, AdapterSender
 from hone.transport.delivery import Message
 from hone.transport.files import FileReceiver, FileSender
 from hone.transport.network import NetworkReceiver, NetworkSender
-from hone.transport.weights import Arrived, Receiver, Sender, Tensors, nobody
+from hone.transport.weights import Arrived, Receiver, Sender, Tensors, ignore_arrivals
 
 RECEIVERS: dict[str, type[Receiver]] = {"filesystem": FileReceiver, "adapter": AdapterReceiver, "nccl": NetworkReceiver}
 
@@ -29,12 +29,14 @@ class Receivers:
     def __init__(self) -> None:
         self._kinds: dict[str, Receiver] = {}
 
-    def receive(self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = nobody) -> None:
+    def receive_version(
+        self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = ignore_arrivals
+    ) -> None:
         """Fills the tensors with a version, in the way of its message. Raises as `Receiver.receive`."""
         kind = message.get("type", "")
         if kind not in self._kinds:
             self._kinds[kind] = make_receiver(kind)
-        self._kinds[kind].receive(message, version, place, into, arrived)
+        self._kinds[kind].receive_version(message, version, place, into, arrived)
 
 
 def make_receiver(kind: str) -> Receiver:

@@ -20,7 +20,7 @@ Tensors = Mapping[str, Tensor]
 Arrived = Callable[[Iterable[str]], None]
 
 
-def nobody(names: Iterable[str]) -> None:
+def ignore_arrivals(names: Iterable[str]) -> None:
     """Where nobody wants to know what has arrived."""
 
 
@@ -34,17 +34,17 @@ class Sender(ABC):
 
     @property
     @abstractmethod
-    def message(self) -> Message:
+    def delivery_message(self) -> Message:
         """What a receiver has to know."""
 
     @abstractmethod
-    def send(self, version: int, tensors: Tensors, place: Path) -> int:
+    def send_version(self, version: int, tensors: Tensors, place: Path) -> int:
         """Makes this the version that receivers get; returns its bytes."""
 
-    def begin(self, base: Tensors, broadcasts: Path) -> None:  # noqa: B027
+    def send_base(self, base: Tensors, broadcasts: Path) -> None:  # noqa: B027
         """Once, before the first version of an adapter: the weights that it is for."""
 
-    def finish(self, is_waited_for: Callable[[], bool]) -> None:  # noqa: B027
+    def wait_for_receivers(self, is_waited_for: Callable[[], bool]) -> None:  # noqa: B027
         """Waits until those who took versions before have the last one, while `is_waited_for` says so."""
 
     def __enter__(self) -> "Sender":
@@ -58,7 +58,9 @@ class Receiver(ABC):
     """A server's side; kept from one version to the next."""
 
     @abstractmethod
-    def receive(self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = nobody) -> None:
+    def receive_version(
+        self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = ignore_arrivals
+    ) -> None:
         """Fills the tensors with a version. Raises Superseded, and ValueError where it cannot be had.
 
         A way in which tensors come one after the other tells `arrived` the names of those that have their new values,

@@ -60,9 +60,9 @@ class Door:
         self._serving: asyncio.Task[None] | None = None
 
     @asynccontextmanager
-    async def open(self, client: ModelClient, sampling: Sampling) -> AsyncIterator[Visit]:
+    async def open_visit(self, client: ModelClient, sampling: Sampling) -> AsyncIterator[Visit]:
         number = next(self.numbers)
-        visit = Visit(f"http://127.0.0.1:{await self._port()}/{self.secret}/{number}/v1", client, sampling)
+        visit = Visit(f"http://127.0.0.1:{await self._get_port()}/{self.secret}/{number}/v1", client, sampling)
         self.visits[number] = visit
         start = time.perf_counter()
         try:
@@ -77,14 +77,14 @@ class Door:
             server.should_exit = True
             await serving
 
-    async def _port(self) -> int:
+    async def _get_port(self) -> int:
         if self._serving is None or self._serving.get_loop() is not asyncio.get_running_loop():
             self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
             self._socket.bind(("127.0.0.1", 0))
             self._socket.listen(2048)
             routes = [
-                Route("/{secret}/{number:int}/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/{secret}/{number:int}/v1/models", self._models),
+                Route("/{secret}/{number:int}/v1/chat/completions", self._answer_chat, methods=["POST"]),
+                Route("/{secret}/{number:int}/v1/models", self._list_models),
             ]
             settings = bounded_config(
                 Starlette(routes=routes), log_level="warning", access_log=False, lifespan="off",
@@ -95,22 +95,24 @@ class Door:
         port: int = self._socket.getsockname()[1]
         return port
 
-    def _visit(self, request: Request) -> Visit | None:
+    def _find_visit(self, request: Request) -> Visit | None:
         if not secrets.compare_digest(request.path_params["secret"], self.secret):
             return None
         return self.visits.get(request.path_params["number"])
 
-    async def _models(self, request: Request) -> Response:
+    async def _list_models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model"}]})
 
-    async def _chat(self, request: Request) -> Response:
-        visit = self._visit(request)
+    async def _answer_chat(self, request: Request) -> Response:
+        visit = self._find_visit(request)
         if visit is None:
-            return _refusal(404, "there is no such rollout any more")
+            return _build_refusal(404, "there is no such rollout any more")
         body = json.loads(await request.body())
         for key, neutral in NEUTRAL.items():
             if body.get(key) not in (None, *neutral):
-                return _refusal(400, f"{key} = {body[key]!r} is not supported where a policy is trained; leave it out")
+                return _build_refusal(
+                    400, f"{key} = {body[key]!r} is not supported where a policy is trained; leave it out"
+                )
         wanted = body.get("max_completion_tokens") or body.get("max_tokens")
         sampling = visit.sampling
         if wanted is not None:
@@ -121,30 +123,30 @@ class Door:
             turn = await visit.client.chat(body["messages"], sampling, tools)
         except ContextFull as error:
             visit.full = True
-            return _refusal(400, str(error))
+            return _build_refusal(400, str(error))
         except (ValueError, RuntimeError) as error:
-            return _refusal(400, str(error))
+            return _build_refusal(400, str(error))
         except ConnectionError as error:
-            return _refusal(503, str(error))
+            return _build_refusal(503, str(error))
         finally:
             visit.model_seconds += time.perf_counter() - start
         visit.turns.append(turn)
-        answer = _completion(turn)
-        return _streamed(answer) if body.get("stream") else JSONResponse(answer)
+        answer = _encode_completion(turn)
+        return _stream_answer(answer) if body.get("stream") else JSONResponse(answer)
 
 
-def _completion(turn: Turn) -> dict[str, Any]:
+def _encode_completion(turn: Turn) -> dict[str, Any]:
     done = turn.completion
     reason = "tool_calls" if turn.tool_calls and done.finish_reason == "stop" else done.finish_reason
     used = {"prompt_tokens": len(turn.prompt_ids), "completion_tokens": len(done.ids)}
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}", "object": "chat.completion", "created": 0, "model": "policy",
-        "choices": [{"index": 0, "message": turn.message, "finish_reason": reason, "logprobs": None}],
+        "choices": [{"index": 0, "message": turn.assistant_message, "finish_reason": reason, "logprobs": None}],
         "usage": used | {"total_tokens": sum(used.values())},
     }  # fmt: skip
 
 
-def _streamed(answer: dict[str, Any]) -> Response:
+def _stream_answer(answer: dict[str, Any]) -> Response:
     """The whole answer in one piece, for clients that ask for a stream."""
     choice = answer["choices"][0]
     calls = [{"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls") or [])]
@@ -159,5 +161,5 @@ def _streamed(answer: dict[str, Any]) -> Response:
     return StreamingResponse(iter(lines), media_type="text/event-stream")
 
 
-def _refusal(status: int, message: str) -> Response:
+def _build_refusal(status: int, message: str) -> Response:
     return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)

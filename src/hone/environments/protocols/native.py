@@ -9,7 +9,7 @@ from hone.environments.environment import Environment
 from hone.users_code import CONTAINED
 
 
-def load(env_id: str, module_name: str, arguments: dict[str, Any]) -> Environment:
+def load_native(env_id: str, module_name: str, arguments: dict[str, Any]) -> Environment:
     """Raises ValueError, in words, for a module that cannot be imported, arguments that its `load_environment` does not
     take, what it returns where that is no environment, and reward functions that ask for what they will not get."""
     try:

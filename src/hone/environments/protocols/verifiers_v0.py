@@ -67,7 +67,7 @@ class _Rows:
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
     prompts: dict[int, list[Message]] = field(default_factory=dict)
 
-    def has(self, example: Example) -> bool:
+    def has_example(self, example: Example) -> bool:
         return self.prompts.get(example.id) == example.prompt
 
 
@@ -79,9 +79,9 @@ class Foreign(Environment):
         self.name = env_id
         self.words = [str(python), str(SCRIPT), env_id.rpartition("/")[2]]
         self.arguments = json.dumps(arguments)
-        found = self._load()
+        found = self._load_examples()
         self._has_groups = bool(found.get("groups"))
-        kept = [_rows(found.get(key)) for key in ("train", "eval")]
+        kept = [_parse_rows(found.get(key)) for key in ("train", "eval")]
         self._train, self._eval = (None if one is None else one.examples for one in kept)
         self._kept = [one for one in kept if one is not None]
         if not self.get_dataset():
@@ -91,7 +91,7 @@ class Foreign(Environment):
         self.workers = [Worker(env_id, self.words, self.arguments) for _ in range(max(1, workers))]
         self.door = Door()
 
-    def _load(self) -> dict[str, Any]:
+    def _load_examples(self) -> dict[str, Any]:
         try:
             done = subprocess.run(
                 [*self.words, "examples"], capture_output=True, text=True, timeout=START, check=False,
@@ -127,12 +127,12 @@ class Foreign(Environment):
             )
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
-        worker = self._worker(example)
-        row = next(one.rows[example.id] for one in self._kept if one.has(example))
-        async with self.door.open(client, sampling) as visit:
+        worker = self._choose_worker(example)
+        row = next(one.rows[example.id] for one in self._kept if one.has_example(example))
+        async with self.door.open_visit(client, sampling) as visit:
             asked = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens, "n": 1}
             message = {"begin": 0, "row": row, "url": visit.url, "model": "policy", "sampling": asked}
-            done = await worker.ask(message)
+            done = await worker.send_request(message)
         if visit.full and not visit.turns:
             raise RuntimeError("the prompt leaves no room in the model's context")
         rollout = Rollout(example, visit.turns, done["messages"], stop=done["stop"])
@@ -143,11 +143,11 @@ class Foreign(Environment):
         rollout.timings = {"model": visit.model_seconds, "environment": visit.seconds - visit.model_seconds}
         return rollout
 
-    def _worker(self, example: Example) -> Worker:
+    def _choose_worker(self, example: Example) -> Worker:
         """The least busy one; the rollouts of a group that is scored together are at one."""
         if self._has_groups:
             return self.workers[example.id % len(self.workers)]
-        return min(self.workers, key=lambda one: one.load)
+        return min(self.workers, key=lambda one: one.pending_count)
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
         """All rewards come from the library's own scoring of the group."""
@@ -155,7 +155,7 @@ class Foreign(Environment):
         if not scored:
             return
         message = {"score": 0, "kept": [rollout.state["kept"] for rollout in scored]}
-        found = await self._worker(scored[0].example).ask(message)
+        found = await self._choose_worker(scored[0].example).send_request(message)
         for rollout, one in zip(scored, found["scores"], strict=True):
             rollout.reward = float("nan") if one["reward"] is None else float(one["reward"])
             rollout.metrics = {name: float(value) for name, value in one["metrics"].items() if value is not None}
@@ -166,7 +166,7 @@ class Foreign(Environment):
         await self.door.close()
 
 
-def _rows(found: list[dict[str, Any]] | None) -> _Rows | None:
+def _parse_rows(found: list[dict[str, Any]] | None) -> _Rows | None:
     if found is None:
         return None
     kept = _Rows()

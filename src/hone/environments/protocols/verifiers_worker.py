@@ -19,7 +19,7 @@ LOWEST, BELOW = (0, 1, 9), (0, 4)
 KEPT = 16384  # states of rollouts whose group is not complete
 
 
-def version():
+def read_version():
     try:
         found = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
@@ -31,10 +31,10 @@ def version():
     return parts
 
 
-def load(name, arguments):
+def load_environment(name, arguments):
     import verifiers
 
-    found = version()
+    found = read_version()
     environment = verifiers.load_environment(name, **arguments)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # loading one sets a handler of its own
     return environment, found
@@ -45,31 +45,31 @@ def has_groups(environment, found):
     return found >= (0, 1, 10) and getattr(environment, "requires_group_rollouts", False) is True
 
 
-def plain(value):
+def to_plain(value):
     """For JSON: messages may be objects of pydantic, data sets have numbers of numpy."""
     if hasattr(value, "model_dump"):
-        return plain(value.model_dump(exclude_none=True))
+        return to_plain(value.model_dump(exclude_none=True))
     if isinstance(value, dict):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): to_plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [to_plain(one) for one in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return value.item() if hasattr(value, "item") else str(value)
 
 
-def rows(data):
+def list_rows(data):
     if data is None:
         return None
-    return [plain(dict(row)) for row in data]
+    return [to_plain(dict(row)) for row in data]
 
 
-def examples(environment, found_version):
+def list_examples(environment, found_version):
     train = getattr(environment, "dataset", None) is not None or hasattr(environment, "get_dataset")
     found = {"groups": has_groups(environment, found_version)}
     for key, get in (("train", "get_dataset"), ("eval", "get_eval_dataset")):
         try:
-            found[key] = rows(getattr(environment, get)()) if train else None
+            found[key] = list_rows(getattr(environment, get)()) if train else None
         except (ValueError, AssertionError):  # it has none of this kind
             found[key] = None
     return found
@@ -93,18 +93,18 @@ class Worker:
         self.in_groups = has_groups(environment, found)
         self.kept, self.count = {}, 0  # states of rollouts that wait for the others of their group
 
-    def take(self, line):
+    def handle_line(self, line):
         message = json.loads(line)
         kind, number = next(iter(message.items()))
         if kind in ("begin", "score"):
             work = self.rollout(message) if kind == "begin" else self.score(message["kept"])
-            self.running[number] = asyncio.get_running_loop().create_task(self.one(number, work))
+            self.running[number] = asyncio.get_running_loop().create_task(self.run_request(number, work))
         elif kind == "ping":
             self.send({"pong": number})
         elif kind == "cancel" and number in self.running:
             self.running[number].cancel()
 
-    async def one(self, number, work):
+    async def run_request(self, number, work):
         try:
             self.send({"done": number, "result": await work})
         except asyncio.CancelledError:
@@ -119,19 +119,19 @@ class Worker:
         sampling = message["sampling"]
         kept = None
         if self.in_groups:
-            done, kept = await self.unscored(given, client, message["model"], sampling)
+            done, kept = await self.roll_out_unscored(given, client, message["model"], sampling)
         elif self.found >= (0, 1, 10):
             done = await self.environment.run_rollout(given, client, message["model"], sampling)
         else:
             every = await self.environment.generate(
                 [given], client=client, model=message["model"], sampling_args=sampling
             )
-            every = plain(every)
+            every = to_plain(every)
             done = {
                 "completion": every["completion"][0], "reward": every["reward"][0],
                 "metrics": {key: values[0] for key, values in (every.get("metrics") or {}).items()},
             }  # fmt: skip
-        done = plain(dict(done))
+        done = to_plain(dict(done))
         error = done.get("error")
         if error:
             raise RuntimeError(error if isinstance(error, str) else error.get("error_chain_repr") or json.dumps(error))
@@ -143,7 +143,7 @@ class Worker:
             "stop": done.get("stop_condition") or "", "kept": kept,
         }  # fmt: skip
 
-    async def unscored(self, given, client, model, sampling):
+    async def roll_out_unscored(self, given, client, model, sampling):
         """A rollout that is scored with its group: what is known of it, and the number of its state."""
         from verifiers.clients import resolve_client
 
@@ -162,7 +162,7 @@ class Worker:
         await rubric.score_group(states)
         for state in states:
             await rubric.cleanup(state)
-        return {"scores": [{"reward": s["reward"], "metrics": plain(s.get("metrics") or {})} for s in states]}
+        return {"scores": [{"reward": s["reward"], "metrics": to_plain(s.get("metrics") or {})} for s in states]}
 
 
 def main():
@@ -172,34 +172,34 @@ def main():
     lines = queue.SimpleQueue()
     sending = threading.Lock()
 
-    def send(message):
+    def send_message(message):
         with sending:
             out.write(json.dumps(message) + "\n")
             out.flush()
 
-    def read():
+    def read_lines():
         for line in sys.stdin:
             if line.startswith('{"alive"'):  # whatever the environment is at, its loading too
-                send({"alive": -1})
+                send_message({"alive": -1})
             else:
                 lines.put(line)
         os._exit(0)  # nobody is there any more
 
     is_asked = sys.argv[2:] != ["examples"]
     if is_asked:
-        threading.Thread(target=read, daemon=True).start()
-    environment, found = load(name, arguments)
+        threading.Thread(target=read_lines, daemon=True).start()
+    environment, found = load_environment(name, arguments)
     if not is_asked:
-        out.write(json.dumps(examples(environment, found)))
+        out.write(json.dumps(list_examples(environment, found)))
         out.flush()
         os._exit(0)
 
-    async def work():
-        worker = Worker(environment, found, send)
+    async def run_worker():
+        worker = Worker(environment, found, send_message)
         while True:
-            worker.take(await asyncio.to_thread(lines.get))
+            worker.handle_line(await asyncio.to_thread(lines.get))
 
-    asyncio.run(work())
+    asyncio.run(run_worker())
 
 
 if __name__ == "__main__":

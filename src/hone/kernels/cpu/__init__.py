@@ -39,15 +39,15 @@ ISAS = {"avx512": Isa(16, 8, 2), "avx2": Isa(8, 6, 2), "neon": Isa(4, 8, 2)}
 
 @functools.cache
 def isa() -> Isa:
-    return ISAS[machine.isa()]
+    return ISAS[machine.instruction_set()]
 
 
-IS_AVAILABLE = importlib.util.find_spec("numba") is not None and machine.isa() != "none"
+IS_AVAILABLE = importlib.util.find_spec("numba") is not None and machine.instruction_set() != "none"
 
 
 def words(device: str) -> str:
     """A type of device as log lines name it: a CPU with its kernels and threads."""
-    kernels = machine.isa() if IS_AVAILABLE else "plain torch"
+    kernels = machine.instruction_set() if IS_AVAILABLE else "plain torch"
     return f"cpu ({kernels}, {torch.get_num_threads()} threads)" if device == "cpu" else device
 
 

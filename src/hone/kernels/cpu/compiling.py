@@ -80,7 +80,9 @@ def _numba() -> tuple[Any, bool]:
     # Code for two processors in one directory, as of machines that share a home, ended in a segmentation fault.
     processor = os.environ.get("NUMBA_CPU_NAME") or get_host_cpu_name()
     built = f"numba{numba.__version__}-{sys.implementation.cache_tag}"
-    Kept.directory = cache / f"{hashlib.sha256(sources).hexdigest()[:12]}-{machine.isa()}-{processor}-{built}"
+    Kept.directory = (
+        cache / f"{hashlib.sha256(sources).hexdigest()[:12]}-{machine.instruction_set()}-{processor}-{built}"
+    )
     try:
         Kept.directory.parent.mkdir(parents=True, exist_ok=True)
         Kept.directory.mkdir(mode=0o700, exist_ok=True)
@@ -107,7 +109,9 @@ def _prepare() -> None:
     """Sees to it that the kernels have been compiled, where they can be kept."""
     if keeps() and not _compiles_itself and not (Kept.directory / COMPLETE).exists():
         log.info(words())
-        cores = os.environ.get(machine.CORES_VARIABLE) or str(machine.cores())  # the other parts of a run wait for this
+        cores = os.environ.get(machine.CORES_VARIABLE) or str(
+            machine.usable_cores()
+        )  # the other parts of a run wait for this
         environment = os.environ | {"HONE_PARENT_PID": str(os.getpid()), "OMP_NUM_THREADS": cores}
         command = [sys.executable, "-P", "-m", "hone.launch.kernels"]
         done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -184,6 +188,6 @@ def compile_all(calls: dict[Call, None]) -> None:
     """Compiles these kernels for these types, one a core at a time."""
     spawn = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads without what runs them
     os.environ["HONE_PARENT_PID"] = str(os.getpid())
-    with ProcessPoolExecutor(min(machine.cores(), len(calls)), spawn, _works) as pool:
+    with ProcessPoolExecutor(min(machine.usable_cores(), len(calls)), spawn, _works) as pool:
         list(pool.map(_compile, calls))
     (Kept.directory / COMPLETE).touch()

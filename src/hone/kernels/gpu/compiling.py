@@ -31,7 +31,7 @@ from typing import IO, Any
 import torch
 
 from hone.kernels import gpu
-from hone.machine import cores
+from hone.machine import usable_cores
 
 THREADS, PROCESSES = 16, 8  # at most; processes are half as many as cores
 ALONE = 2  # threads that compile themselves
@@ -54,8 +54,8 @@ def together() -> Iterator[None]:
     functions = set[Any]()
     try:
         with (
-            ThreadPoolExecutor(min(THREADS, cores()), initializer=in_context) as pool,
-            Compilers(min(PROCESSES, cores() // 2)) as compilers,
+            ThreadPoolExecutor(min(THREADS, usable_cores()), initializer=in_context) as pool,
+            Compilers(min(PROCESSES, usable_cores() // 2)) as compilers,
             triton.AsyncCompileMode(pool) as compiling,
         ):
             # AsyncCompileMode holds for a contextvars context, and autograd runs backward in another thread.

@@ -18,15 +18,15 @@ class Qwen3Moe(ModelSpec):
     has_fast_paths: ClassVar[bool] = False
 
     @property
-    def routed(self) -> int:
+    def routed_experts(self) -> int:
         return self.num_hidden_layers * self.experts_per_token
 
     @property
-    def linears(self) -> dict[str, tuple[int, int]]:
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
         return self.attention_linears
 
     @classmethod
-    def particular(cls, config: dict[str, Any], origin: str) -> dict[str, Any]:
+    def family_fields(cls, config: dict[str, Any], origin: str) -> dict[str, Any]:
         if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
             raise ValueError(
                 f"{origin}: blocks without experts (decoder_sparse_step, mlp_only_layers) are not supported"

@@ -25,14 +25,14 @@ from hone.config.rl import BenchConfig, TrainerRunConfig
 from hone.kernels import cpu, fingerprints
 from hone.kernels.gpu.compiling import together
 from hone.models.hf import hf_tensors, write_description
-from hone.models.loading import Loaded, load
+from hone.models.loading import Loaded, load_configured
 from hone.models.proof import CanaryScorer, Proof, canary_ids
 from hone.monitors.about import device_name, made_by
 from hone.monitors.log import component_log
 from hone.monitors.report import StepReport
 from hone.records import Batch, Sample
-from hone.run_directory import RunDirectory, appearing
-from hone.trainer.checkpoint import Checkpoints, forget_after, metrics_of, progress_of, restore, resume_from
+from hone.run_directory import RunDirectory, appearing_directory
+from hone.trainer.checkpoint import Checkpoints, forget_after, metrics_of, progress_of, restore_checkpoint, resume_from
 from hone.trainer.performance import WARM_UP, Laps, keep_freed_memory, print_bench
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
@@ -46,32 +46,32 @@ from hone.transport.ways import make_sender
 
 def main(config: TrainerRunConfig) -> None:
     keep_freed_memory()
-    ranks = Ranks.join(config.batch_timeout + config.ranks_timeout)
+    ranks = Ranks.join_ranks(config.batch_timeout + config.ranks_timeout)
     if config.bench:
-        return bench(config, config.bench, ranks)
+        return run_bench(config, config.bench, ranks)
     run = RunDirectory(config.output_dir, "rl", config.layout)
-    weight_steps = config.weights.steps(config.max_steps)
+    weight_steps = config.weights.list_steps(config.max_steps)
     sources = resume_from(run, config.resume)
     if ranks.is_first:  # before seconds of loading
-        run.check(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
-    loaded = load(config.model, seed=config.seed)
+        run.check_claim(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
+    loaded = load_configured(config.model, seed=config.seed)
     trainer = RLTrainer(loaded.model, config, config.max_steps, run.bad_steps, ranks, config.seed)
     with together():
-        trainer.rehearse()
+        trainer.compile_kernels()
         fingerprints.rehearse(torch.empty(0, dtype=loaded.dtype, device=trainer.device))
-    state = config.public()
-    first = 1 + restore(sources, trainer.optimizer, config, ranks)
+    state = config.to_public_dict()
+    first = 1 + restore_checkpoint(sources, trainer.optimizer, config, ranks)
     ranks.barrier()  # nobody reads what the first is about to change
     log = component_log("trainer")
     if ranks.is_first:
-        run.claim(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
+        run.claim_run(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
         log = component_log("trainer", run.logs)  # the log of an earlier run is gone now
         if sources:
             forget_after(first - 1, run)
             hand_on(progress_of(sources, first - 1), run.rollouts / f"step_{first - 1}")
         run.write_config(to_toml(config), "trainer")
         run.keep_tokenizer(loaded.directory)
-        run.note(device=device_name(trainer.device, ranks.count), **made_by())
+        run.write_facts(device=device_name(trainer.device, ranks.count), **made_by())
         log.info(
             "Training %s (%.2fM parameters, %s on %s%s), steps %d to %d, with an orchestrator over %s",
             config.model.name, sum(p.numel() for p in loaded.model.parameters()) / 1e6, str(loaded.dtype)[6:],
@@ -84,12 +84,12 @@ def main(config: TrainerRunConfig) -> None:
     publish = Publisher(loaded, export, run, config, log)
     checkpoints = Checkpoints(run, trainer.optimizer, config.ckpt, ranks)
     names = ["trainer", *(f"trainer rank {i}" for i in range(1, ranks.count))]
-    peers = {name: run.pulse(name) for name in ("orchestrator", *names[1:])}
+    peers = {name: run.pulse_file(name) for name in ("orchestrator", *names[1:])}
     watch = Watch(peers if ranks.is_first else {}, log)
     batches, hint = FileBatches(run.rollouts, run.id), f"is there an orchestrator over {run.path}? "
     hint += f"(orchestrator @ FILE --output-dir {run.path})"
     report = StepReport(log, config.max_steps, config.log_interval)
-    with Pulse(run.pulse(names[ranks.rank])), watch, publish:
+    with Pulse(run.pulse_file(names[ranks.rank])), watch, publish:
         values = metrics_of(sources, first - 1)
         leaving.steps_begin()
         publish(first - 1, values)
@@ -98,34 +98,34 @@ def main(config: TrainerRunConfig) -> None:
             what = f"the rollouts of step {step} in {run.rollouts}"
             wait, take = Wait(what, config.batch_timeout, log, hint), partial(batches.take, step)
             batch = wait_for(wait, lambda: Batch(step, []) if leaving.is_asked() else take(), run.require_own)  # noqa: B023
-            if ranks.agree(leaving.is_asked(), trainer.device):
+            if ranks.any_rank(leaving.is_asked(), trainer.device):
                 before = read_progress(run.rollouts / f"step_{step - 1}")
-                checkpoints.leave(step - 1, state, values, before)
+                checkpoints.leave_run(step - 1, state, values, before)
             waited = time.perf_counter() - start
             values = trainer.step(batch) | {"time/wait_for_batch": waited}
             start = time.perf_counter()
             if trainer.trained is not None:
-                trainer.trained.write(run.rollouts / f"step_{step}", ranks.rank)
+                trainer.trained.write_files(run.rollouts / f"step_{step}", ranks.rank)
             is_last = step == config.max_steps
             if step in weight_steps:
                 sampled = (read_progress(run.rollouts / f"step_{step}") or {}).get("metrics") or {}
                 save_weights(export, run, step, config.max_steps, loaded, config.model.name, sampled | values)
-            checkpoints.save(step, is_last, state, values, read_progress(run.rollouts / f"step_{step}"))
+            checkpoints.save_if_due(step, is_last, state, values, read_progress(run.rollouts / f"step_{step}"))
             publish(step, values | {"time/save": time.perf_counter() - start})
             if ranks.is_first:
-                report.trained(step, values)
+                report.report_training(step, values)
                 batches.acknowledge(step)
-        publish.finish()
+        publish.finish_publishing()
         last = max(first - 1, config.max_steps)
         if ranks.is_first:
-            run.end(last)
+            run.note_end(last)
         log.info("Weights of step %d in %s", last, run.weights_of(last))
-    ranks.leave()
+    ranks.leave_ranks()
 
 
-def bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None:
+def run_bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None:
     """Prints how fast steps on random sequences are, and where their time goes."""
-    model = load(config.model, seed=config.seed).model
+    model = load_configured(config.model, seed=config.seed).model
     if size.tokens > model.spec.max_position_embeddings + 1:
         raise ValueError(f"bench.tokens {size.tokens}: the model has {model.spec.max_position_embeddings} positions")
     trainer = RLTrainer(model, config, WARM_UP + size.steps, ranks=ranks)
@@ -137,19 +137,19 @@ def bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None:
         logprobs = np.full(size.tokens, -math.log(model.spec.vocab_size))
         samples = [Sample(x, mask, logprobs, a, 1.0) for x, a in zip(ids, draw.normal(size=len(ids)), strict=True)]
         if step == WARM_UP + 1:
-            trainer.laps.clear()
+            trainer.laps.clear_laps()
         values = trainer.step(Batch(step, samples))
         values |= {"progress/tokens": size.sequences * size.tokens, "time/step": values["time/train"]}
         measured.append(values | {"perf/throughput": values["perf/train_throughput"]})
     if ranks.is_first:
         print_bench(config.model.name, model, measured[WARM_UP:], trainer.laps.seconds)
-    ranks.leave()
+    ranks.leave_ranks()
 
 
 def hand_on(progress: dict[str, Any] | None, rollouts: Path) -> None:
     """Writes the orchestrator's progress from a checkpoint to `rollouts`, where it is read, unless that exists."""
     if progress is not None and not rollouts.exists():
-        with appearing(rollouts) as directory:
+        with appearing_directory(rollouts) as directory:
             write_progress(progress, directory)
 
 
@@ -167,8 +167,8 @@ class Publisher:
         self.is_first_time = True
         self.canary_ids, self.score = canary_ids(loaded.model.spec.vocab_size), CanaryScorer(loaded.model)
         self.proof: Proof | None = None  # of what is exported: the same model each time
-        self.orchestrator = PulseOf(run.pulse("orchestrator"))
-        write_adapter = None if export.lora is None else partial(export.write_adapter, loaded.directory.name)
+        self.orchestrator = PulseOf(run.pulse_file("orchestrator"))
+        write_adapter = None if export.lora_config is None else partial(export.write_adapter, loaded.directory.name)
         self.sender = make_sender(config.weight_broadcast, write_adapter, log)
 
     def __enter__(self) -> "Publisher":
@@ -180,10 +180,10 @@ class Publisher:
         if self.export.ranks.is_first:
             self.sender.__exit__()
 
-    def finish(self) -> None:
+    def finish_publishing(self) -> None:
         """Waits for those who still have to fetch the last version."""
         if self.export.ranks.is_first:
-            self.sender.finish(lambda: not self.orchestrator.is_silent())
+            self.sender.wait_for_receivers(lambda: not self.orchestrator.is_silent())
 
     def __call__(self, version: int, metrics: dict[str, float]) -> None:
         """All ranks publish together; the first one writes."""
@@ -195,8 +195,8 @@ class Publisher:
         is_first_time, self.is_first_time = self.is_first_time, False
         base = self.export(merged=False) if wants_adapter and is_first_time else None
         if base is not None:
-            self.sender.begin(dict(hf_tensors(base)), broadcasts)
-        model, adapter = self.export(), self.export.adapter() if wants_adapter else {}
+            self.sender.send_base(dict(hf_tensors(base)), broadcasts)
+        model, adapter = self.export(), self.export.adapter_tensors() if wants_adapter else {}
         if model is None:
             return
         if self.proof is None:
@@ -204,14 +204,14 @@ class Publisher:
         if is_first_time:  # a server that comes later needs it too
             template = self.loaded.tokenizer.chat_template
             write_description(self.loaded.directory, broadcasts / TEXT, self.loaded.dtype, True, template)
-        with appearing(broadcasts / f"step_{version}") as place:
+        with appearing_directory(broadcasts / f"step_{version}") as place:
             template = self.loaded.tokenizer.chat_template
             write_description(self.loaded.directory, place, self.loaded.dtype, is_first_time, template)
-            sent = self.sender.send(version, adapter if wants_adapter else self.proof.tensors, place)
-            of_each = self.proof.fingerprints()
+            sent = self.sender.send_version(version, adapter if wants_adapter else self.proof.tensors, place)
+            of_each = self.proof.weight_fingerprints()
             delivery = Delivery(
-                self.run.id, version, self.proof.checksum(of_each), str(self.loaded.dtype).removeprefix("torch."),
-                canary, metrics, self.proof.by_name(of_each), self.sender.message, sent, time.perf_counter() - start,
+                self.run.id, version, self.proof.combine_checksum(of_each), str(self.loaded.dtype).removeprefix("torch."),
+                canary, metrics, self.proof.by_name(of_each), self.sender.delivery_message, sent, time.perf_counter() - start,
             )  # fmt: skip
             write_delivery(delivery, place)
         remove_before(broadcasts, version - self.keep)

@@ -21,23 +21,23 @@ from hone.kernels.gpu import trains_model
 from hone.kernels.host import started_to_host, to_device
 from hone.models.lora import add_lora, seed_dropout, without_lora
 from hone.models.transformer import Transformer
-from hone.monitors.statistics import summary
+from hone.monitors.statistics import summarize_values
 from hone.records import Batch, Sample
-from hone.trainer.bad_steps import handle
+from hone.trainer.bad_steps import handle_bad_step
 from hone.trainer.loss import Loss, make_loss, policy_loss, token_weights
 from hone.trainer.memory import Estimate, estimate_rl, micro_batch_tokens
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import (
-    pack,
+    pack_sequences,
     pack_shared,
     prompt_of,
     share_by_prompt,
     split_by_prompt,
     split_by_tokens,
 )
-from hone.trainer.performance import Laps, device_bytes, mfu, peak_memory_gib
+from hone.trainer.performance import Laps, device_bytes, model_flops_utilization, peak_memory_gib
 from hone.trainer.ranks import Ranks
-from hone.trainer.sharding import shard
+from hone.trainer.sharding import shard_model
 from hone.transport.batches import routing_of
 from hone.transport.trained import Trained
 
@@ -68,7 +68,7 @@ class RLTrainer:
         self.loss_of = {env: make_loss(loss, f"trainer.loss_of.{env}") for env, loss in config.loss_of.items()}
         self.losses = [self.loss, *self.loss_of.values()]
         lora = config.lora
-        if config.replay_routing and not model.spec.routed:
+        if config.replay_routing and not model.spec.routed_experts:
             raise ValueError("trainer.replay_routing: this model is not a mixture of experts")
         if lora is not None and lora.dropout and numerics.is_exact():
             raise ValueError(
@@ -80,18 +80,18 @@ class RLTrainer:
         keeps = any("reference" in loss.needs for loss in self.losses) and not (lora and lora.keeps_reference)
         self.reference = copy.deepcopy(model).requires_grad_(False) if keeps else None
         for part in filter(None, (model, self.reference)):
-            shard(part, ranks, config.sharding)
+            shard_model(part, ranks, config.sharding)
         self.optimizer = Optimizer(model, config.optim, ranks)
         model.recomputes = config.activation_checkpointing
         sizes = (model.spec, model.embed.weight.dtype.itemsize, config.activation_checkpointing)
         self.micro_batch_tokens = config.micro_batch_tokens or micro_batch_tokens(*sizes, device_bytes(self.device))
 
-    def memory(self, most_tokens: int) -> Estimate:
+    def estimate_memory(self, most_tokens: int) -> Estimate:
         """About what a step of up to so many tokens takes."""
         itemsize = self.model.embed.weight.dtype.itemsize
         return estimate_rl(self.model.spec, self.config, most_tokens, itemsize, self.micro_batch_tokens)
 
-    def rehearse(self, most_tokens: int = 2048) -> None:
+    def compile_kernels(self, most_tokens: int = 2048) -> None:
         """Goes through micro-batches of steps of up to so many tokens, for kernels to be compiled (`gpu/compiling.py`)
         and loaded.
 
@@ -105,15 +105,17 @@ class RLTrainer:
             ids = [np.full(len(mask), i // members % 256) for i in range(count)]
             samples = [Sample(own, mask, logprobs, 1.0, 1.0, teacher_logprobs=logprobs) for own in ids]
             for loss in self.losses:
-                self.optimizer.clear()
-                self._backward(loss, samples, [1.0] * count, defaultdict(list))
-        self.optimizer.rehearse()
+                self.optimizer.clear_gradients()
+                self._backward_micro_batch(loss, samples, [1.0] * count, defaultdict(list))
+        self.optimizer.compile_kernels()
 
     def step(self, batch: Batch) -> dict[str, float]:
         """One optimiser step, and its numbers."""
-        return self.begin(batch)()
+        return self.begin_step(batch)()
 
-    def begin(self, batch: Batch, meanwhile: Callable[[], object] = lambda: None) -> Callable[[], dict[str, float]]:
+    def begin_step(
+        self, batch: Batch, meanwhile: Callable[[], object] = lambda: None
+    ) -> Callable[[], dict[str, float]]:
         """One optimiser step, which a GPU may still be computing; what is returned waits for its numbers, once.
 
         The loss is normalised by the loss tokens of the whole batch, however it is split. A batch without samples (no
@@ -124,15 +126,15 @@ class RLTrainer:
         seed_dropout(self.model, self.seed, batch.step, self.ranks.rank)
         lr = learning_rate(self.config.optim, self.config.scheduler, batch.step, self.max_steps)
         samples = batch.samples
-        loss_lengths = [sample.targets for sample in samples]
-        kinds, weights = self._kinds(samples), [0.0] * len(samples)
+        loss_lengths = [sample.target_count for sample in samples]
+        kinds, weights = self._group_by_loss(samples), [0.0] * len(samples)
         for kind, members in kinds:  # each loss weighs by its share of the samples; tokens weigh as its config says
             own = token_weights([loss_lengths[i] for i in members], kind.config)
             share = sum(map(bool, own)) / max(1, sum(map(bool, loss_lengths))) if len(kinds) > 1 else 1.0
             for i, weight in zip(members, own, strict=True):
                 weights[i] = share * weight
         names = ["entropy", "mismatch_kl", "is_masked", "importance_ratio"]
-        names += ["routing"] if self._replays(samples) else []
+        names += ["routing"] if self._is_replaying_routes(samples) else []
         names += ["differs"] if numerics.is_exact() else []
         parts: dict[str, list[torch.Tensor]] = {name: [] for name in [*names, "logprobs"]}
         if any("reference" in kind.needs for kind in self.losses):
@@ -140,15 +142,17 @@ class RLTrainer:
         loss, flops = torch.zeros((), device=self.device), 0.0
         split: list[tuple[Loss, list[int]]] = []
         for kind, members in kinds:
-            own_parts = [[members[i] for i in part] for part in self._split([samples[i] for i in members])]
+            own_parts = [[members[i] for i in part] for part in self._split_samples([samples[i] for i in members])]
             if self.optimizer.is_sharded:  # all ranks go through the model equally often, and for the same losses
                 own_parts += [[]] * (self.ranks.all_reduce_max(len(own_parts), self.device) - len(own_parts))
             split += [(kind, part) for part in own_parts]
         for kind, members in split:
-            part, work = self._backward(kind, [samples[i] for i in members], [weights[i] for i in members], parts)
+            part, work = self._backward_micro_batch(
+                kind, [samples[i] for i in members], [weights[i] for i in members], parts
+            )
             loss, flops = loss + part, flops + work
             if len(split) > 1:
-                self.optimizer.accumulate()
+                self.optimizer.accumulate_gradients()
         # Copied before the optimiser's work, beside which they are made into numbers.
         on_device = {"loss": loss} | {
             name: sum(found, loss.new_zeros(SUMS[name], dtype=torch.float64))
@@ -164,24 +168,26 @@ class RLTrainer:
         if is_bad:
             alone = partial(self._backward_alone, samples, weights)
 
-            def describe(i: int) -> dict[str, Any]:
+            def describe_sample(i: int) -> dict[str, Any]:
                 found = {**vars(samples[i]), "routing": None}
                 return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in found.items()}
 
-            handle(
-                batch.step, grad_norm, len(samples), alone, describe, self.optimizer, self.bad_steps,
+            handle_bad_step(
+                batch.step, grad_norm, len(samples), alone, describe_sample, self.optimizer, self.bad_steps,
                 self.config.on_bad_step, self.ranks,
             )  # fmt: skip
         seconds = time.perf_counter() - start
 
-        def numbers() -> dict[str, float]:
+        def finish_step() -> dict[str, float]:
             if arrival is not None:
                 arrival.synchronize()
             here = dict(zip(on_device, copies, strict=True))
             order = [samples[i] for _, members in split for i in members]
             self.trained = Trained(order, here["logprobs"].float().numpy(), here["is_masked"].numpy() > 0)
-            found = self._numbers(here if self.ranks.count == 1 else on_device)  # ranks add up and gather on the device
-            used = mfu(3 * flops / seconds, self.device)
+            found = self._collect_metrics(
+                here if self.ranks.count == 1 else on_device
+            )  # ranks add up and gather on the device
+            used = model_flops_utilization(3 * flops / seconds, self.device)
             return found | {
                 "optim/lr": lr,
                 "optim/grad_norm": grad_norm,
@@ -192,28 +198,28 @@ class RLTrainer:
                 **({} if used is None else {"perf/mfu": used}),
             }
 
-        return numbers
+        return finish_step
 
-    def _numbers(self, found: dict[str, torch.Tensor]) -> dict[str, float]:
+    def _collect_metrics(self, found: dict[str, torch.Tensor]) -> dict[str, float]:
         """The metrics that a step's loss and what its tokens have come to, over all ranks."""
-        values = {"loss/mean": float(self.ranks.sum(found["loss"]))}
+        values = {"loss/mean": float(self.ranks.sum_over_ranks(found["loss"]))}
         if "routing" in found:  # of the experts that were given and of those among them that differ, how many
-            differs, given = self.ranks.sum(found["routing"]).tolist()
+            differs, given = self.ranks.sum_over_ranks(found["routing"]).tolist()
             values["routing/differs"] = differs / max(given, 1.0)
         if "differs" in found:  # tokens whose logprob has other bits than the sampler's
-            values["exact/differs"] = self.ranks.sum(found["differs"]).item()
+            values["exact/differs"] = self.ranks.sum_over_ranks(found["differs"]).item()
         for name in found:
             if name not in (*SUMS, "loss", "logprobs"):
-                values |= summary(name, self.ranks.gather(found[name]))
+                values |= summarize_values(name, self.ranks.gather_numbers(found[name]))
         return values
 
-    def _replays(self, samples: list[Sample]) -> bool:
+    def _is_replaying_routes(self, samples: list[Sample]) -> bool:
         return self.config.replay_routing and any(sample.routing is not None for sample in samples)
 
     def _loss_of(self, sample: Sample) -> Loss:
         return self.loss_of.get(sample.env, self.loss)
 
-    def _kinds(self, samples: list[Sample]) -> list[tuple[Loss, list[int]]]:
+    def _group_by_loss(self, samples: list[Sample]) -> list[tuple[Loss, list[int]]]:
         """The losses that there are, and the indices of the samples of each; those go through the model apart."""
         kinds: list[tuple[Loss, list[int]]] = []
         for i, sample in enumerate(samples):
@@ -224,18 +230,18 @@ class RLTrainer:
             members.append(i)
         return kinds
 
-    def _split(self, samples: list[Sample]) -> list[list[int]]:
+    def _split_samples(self, samples: list[Sample]) -> list[list[int]]:
         """Indices of the samples of each of this rank's micro-batches."""
         lengths, budget = [len(sample.ids) for sample in samples], self.micro_batch_tokens
         if not self.shares_prompts:
-            mine = self.ranks.share(range(len(samples)), lengths)
+            mine = self.ranks.own_share(range(len(samples)), lengths)
             return [[mine[i] for i in part] for part in split_by_tokens([lengths[i] for i in mine], budget)]
         prompts = [prompt_of(sample.ids, sample.mask) for sample in samples]
         mine = share_by_prompt(self.ranks, prompts, lengths)
         parts = split_by_prompt([prompts[i] for i in mine], [lengths[i] for i in mine], budget)
         return [[mine[i] for i in part] for part in parts]
 
-    def _backward(
+    def _backward_micro_batch(
         self, loss: Loss, samples: list[Sample], weights: list[float], parts: dict[str, list[torch.Tensor]]
     ) -> tuple[torch.Tensor, float]:
         """Adds a micro-batch to the gradients and its per-token numbers to `parts`.
@@ -247,8 +253,8 @@ class RLTrainer:
         if not samples:
             zeros = np.zeros(2)
             nothing = Sample(np.array([0, 0]), np.array([False, True]), zeros, 0.0, 1.0, teacher_logprobs=zeros)
-            return self._backward(loss, [nothing], [0.0], defaultdict(list))
-        pack_samples = pack_shared if self.shares_prompts else pack
+            return self._backward_micro_batch(loss, [nothing], [0.0], defaultdict(list))
+        pack_samples = pack_shared if self.shares_prompts else pack_sequences
         packed = pack_samples([s.ids for s in samples], [s.mask for s in samples], self.device)
         sequence_N = packed.sequence_N
         temperature_N, advantage_N, weight_N = (
@@ -256,7 +262,7 @@ class RLTrainer:
             for values in ([s.temperature for s in samples], [s.advantage for s in samples], weights)
         )
         self.model.routing_TR = None
-        if self._replays(samples):
+        if self._is_replaying_routes(samples):
             rows = routing_of(samples, spare=1)[packed.source_T]
             self.model.routing_TR = to_device(rows, self.device).to(torch.int64)
         self.laps("data")
@@ -266,14 +272,14 @@ class RLTrainer:
                 reference_N, _ = packed.target_logprobs(self.reference or self.model, temperature_N)
 
         @cache
-        def given() -> tuple[torch.Tensor, torch.Tensor | None]:
+        def sampled_logprobs() -> tuple[torch.Tensor, torch.Tensor | None]:
             """Logprobs of the sampler and of the teacher, made while a GPU goes through the model."""
             teachers = [s.teacher_logprobs for s in samples if s.teacher_logprobs is not None]
             teacher_N = packed.of_targets(teachers) if len(teachers) == len(samples) else None
             return packed.of_targets([s.logprobs for s in samples]), teacher_N
 
         def loss_of(part: slice, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-            sampled_N, teacher_N = given()
+            sampled_N, teacher_N = sampled_logprobs()
             found = policy_loss(
                 logprobs, sampled_N[part], advantage_N[part], sequence_N[part], weight_N[part], loss, entropy,
                 None if reference_N is None else reference_N[part], None if teacher_N is None else teacher_N[part],
@@ -291,7 +297,7 @@ class RLTrainer:
 
         needs_entropy = "entropy" in loss.needs
         if "whole_sequences" not in loss.needs:
-            total = packed.loss(self.model, temperature_N, loss_of, needs_entropy)
+            total = packed.compute_loss(self.model, temperature_N, loss_of, needs_entropy)
         else:
             total = loss_of(slice(None), *packed.target_logprobs(self.model, temperature_N, needs_entropy))
         self.laps("forward")
@@ -299,15 +305,15 @@ class RLTrainer:
         self.laps("backward")
         if self.model.routing_TR is not None:
             parts["routing"].append(self._differing_routing())
-        return total.detach(), packed.flops(self.model.spec)
+        return total.detach(), packed.count_flops(self.model.spec)
 
     def _differing_routing(self) -> torch.Tensor:
         """How many of the experts that were given the routers would not have chosen, and how many were given."""
         self.model.routing_TR, found = None, torch.zeros(2, dtype=torch.float64, device=self.device)
-        for mixture in self.model.mixtures:
+        for mixture in self.model.expert_layers:
             assert mixture.differs_TK is not None and mixture.given_TK is not None
             found += torch.stack([mixture.differs_TK.sum(), (mixture.given_TK >= 0).sum()])
         return found
 
     def _backward_alone(self, samples: list[Sample], weights: list[float], i: int) -> None:
-        self._backward(self._loss_of(samples[i]), [samples[i]], [weights[i]], defaultdict(list))
+        self._backward_micro_batch(self._loss_of(samples[i]), [samples[i]], [weights[i]], defaultdict(list))

@@ -31,7 +31,7 @@ class FakeConversations:
 
     def __init__(self, count: int, seq_len: int, vocab_size: int, seed: int) -> None:
         self.count, self.seq_len, self.vocab_size, self.seed = count, seq_len, vocab_size, seed
-        self.read, self.dropped = count, 0
+        self.read, self.dropped_count = count, 0
         self.sizes = [count]
 
     def __getitem__(self, i: int) -> list[Conversation]:
@@ -58,7 +58,7 @@ class Left:
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, number: int, rendered: Rendered) -> None:
+    def add_row(self, number: int, rendered: Rendered) -> None:
         self.counts[rendered.reason] += 1
         named = self.examples.setdefault(rendered.reason, [])
         if len(named) < 3:
@@ -113,15 +113,15 @@ class Conversations:
         self.left_out: dict[int, Rendered] = {}
 
     @property
-    def dropped(self) -> int:
+    def dropped_count(self) -> int:
         """Rows of which nothing is used, among those that were rendered."""
         return len(self.left_out)
 
     def __getitem__(self, i: int) -> list[Conversation]:
         """Return the samples of row `i`; none where it is left out."""
-        return self.look(i).samples
+        return self.render_row(i).samples
 
-    def look(self, i: int) -> Rendered:
+    def render_row(self, i: int) -> Rendered:
         found = self.rendered[i]
         if found is None:
             found = self.rendered[i] = self.render(self.rows[i])
@@ -129,7 +129,7 @@ class Conversations:
                 self.left_out[i] = found
         return found
 
-    def limit(self, seq_len: int) -> None:
+    def limit_length(self, seq_len: int) -> None:
         """Leave out what is longer than this from now on."""
         self.render.seq_len = seq_len
         for i, one in enumerate(self.rendered):
@@ -153,16 +153,16 @@ class StreamedConversations:
         self.sources, self.render = sources, Renderer(tokenizer, seq_len, roles, last_only)
         self.read, self.left = 0, Left()
 
-    def limit(self, seq_len: int) -> None:
+    def limit_length(self, seq_len: int) -> None:
         """Leave out what is longer than this from now on."""
         self.render.seq_len = seq_len
 
     @property
-    def dropped(self) -> int:
+    def dropped_count(self) -> int:
         """Rows of which nothing is used, so far."""
         return self.left.counts.total()
 
-    def conversations(self, config: DataConfig, seed: int) -> Iterator[Conversation]:
+    def iterate_conversations(self, config: DataConfig, seed: int) -> Iterator[Conversation]:
         """Yield samples without end, in an order that follows from the seed.
 
         Raises ValueError where a thousand rows one after the other are of no use, and where more than
@@ -185,11 +185,11 @@ class StreamedConversations:
             rendered = self.render(row)
             useless = 0 if rendered.samples else useless + 1
             if not rendered.samples:
-                self.left.add(self.read, rendered)
+                self.left.add_row(self.read, rendered)
             if useless == STREAM_CHECK:
                 raise _nothing_fits(config, self.render.seq_len, self.left)
-            if self.read % STREAM_CHECK == 0 and self.dropped > config.max_left_out * self.read:
-                raise too_many_left_out(self.dropped, self.read, self.left, config)
+            if self.read % STREAM_CHECK == 0 and self.dropped_count > config.max_left_out * self.read:
+                raise too_many_left_out(self.dropped_count, self.read, self.left, config)
             yield from rendered.samples
 
 
@@ -212,7 +212,7 @@ def _again_and_again(source: Source) -> Iterator[dict[str, Any]]:
         yield from source
 
 
-def epoch(data: Conversations | FakeConversations, config: DataConfig, seed: int, number: int) -> Iterator[Row]:
+def iterate_epoch(data: Conversations | FakeConversations, config: DataConfig, seed: int, number: int) -> Iterator[Row]:
     """The rows of one pass over the data; the order follows from seed and number."""
     draw, order, start = random.Random(f"{seed} {number}"), [], 0
     weights = None if config.fake else config.weights
@@ -222,10 +222,10 @@ def epoch(data: Conversations | FakeConversations, config: DataConfig, seed: int
         start += size
     if config.shuffle:
         draw.shuffle(order)
-    yield from packed((conversation for i in order for conversation in data[i]), config)
+    yield from pack_conversations((conversation for i in order for conversation in data[i]), config)
 
 
-def packed(conversations: Iterator[Conversation], config: DataConfig) -> Iterator[Row]:
+def pack_conversations(conversations: Iterator[Conversation], config: DataConfig) -> Iterator[Row]:
     """Rows of whole conversations, in their order."""
     row: Row = []
     used = 0
@@ -240,10 +240,10 @@ def packed(conversations: Iterator[Conversation], config: DataConfig) -> Iterato
         yield row
 
 
-def steps(data: Data, config: DataConfig, seed: int, epochs: int | None = None) -> Iterator[list[Row]]:
+def iterate_steps(data: Data, config: DataConfig, seed: int, epochs: int | None = None) -> Iterator[list[Row]]:
     """The rows of one optimiser step after the other, across epochs; without end unless `epochs` is given."""
     batch: list[Row] = []
-    for row in _rows(data, config, seed, epochs):
+    for row in _iterate_rows(data, config, seed, epochs):
         batch.append(row)
         if len(batch) == config.batch_size:
             yield batch
@@ -252,20 +252,20 @@ def steps(data: Data, config: DataConfig, seed: int, epochs: int | None = None) 
         yield batch
 
 
-def _rows(data: Data, config: DataConfig, seed: int, epochs: int | None) -> Iterator[Row]:
+def _iterate_rows(data: Data, config: DataConfig, seed: int, epochs: int | None) -> Iterator[Row]:
     if isinstance(data, StreamedConversations):
-        yield from packed(data.conversations(config, seed), config)
+        yield from pack_conversations(data.iterate_conversations(config, seed), config)
         return
     number = 0
     while epochs is None or number < epochs:
         is_empty = True
-        for row in epoch(data, config, seed, number):
+        for row in iterate_epoch(data, config, seed, number):
             is_empty = False
             yield row
-        if is_empty and data.dropped == data.count:
+        if is_empty and data.dropped_count == data.count:
             left = Left()
             for i, one in getattr(data, "left_out", {}).items():
-                left.add(i + 1, one)
+                left.add_row(i + 1, one)
             raise _nothing_fits(config, data.render.seq_len if isinstance(data, Conversations) else 0, left)
         if is_empty:
             raise ValueError(f"data.weights {config.weights} of {data.sizes} rows leave no conversation to train on")

@@ -48,7 +48,7 @@ class Source:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         number = 0
-        for number, row in enumerate(self._rows(), 1):
+        for number, row in enumerate(self._iterate_rows(), 1):
             if row.get("messages") is None and not {"prompt", "completion"} <= set(row):
                 place = "" if number == 1 else f", row {number},"
                 raise ValueError(
@@ -58,7 +58,7 @@ class Source:
         if number == 0:
             raise ValueError(f"{self.key}: {self.name} has no rows")
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
+    def _iterate_rows(self) -> Iterator[dict[str, Any]]:
         if not self.is_file:
             return map(without_added_nulls, self._read_data_set())
         if self.kind in ARROW_FILES:

@@ -14,19 +14,19 @@ ROW_MULTIPLE, MOST_ROW_TOKENS = 64, 8192  # of a row length that is chosen
 Tell = Callable[..., None]
 
 
-def survey(data: Conversations, config: DataConfig, key: str, tell: Tell) -> None:
+def survey_data(data: Conversations, config: DataConfig, key: str, tell: Tell) -> None:
     """Render the rows, say how many there are and what is left out.
 
     Raises ValueError where more than `data.max_left_out` of them are.
     """
     left, samples, tokens, lost = Left(), 0, 0, 0
-    rows = _surveyed(data.count)
+    rows = _choose_surveyed(data.count)
     for i in rows:
-        found = data.look(i)
+        found = data.render_row(i)
         samples += len(found.samples)
         tokens += found.tokens
         if not found.samples:
-            left.add(i + 1, found)
+            left.add_row(i + 1, found)
             lost += found.tokens
     count, total = left.counts.total(), len(rows)
     which = f"{total:,} rows" if total == data.count else f"{total:,} rows drawn from {data.count:,}"
@@ -40,7 +40,9 @@ def survey(data: Conversations, config: DataConfig, key: str, tell: Tell) -> Non
 
 def row_tokens_of_data(data: Conversations, positions: int, tell: Tell) -> int:
     """Return the length of a row that the longest conversation fits into, as far as the model has positions for it."""
-    return _row_tokens(max((data.look(i).longest for i in _surveyed(data.count)), default=0), positions, tell)
+    return _row_tokens(
+        max((data.render_row(i).longest for i in _choose_surveyed(data.count)), default=0), positions, tell
+    )
 
 
 def row_tokens_of_streams(sources: list[Source], render: Renderer, positions: int, tell: Tell) -> int:
@@ -56,6 +58,6 @@ def _row_tokens(longest: int, positions: int, tell: Tell) -> int:
     return chosen
 
 
-def _surveyed(count: int) -> Sequence[int]:
+def _choose_surveyed(count: int) -> Sequence[int]:
     rows = range(count)
     return rows if count <= SURVEYED_ROWS else sorted(random.Random(0).sample(rows, SURVEYED_ROWS))
