@@ -110,7 +110,7 @@ def _run_command(command: str, argv: list[str]) -> int:
 
         config = load_config(config_class, [word for word in argv if word != "--dry-run"])
         if "--dry-run" in argv:
-            _dry_run(command, config.resolved())
+            _dry_run(command, config.resolve_config())
         else:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
             from hone.monitors.log import start_logging
@@ -142,7 +142,7 @@ def _out_of_memory(error: Exception, config) -> str:  # type: ignore[no-untyped-
     from hone.launch.estimate import memory_lines
 
     said = ". ".join(str(error).split(". ")[:2]).removesuffix(".")
-    expected = "".join(f"\n  about: {line}" for line in memory_lines(config.resolved()))
+    expected = "".join(f"\n  about: {line}" for line in memory_lines(config.resolve_config()))
     return f"out of memory: {said}{expected}\n  what makes it less: {config.MEMORY_KEYS}"
 
 

@@ -29,7 +29,7 @@ def model(dtype, seed=0):
 def forward(made, sequences):
     attention = PackedAttention([len(s) for s in sequences], "cuda")
     tokens = torch.cat(sequences).cuda()
-    return made.logits(made(tokens, attention.token_positions(), attention))
+    return made.compute_logits(made(tokens, attention.token_positions(), attention))
 
 
 def test_flash_attention_in_bf16_equals_padded_attention_in_fp32():

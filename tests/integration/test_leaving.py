@@ -93,6 +93,6 @@ def test_a_signal_that_comes_while_python_shuts_down_changes_nothing():
         "import os, signal; from hone import cli, leaving\n"
         "class Late:\n"
         "    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR1): kill(pid, number)\n"
-        "leaving.listen(); late = Late(); cli._exit(0)"
+        "leaving.listen_for_signals(); late = Late(); cli._exit_process(0)"
     )
     command("python", "-c", code)

@@ -46,8 +46,8 @@ model, receiver = Transformer(ModelSpec(*SPEC)).to(device, dtype), NetworkReceiv
 proof = Proof(model)
 for line in sys.stdin:
     try:
-        receiver.receive(message, int(line), None, proof.tensors, proof.arriving())
-        print(proof.checksum(proof.fingerprints()), "read" if receiver._trainer.shown else "sent", flush=True)
+        receiver.receive_version(message, int(line), None, proof.tensors, proof.follow_arrivals())
+        print(proof.combine_checksum(proof.weight_fingerprints()), "read" if receiver._trainer.shown else "sent", flush=True)
     except (Superseded, ValueError) as error:
         print(error, flush=True)
 """.replace("SPEC", repr(SPEC))
@@ -278,7 +278,7 @@ import json, sys
 from hone.transport.gpu_memory import StampReader
 reader = StampReader(json.loads(sys.argv[1]))
 for line in sys.stdin:
-    with reader.kept(float(line)) as version:
+    with reader.hold_version(float(line)) as version:
         print(version, flush=True)
         sys.stdin.readline()
 """

@@ -27,7 +27,7 @@ def test_the_lock_resolves(platform, tmp_path):
 
 def test_compiled_kernels_leave_the_number_of_threads_as_it_was_asked_for():
     program = (
-        "from hone import machine; machine.prepare(); import torch; from hone.kernels.norm import add_norm; "
+        "from hone import machine; machine.prepare_environment(); import torch; from hone.kernels.norm import add_norm; "
         "add_norm(torch.ones(4, 16), torch.ones(4, 16), torch.ones(16), 1e-6); print(torch.get_num_threads())"
     )
     assert command("python", "-c", program, env={"OMP_NUM_THREADS": "1"}).stdout.split() == ["1"]
@@ -36,7 +36,9 @@ def test_compiled_kernels_leave_the_number_of_threads_as_it_was_asked_for():
 @pytest.mark.main_path
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names of x86-64")
 def test_an_instruction_set_can_be_forced_and_one_that_is_not_there_is_refused():
-    code = "from hone import machine; machine.prepare(); from hone.kernels import cpu; print(cpu.words('cpu'))"
+    code = (
+        "from hone import machine; machine.prepare_environment(); from hone.kernels import cpu; print(cpu.words('cpu'))"
+    )
     for isa, shown in (("avx2", "cpu (avx2, "), ("none", "cpu (plain torch, ")):
         assert command("python", "-c", code, env={"HONE_CPU_ISA": isa}).stdout.startswith(shown)
     refused = command("sft", "@", "examples/reverse_text_tiny/sft.toml", env={"HONE_CPU_ISA": "avx1"}, ok=False)

@@ -60,7 +60,7 @@ import hone.launch.colocated as run
 from hone.orchestrator.orchestrator import Orchestrator
 
 learning, begun = [], []
-learn, adopted = run.learn, Orchestrator.adopted
+learn, adopted = run.train_step, Orchestrator.on_adopted
 
 def watched(*arguments):
     learning.append(True)
@@ -79,7 +79,7 @@ def noted(self, version):
     if len(self.under_way) > before:
         begun.append((version, bool(learning)))
 
-run.learn, Orchestrator.adopted = watched, noted
+run.train_step, Orchestrator.on_adopted = watched, noted
 file, sys.argv = sys.argv[1], ["hone", *sys.argv[2:]]
 try:
     runpy.run_module("hone", run_name="__main__")

@@ -288,7 +288,7 @@ def test_a_run_that_goes_on_refuses_every_change_of_what_is_learnt(config):
         inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         yield from ([at] if not inner else [place for key, one in inner for place in places(one, (*at, key))])
 
-    written, seen = json.dumps(config.public()), set()
+    written, seen = json.dumps(config.to_public_dict()), set()
     assert list(find_differences(json.loads(written), config)) == []
     for place in places(json.loads(written)):
         before = at = json.loads(written)

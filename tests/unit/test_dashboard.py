@@ -61,7 +61,7 @@ def index_of(run):
 
 def last(index):
     """The newest value of every metric, with the newest step."""
-    found = index.series(index.names())
+    found = index.metric_series(index.metric_names())
     return {name: values[-1] for name, (_, values) in found.items()} | {"step": max(s[-1] for s, _ in found.values())}
 
 

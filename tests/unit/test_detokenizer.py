@@ -101,11 +101,11 @@ def test_bytes_of_tokens_joined_are_the_text(both):
     for seed in range(200):
         rng = random.Random(seed)
         ids = ours.encode(draw_text(rng))
-        joined = b"".join(ours.token_texts.pieces(ids, follows=False)).decode()
+        joined = b"".join(ours.token_texts.token_bytes(ids, follows=False)).decode()
         assert joined == theirs.decode(ids), seed
         place = rng.randrange(len(ids) + 1)
-        begun = b"".join(ours.token_texts.pieces(ids[:place], follows=False))
-        rest = b"".join(ours.token_texts.pieces(ids[place:], follows=place > 0))
+        begun = b"".join(ours.token_texts.token_bytes(ids[:place], follows=False))
+        rest = b"".join(ours.token_texts.token_bytes(ids[place:], follows=place > 0))
         assert (begun + rest).decode() == joined, seed
 
 

@@ -51,7 +51,7 @@ def request(prompt, seed=0, temperature=1.0, max_tokens=20, stop=STOP):
 def plain_logprobs(model, prompt, ids, temperature=1.0):
     tokens = torch.tensor(prompt + ids[:-1])
     packed = PackedAttention([len(tokens)])
-    logits = model.logits(model(tokens, packed.token_positions(), packed))[len(prompt) - 1 :].float()
+    logits = model.compute_logits(model(tokens, packed.token_positions(), packed))[len(prompt) - 1 :].float()
     return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
 
 
@@ -97,7 +97,7 @@ def test_greedy_equals_argmax_of_plain_forwards(model):
     for i, token in enumerate(ids):
         packed = PackedAttention([len(prompt) + i])
         with torch.no_grad():
-            logits = model.logits(model(torch.tensor(prompt + ids[:i]), packed.token_positions(), packed))[-1]
+            logits = model.compute_logits(model(torch.tensor(prompt + ids[:i]), packed.token_positions(), packed))[-1]
         assert token == int(logits.argmax())
 
 
@@ -187,7 +187,7 @@ def drain(engine):
 
 
 def assert_all_returned(engine):
-    assert engine.pool.available == engine.pool.pages - 1 and not any(engine.pool.users)
+    assert engine.pool.available_count == engine.pool.pages - 1 and not any(engine.pool.users)
     assert sorted(engine.slots.free) == list(range(engine.max_batch_size))
 
 
@@ -203,11 +203,11 @@ def test_a_step_that_fails_leaves_nothing_behind(model, monkeypatch, where):
 
     with monkeypatch.context() as broken:
         if where == "draw":
-            broken.setattr(engine.sampler, "sample", fail)
+            broken.setattr(engine.sampler, "sample_tokens", fail)
         elif engine.packed is not None:
-            broken.setattr(engine.packed, "prefill", fail)
+            broken.setattr(engine.packed, "prefill_stretches", fail)
         else:
-            broken.setattr(engine.prefill, "run", fail)
+            broken.setattr(engine.prefill, "run_stretches", fail)
         for one in prompts:
             engine.add(one, print)
         with pytest.raises(torch.OutOfMemoryError):
@@ -244,7 +244,7 @@ def test_a_prompt_that_starts_like_an_earlier_one_is_not_computed_again(model, m
     start = list(range(4, 37))  # two pages and a token
     alone = Engine(model).generate([request([*start, 9, 9], seed=5)])[0]
     engine.generate([request([*start, 8], max_tokens=1)])
-    monkeypatch.setattr(Engine, "_prefill", counting)
+    monkeypatch.setattr(Engine, "_run_prefill", counting)
     again = engine.generate([request([*start, 9, 9], seed=5)])[0]
     assert computed[0] == 3 and again.ids == alone.ids
     torch.testing.assert_close(torch.tensor(again.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-5)
@@ -452,7 +452,7 @@ def plain_distributions(model, ids, temperature=1.0):
     tokens = torch.tensor([5, 6, 7, *ids[:-1]])
     packed = PackedAttention([len(tokens)])
     with torch.no_grad():
-        return model.logits(model(tokens, packed.token_positions(), packed))[2:] / temperature
+        return model.compute_logits(model(tokens, packed.token_positions(), packed))[2:] / temperature
 
 
 def test_filters_draw_from_what_they_leave_and_report_the_models_logprob(model):
@@ -598,7 +598,7 @@ def test_a_graph_of_more_rows_stands_in_until_its_spare_rows_have_paid(stand_in,
     many, few = Key(128, 0, False, 0, 0, False), Key(64, 0, False, 0, 0, False)
     unlike = [few._replace(rows=96, **one) for one in ({"kind": 1}, {"parts": 2}, {"is_long": True})]
     graphs.captured = Named(stand_in).has(many, few._replace(rows=256), few._replace(rows=32), *unlike)
-    monkeypatch.setattr(graphs, "capture", lambda key: graphs.captured.has(key))
+    monkeypatch.setattr(graphs, "capture_graph", lambda key: graphs.captured.has(key))
     steps = PAYS_FOR_GRAPH // 2  # of which each has half of its rows for nobody
     chosen = [graphs._choose_graph(few, steps) for _ in range(5)]
     assert chosen == ([many] * 3 + [few] * 2 if stand_in else [few] * 5)
@@ -637,7 +637,7 @@ def test_a_larger_pass_stands_in_as_long_as_its_spare_tokens_hide_launches(stand
     prefill.seen, prefill.most_tokens = set(), 1000
     few_prompts, decoding = Shape(192, 2, 64), Key(128, 0, False, 0, 0, False)
     captured = Named(stand_in).has(Shape(512, 16, 64), Shape(768, 16, 64), few_prompts, decoding)
-    monkeypatch.setattr(prefill, "capture", lambda shape: captured.has(shape))
+    monkeypatch.setattr(prefill, "capture_graph", lambda shape: captured.has(shape))
     small, longer = Shape(128, 4, 32), Shape(128, 4, 128)
     chosen = [prefill._choose_graph(captured, small) for _ in range(4)]
     assert chosen == ([Shape(512, 16, 64)] * 2 + [small] * 2 if stand_in else [None] + [small] * 3)

@@ -9,7 +9,7 @@ import pytest
 
 import hone.environments as vf
 from hone.config.sections import EvalConfig
-from hone.environments.attempt import attempt_rollout
+from hone.environments.attempt import attempt
 from hone.environments.maths import Comparer
 from hone.evals.held_out import evaluate_environments, mean_scores
 from hone.records import Completion, Rollout, Sampling, Turn
@@ -75,7 +75,7 @@ def test_a_reward_function_without_a_number_fails_its_rollout_or_counts_zero(val
     broken.__name__ = f"broken_{type(value).__name__}"
     env = vf.SingleTurnEnv(dataset=[{"question": "q"}], rubric=vf.Rubric(funcs=[broken, lambda **_: 1.0]))
     failures = Counter()
-    done = asyncio.run(attempt_rollout(env, Asked("a"), env.get_dataset()[0], Sampling(), retries=2, failures=failures))
+    done = asyncio.run(attempt(env, Asked("a"), env.get_dataset()[0], Sampling(), retries=2, failures=failures))
     what = said.partition(" (")[0]
     assert done.error == f"reward function {broken.__name__} {what}" and failures == {"reward": 3}
     assert caplog.text.count(broken.__name__) == 1 and what in caplog.text  # said once
@@ -204,7 +204,7 @@ def test_an_evaluation_goes_on_without_what_has_no_end_or_gives_nothing(end, err
     )  # not a function's
     assert asyncio.run(evaluate_environments(config, {"odd": env}, Echo("a"), 0)) == {"eval/odd/failed": 1}
     example, sampling = env.get_eval_dataset()[0], Sampling()
-    assert asyncio.run(attempt_rollout(env, Echo("a"), example, sampling, 0.05)).error.startswith(error)
+    assert asyncio.run(attempt(env, Echo("a"), example, sampling, 0.05)).error.startswith(error)
 
 
 def test_slow_comparisons_hold_up_no_others_and_no_longer_than_they_may(monkeypatch):

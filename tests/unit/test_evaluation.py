@@ -72,7 +72,7 @@ SETTINGS = {
 
 def evaluate(client, folder=None, known=None):
     env, sampling = environment(), Sampling()
-    done = None if folder is None else folder.add
+    done = None if folder is None else folder.append_rollout
     return asyncio.run(attempt_rollouts(env, client, env.get_dataset(), 2, sampling, known=known, done=done))
 
 

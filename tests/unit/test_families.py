@@ -123,7 +123,7 @@ def chosen_in(model, ids):
     attention = PackedAttention([len(ids) - 1])
     with torch.no_grad():
         model(torch.tensor(ids[:-1]), attention.token_positions(), attention)
-    return torch.cat([mixture.chosen_TK for mixture in model.mixtures], 1)
+    return torch.cat([mixture.chosen_TK for mixture in model.expert_layers], 1)
 
 
 def test_completions_say_which_experts_their_tokens_went_through():

@@ -39,7 +39,7 @@ class Client:
     def answer(self, i):
         self.asked[i][-1].set_result(None)
 
-    async def control(self, route, body=None):
+    async def call_control(self, route, body=None):
         assert route == "progress"
         written = {name: n for name, n in body["known"].items()}
         new = {
@@ -98,7 +98,7 @@ def test_a_server_is_asked_for_what_it_computes_and_a_little_more(monkeypatch):
     async def program(made, clients):
         (server,), (client,) = made.servers, clients
         client.state = {"running": 16, "waiting": 84, "without_room": 0}  # it has only begun to read
-        watching = asyncio.ensure_future(made.watch())
+        watching = asyncio.ensure_future(made.watch_servers())
         first = [ask(made, 2 * i, f"p{i}") for i in range(100)]
         await asyncio.sleep(0.05)
         assert len(client.asked) == 100 and server.limit == math.inf
@@ -161,7 +161,7 @@ def test_what_was_asked_of_a_sampling_does_not_part_its_group(monkeypatch):
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_what_a_lost_server_had_written_is_gone_on_from_or_begun_again(goes_on, monkeypatch):
     async def program(made, clients):
-        watching = asyncio.ensure_future(made.watch())
+        watching = asyncio.ensure_future(made.watch_servers())
         tasks = [ask(made, seed) for seed in (5, 6)]
         await until(lambda: any(client.asked for client in clients))
         first, second = sorted(clients, key=lambda client: -len(client.asked))
@@ -220,7 +220,7 @@ def test_a_connection_that_breaks_is_no_lost_server(monkeypatch, caplog):
 
 def test_a_server_that_falls_silent_is_lost_and_what_nobody_waits_for_is_given_up(monkeypatch, caplog):
     async def program(made, clients):
-        watching = asyncio.ensure_future(made.watch())
+        watching = asyncio.ensure_future(made.watch_servers())
         one, two = ask(made, 0, "a"), ask(made, 0, "b")
         first, second = clients
         await until(lambda: first.asked and second.asked)

@@ -248,7 +248,7 @@ def test_the_longest_sequence_says_whether_a_step_has_long_ones(monkeypatch):
     graphs = DecodeGraphs(decoder, None, 128)
     for longest, expected in ((100, False), (LONG - SOON // 2, False), (LONG, True)):
         sequences = [
-            SimpleNamespace(prompt=[0] * length, first_step=7, pages=range(100 * i, 100 * i + 100))
+            SimpleNamespace(prompt_ids=[0] * length, first_step=7, pages=range(100 * i, 100 * i + 100))
             for i, length in enumerate([100] * 126 + [longest])
         ]
         graphs.set_batch(sequences, 0, False, 7)

@@ -9,7 +9,7 @@ import pytest
 from hone.inference import server as module
 from hone.inference.server import Limit
 
-SERVED = types.SimpleNamespace(sampler=types.SimpleNamespace(context=64))
+SERVED = types.SimpleNamespace(sampler=types.SimpleNamespace(max_context=64))
 SCOPE = {"type": "http", "path": "/v1/chat/completions", "method": "POST", "headers": []}
 
 

@@ -38,7 +38,7 @@ def made(**changes):
 def logits(model, ids=IDS):
     attention = PackedAttention([len(ids)])
     with torch.no_grad():
-        return model.logits(model(torch.tensor(ids), attention.token_positions(), attention))
+        return model.compute_logits(model(torch.tensor(ids), attention.token_positions(), attention))
 
 
 def trained(model, steps=3, lr=1e-2, loss=None, **lora):

@@ -67,7 +67,7 @@ def run(program):
 
 def test_an_error_of_a_group_is_not_forgotten_for_the_next_that_is_well():
     class Teacher:
-        async def score(self, samples):
+        async def score_samples(self, samples):
             if samples[0].ids[2] % 2:
                 raise ConnectionError("the teacher is gone")
 
@@ -401,7 +401,7 @@ def test_each_environment_has_its_share_its_group_size_and_its_sampling():
         assert sizes == {("digits", 4): 6, ("few", 2): 2} and collected.measure()["batch/few/groups"] == 2
         assert {(s.env, s.temperature) for s in collected.batch.samples} == {("digits", 1.0), ("few", 0.5)}
         few = next(g for g in collected.groups if g.task.env == "few")
-        (one, two), rewards = few.advantages, few.rewards
+        (one, two), rewards = few.advantages, few.reward_list
         assert (one, two) == (rewards[0] - rewards[1], rewards[1] - rewards[0])  # rloo: less the mean of the others
     assert drawn[1.0, 128] == 4 * 24 and drawn[0.5, 7] == 4 * 4
 

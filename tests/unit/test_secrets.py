@@ -59,7 +59,7 @@ def test_a_written_configuration_has_none_and_its_process_has_them(config, tmp_p
     run = RunDirectory(tmp_path / "out", "rl")
     file = run.write_config(to_toml(config))
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    for text in (file.read_text(), json.dumps(config.public())):
+    for text in (file.read_text(), json.dumps(config.to_public_dict())):
         assert "very-private" not in text and "hidden" not in text and "http://x" in text
     for name, value in secrets_variable(config.model_dump(mode="json")).items():
         monkeypatch.setenv(name, value)

@@ -42,7 +42,7 @@ def test_requests_made_while_a_function_computes_have_what_it_leaves(service):
         return "learnt"
 
     async def program():
-        assert await service.run(learn) == "learnt"
+        assert await service.run_on_engine(learn) == "learnt"
         for one in await asyncio.gather(*tasks):
             assert set(one.versions) == {7}
 
@@ -61,7 +61,7 @@ def test_in_lockstep_completions_are_held_and_what_functions_give_is_not(service
     async def program():
         short, long = (asyncio.ensure_future(service.generate(request(n, n))) for n in (2, 80))
         await asyncio.sleep(0)
-        assert await service.run(lambda: len(service.engine.sequences())) == 2
+        assert await service.run_on_engine(lambda: len(service.engine.live_sequences())) == 2
         goes_on.set()
         await asyncio.wait([short])
         assert long.done()
@@ -75,7 +75,7 @@ def test_what_a_function_raises_is_raised_where_it_was_asked_for(service):
 
     async def program():
         with pytest.raises(KeyError, match="no such thing"):
-            await service.run(fail)
+            await service.run_on_engine(fail)
         assert len((await service.generate(request(0))).ids) == 40
 
     service.run_beside(program())
@@ -105,7 +105,7 @@ def test_requests_that_were_made_before_a_failure_do_not_hide_it(service, monkey
 
     async def program():
         try:
-            await service.run(learn)
+            await service.run_on_engine(learn)
         finally:
             await asyncio.to_thread(computes.wait, 10)
 

@@ -63,7 +63,7 @@ def test_prompt_and_completion_may_be_text_or_messages():
 def test_only_assistant_tokens_are_targets(tokenizer):
     ((ids, mask),) = Conversations([rows(7)], tokenizer, 100)[0]
     assert len(ids) == 7
-    assert [tokenizer.token(i) for i, m in zip(ids, mask, strict=True) if m] == ["a", "a", "a", "<|end|>"]
+    assert [tokenizer.token_text(i) for i, m in zip(ids, mask, strict=True) if m] == ["a", "a", "a", "<|end|>"]
 
 
 def test_other_roles_may_be_learnt_too(tokenizer):
@@ -71,7 +71,7 @@ def test_other_roles_may_be_learnt_too(tokenizer):
     learnt = {}
     for roles in (["user"], ["system", "assistant"], ["system", "user", "assistant"]):
         ((ids, mask),) = Conversations([[{"messages": messages}]], tokenizer, 100, roles)[0]
-        learnt[len(roles)] = "".join(tokenizer.token(i) for i, m in zip(ids, mask, strict=True) if m)
+        learnt[len(roles)] = "".join(tokenizer.token_text(i) for i, m in zip(ids, mask, strict=True) if m)
     assert learnt == {
         1: "<|user|>u<|user|>u",
         2: "<|system|>sa<|end|>a<|end|>",  # of the assistant's what it wrote, of others all that their message adds

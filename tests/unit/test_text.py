@@ -214,7 +214,7 @@ def update(served, directory, version):
     states = []
 
     async def program():
-        states.append(await served.update(directory, version, None, {"type": "filesystem"}))
+        states.append(await served.update_weights(directory, version, None, {"type": "filesystem"}))
 
     served.sampler.service.run_beside(program())
     return states[0]

@@ -86,8 +86,8 @@ def call_of(name, arguments):
 
 def answer_in(template, calls):
     asked = [{"role": "user", "content": "?"}]
-    prompt = template.render(asked, add_generation_prompt=True)
-    whole = template.render([*asked, {"role": "assistant", "content": "", "tool_calls": calls}])
+    prompt = template.render_conversation(asked, add_generation_prompt=True)
+    whole = template.render_conversation([*asked, {"role": "assistant", "content": "", "tool_calls": calls}])
     return whole[len(prompt) :].removesuffix("<|end|>")
 
 

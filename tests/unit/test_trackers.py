@@ -118,11 +118,11 @@ def test_a_tracker_that_fails_is_left_out_and_said_once(caplog):
     class Bad(Tracker):
         asked = 0
 
-        def row(self, step, values):
+        def log_row(self, step, values):
             Bad.asked += 1
             raise OSError("no disk")
 
-        def rollouts(self, step, rows, sample): ...
+        def log_rollouts(self, step, rows, sample): ...
 
         def close(self, well):
             raise AssertionError

@@ -217,7 +217,7 @@ def test_no_version_that_is_to_be_evaluated_is_passed_over(tmp_path):
     trained = []
 
     class Rows:
-        def trained(self, version, values):
+        def write_trained(self, version, values):
             trained.append(version)
 
     async def looks():
@@ -235,7 +235,7 @@ def test_a_server_without_a_checksum_proves_that_its_weights_moved(tmp_path):
     class Client:
         base_url, answer = "there", [-1.0, -2.0]
 
-        async def control(self, route, body=None):
+        async def call_control(self, route, body=None):
             state = {"is_paused": False, "checksum": None, "dtype": "bfloat16", "version": 4}
             return {"logprobs": self.answer} if route == "score" else state
 
@@ -264,7 +264,7 @@ def test_weights_that_are_the_same_to_the_bit_are_served_before_the_canary_is_kn
     class Client:
         base_url, checksum, asked = "there", "sum", []
 
-        async def control(self, route, body=None):
+        async def call_control(self, route, body=None):
             self.asked.append(route)
             state = {
                 "is_paused": False,

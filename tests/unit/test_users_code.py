@@ -14,7 +14,7 @@ import pytest
 import hone
 from hone import leaving
 from hone.environments import load_environment
-from hone.environments.attempt import attempt_rollout
+from hone.environments.attempt import attempt
 from hone.environments.env_group import EnvGroup
 from hone.environments.isolated import Isolated
 from hone.environments.rubric import Rubric
@@ -106,10 +106,10 @@ def test_no_code_of_an_environment_ends_the_process():
             error = rng.choice([SystemExit(0), SystemExit("bye"), KeyboardInterrupt(), Custom("x"), GeneratorExit()])
             env = make(place, error, rng.random() < 0.5)
             (example,) = env.get_dataset()
-            done = await attempt_rollout(env, Model(), example, Sampling(), retries=1, failures=counts)
+            done = await attempt(env, Model(), example, Sampling(), retries=1, failures=counts)
             await score_group_or_fail(env, [done])
             assert done.error and type(error).__name__ in done.error, (seed, place, done.error)
-        done = await attempt_rollout(make("", None, False), Model(), example, Sampling())
+        done = await attempt(make("", None, False), Model(), example, Sampling())
         assert done.error is None and done.reward == 1.0 and done.messages[-1]["content"] == "a"
 
     asyncio.run(work())
@@ -186,7 +186,7 @@ def test_rollouts_of_an_example_share_nothing():
 
     env = Growing(max_turns=2, dataset=[ROW], rubric=Rubric([seen]))
     (example,) = env.get_dataset()
-    done = [asyncio.run(attempt_rollout(env, Model(), example, Sampling())) for _ in range(4)]
+    done = [asyncio.run(attempt(env, Model(), example, Sampling())) for _ in range(4)]
     assert [one.reward for one in done] == [202.0] * 4
     assert [one.state["prompt"][0]["content"] for one in done] == ["Go. Go."] * 4
     assert example.prompt == [{"role": "user", "content": "Go."}] and example.info == {"moves": [], "at": {"x": 1}}
@@ -203,7 +203,7 @@ def test_answers_keep_their_type(answer):
 
     env = SingleTurnEnv(dataset=[{"question": "?", "answer": answer}], rubric=Rubric([reward]))
     (example,) = env.get_dataset()
-    asyncio.run(attempt_rollout(env, Model(), example, Sampling()))
+    asyncio.run(attempt(env, Model(), example, Sampling()))
     assert seen == [(answer, answer)] and type(seen[0][0]) is type(answer)
 
 
@@ -266,7 +266,7 @@ def test_what_wraps_an_environment_has_all_that_it_has(tmp_path, monkeypatch):
 
         async def once(env=env, example=example):
             try:
-                return await attempt_rollout(env, Plain(), example, Sampling(), 60.0)
+                return await attempt(env, Plain(), example, Sampling(), 60.0)
             finally:
                 await env.close()
 
@@ -298,7 +298,7 @@ def test_a_group_evaluates_on_the_examples_to_evaluate_on():
     inner = SingleTurnEnv(dataset=rows[0], eval_dataset=rows[1], rubric=Rubric([reward]))
     group = EnvGroup([inner], ["game"])
     for examples, expected in ((group.get_dataset(), 1.0), (group.get_eval_dataset(), 1000.0)):
-        assert asyncio.run(attempt_rollout(group, Model(), examples[0], Sampling())).reward == expected
+        assert asyncio.run(attempt(group, Model(), examples[0], Sampling())).reward == expected
 
 
 def test_rewards_of_any_names_are_summed_and_each_has_a_metric_of_its_own():
@@ -327,7 +327,7 @@ def test_callables_without_a_hash_may_reward():
 
     env = SingleTurnEnv(dataset=[ROW], rubric=Rubric([Reward(2.0), Reward(3.0)]))
     env.check()
-    assert asyncio.run(attempt_rollout(env, Model(), env.get_dataset()[0], Sampling())).reward == 5.0
+    assert asyncio.run(attempt(env, Model(), env.get_dataset()[0], Sampling())).reward == 5.0
 
 
 def test_tools_are_told_apart_and_have_the_parameters_that_a_model_can_give():

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 import hone.environments as vf
-from hone.environments.attempt import attempt_rollout, score_group_or_fail
+from hone.environments.attempt import attempt, score_group_or_fail
 from hone.environments.tools import schema_of
 from hone.records import Completion, ContextFull, Rollout, Sampling, Turn
 
@@ -410,7 +410,7 @@ def test_attempts_keep_what_was_sampled():
             return Turn([1], Completion([2], [-0.1], [0], "stop"), "done")
 
     env = vf.ToolEnv(dataset=[{"question": "?"}], tools=[divide])
-    done = asyncio.run(attempt_rollout(env, Client(), env.get_dataset()[0], Sampling()))
+    done = asyncio.run(attempt(env, Client(), env.get_dataset()[0], Sampling()))
     assert not done.error and done.stop == "no_tools_called"
 
 

@@ -30,15 +30,15 @@ class Shelf(Sender, Receiver):
     versions: ClassVar = {}
 
     @property
-    def message(self):
+    def delivery_message(self):
         return {"type": "shelf"}
 
-    def send(self, version, tensors, place):
+    def send_version(self, version, tensors, place):
         self.versions.clear()
         self.versions[version] = {name: tensor.clone() for name, tensor in tensors.items()}
         return sum(tensor.nbytes for tensor in tensors.values())
 
-    def receive(self, message, version, place, into, arrived=ignore_arrivals):
+    def receive_version(self, message, version, place, into, arrived=ignore_arrivals):
         if version not in self.versions:
             raise Superseded
         for name, tensor in into.items():

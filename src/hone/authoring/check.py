@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hone.authoring.demonstrations import NotKnown, demonstrate_rollout
 from hone.clients.http import HttpClient
 from hone.environments import Environment
-from hone.environments.attempt import attempt_rollout
+from hone.environments.attempt import attempt
 from hone.evals.held_out import attempt_rollouts
 from hone.records import Completion, Example, Prompt, Rollout, Sampling, Turn
 from hone.text.printable import make_printable
@@ -133,9 +133,7 @@ async def check_other_answers(
         texts["the answer to another example"] = said[-1]["content"]
     best = statistics.fmean(rollout.reward for rollout in own) if own else math.inf
     for name, text in texts.items():
-        tried = [
-            await attempt_rollout(environment, Says(text), example, Sampling()) for example in chosen[:-1] or chosen
-        ]
+        tried = [await attempt(environment, Says(text), example, Sampling()) for example in chosen[:-1] or chosen]
         failed = next((rollout.error for rollout in tried if rollout.error), None)
         if failed:
             report.print_bad(f"{name} fails: {failed}")

@@ -119,7 +119,7 @@ class Jobs:
                 config = load_config(import_object(COMMANDS[command][0]), ["@", str(file)])
             except (ValueError, ConnectionError, tomllib.TOMLDecodeError) as error:
                 return {"ok": False, "error": str(error).replace(f"{file}", file.name)}
-        resolved = config.resolved().model_dump(mode="json")
+        resolved = config.resolve_config().model_dump(mode="json")
         return {"ok": True, "max_steps": resolved.get("max_steps"), "model": (resolved.get("model") or {}).get("name")}
 
     def start_run(self, command: str, toml: str, output_dir: str, where: str, more: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hone.records import Example, Refused, Rollout, Sampling
 from hone.users_code import CONTAINED, ExitInUserCode
 
 
-async def attempt_rollout(
+async def attempt(
     environment: Environment,
     client: TokenClient,
     example: Example,

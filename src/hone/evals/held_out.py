@@ -11,7 +11,7 @@ import numpy as np
 
 from hone.config.sections import EvalConfig
 from hone.environments import Environment
-from hone.environments.attempt import attempt_rollout, score_group_or_fail
+from hone.environments.attempt import attempt, score_group_or_fail
 from hone.environments.conversation import TokenClient
 from hone.records import Example, Rollout, Sampling
 
@@ -51,7 +51,7 @@ async def attempt_rollouts(
             if give_up():
                 return Rollout(examples[i // n], [], [], error="not tried, since all before it failed")
             own = replace(sampling, seed=(sampling.seed << 40) + i)
-            return await attempt_rollout(environment, client, examples[i // n], own, timeout, retries)
+            return await attempt(environment, client, examples[i // n], own, timeout, retries)
 
     async def attempt_group(start: int) -> list[Rollout]:
         numbers = range(start, start + n)

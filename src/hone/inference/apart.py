@@ -166,7 +166,7 @@ class ApartSampler(Sampler):
 
     def __init__(self, facts: Facts, lost: Callable[[], None]) -> None:
         self.facts, self.lost = facts, lost
-        self.streams = Streams(self.generate, lambda known: self._call_engine("look", known))
+        self.streams = Streams(self.generate, lambda known: self._call_engine("find_partials", known))
         self._numbers, self._tokenizers = itertools.count(), itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._sent: tuple[Tokenizer, int] | None = None
@@ -236,13 +236,13 @@ class ApartSampler(Sampler):
     async def find_likeliest(
         self, ids: list[int], number: int, adapter: str | None = None
     ) -> tuple[list[float], list[Alternatives]]:
-        return await self._call_engine("likeliest", ids, number, adapter)
+        return await self._call_engine("find_likeliest", ids, number, adapter)
 
     async def update_weights(self, place: Path, version: int, message: Message) -> dict[str, Any]:
-        return await self._call_engine("update", place, version, message)
+        return await self._call_engine("update_weights", place, version, message)
 
     async def describe_state(self, each: bool = False) -> dict[str, Any]:
-        return await self._call_engine("state", each)
+        return await self._call_engine("describe_state", each)
 
     async def pause(self, mode: Pause) -> None:
         await self._call_engine("pause", mode)
@@ -257,10 +257,10 @@ class ApartSampler(Sampler):
         await self._call_engine("unload_adapter", name)
 
     async def report_progress(self, known: dict[str, int]) -> dict[str, Any]:
-        return await self._call_engine("progress", known)
+        return await self._call_engine("report_progress", known)
 
     async def read_metrics(self) -> dict[str, float]:
-        return await self._call_engine("numbers")
+        return await self._call_engine("read_metrics")
 
 
 class Apart:
@@ -357,7 +357,7 @@ async def answer_calls(sock: socket.socket, sampler: "EmbeddedSampler") -> None:
             error = make_portable(failed)
         finally:
             tasks.pop(number, None)
-        frames.send((number, result, error, None if name in ("generate", "look") else collect_facts(sampler)))
+        frames.send((number, result, error, None if name in ("generate", "find_partials") else collect_facts(sampler)))
 
     def handle_frame(frame: tuple[int, str, tuple[Any, ...]]) -> None:
         number, name, args = frame

@@ -68,7 +68,7 @@ class Linear(nn.Module):
 
     def added_factors(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """A and B of what is added to a plain one."""
-        return (None, None) if self.delta is None else self.delta.factors()  # type: ignore[attr-defined]
+        return (None, None) if self.delta is None else self.delta.scaled_factors()  # type: ignore[attr-defined]
 
     def whole_weight(self) -> Tensor | None:
         """On a GPU, where sampler and trainer are to have the same bits: the weight with what is trained beside it
@@ -267,7 +267,7 @@ class Block(nn.Module):
             x_TD, mixed_TD, self.mlp_norm.fused_before(self.mlp.gate_up, x_TD)
         )
         after = None if following is None else following.attention_norm.fused_before(following.attention.qkv, x_TD)
-        return self.mlp.through(self.mlp_norm, x_TD, delta, after)
+        return self.mlp.norm_and_apply(self.mlp_norm, x_TD, delta, after)
 
     def is_compiled(self, x_TD: Tensor, keep_N: Tensor | None = None) -> bool:
         """Whether `compiled` takes this: all weights of a dense block are trained on a CPU, none has a bias."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from hone.config.orchestrator import OrchestratorConfig
 from hone.environments import Environment
-from hone.environments.attempt import attempt_rollout, score_group_or_fail
+from hone.environments.attempt import attempt, score_group_or_fail
 from hone.environments.conversation import TokenClient
 from hone.orchestrator.advantage import make_advantage
 from hone.orchestrator.group import Group, judge_group
@@ -281,7 +281,7 @@ class Orchestrator:
         if settings.sampler == "teacher" and self.teacher is not None:
             client = self.teacher.writer_of_version(self.version)
         limits = (self.config.rollout_timeout, self.config.rollout_retries)
-        return await attempt_rollout(
+        return await attempt(
             self.environments[task.env], client, example, sampling, *limits, failures, needs_tokens=True
         )
 

@@ -342,7 +342,7 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_enclose", [nodes.ContextReference()])
+        call = self.call_method("_enclose_body", [nodes.ContextReference()])
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
     def _enclose_body(self, context: Context, caller: Callable[[], str]) -> str:

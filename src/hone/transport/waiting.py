@@ -17,7 +17,7 @@ DEATH = 120.0  # seconds of silence after which nobody is expected back: a machi
 
 
 class Beside:
-    """Context manager that runs `_run` in a thread of its own; `_run` returns once `_stop` is set, on exit."""
+    """Context manager that runs `_run_thread` in a thread; it returns once `_stop` is set, on exit."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()
@@ -46,7 +46,7 @@ class Pulse(Beside):
         super().__exit__()
         self.path.unlink(missing_ok=True)
 
-    def _beat_loop(self) -> None:
+    def _run_thread(self) -> None:
         count = 0
         while True:
             count += 1
@@ -101,7 +101,7 @@ class Watch(Beside):
         super().__init__()
         self.peers, self.log = {who: PulseOf(path) for who, path in peers.items()}, log
 
-    def _watch_loop(self) -> None:
+    def _run_thread(self) -> None:
         heard, missed = set[str](), set[str]()
         while not self._stop.wait(BEAT):
             for who, pulse in self.peers.items():
