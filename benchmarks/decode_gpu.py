@@ -47,7 +47,7 @@ def at_length(engine, length: int, is_uneven: bool = False) -> None:
 
 def step_ms(engine, batch: int, length: int, parts: int = -1, is_uneven: bool = False) -> float:
     from hone.engine.graphs import Key, pad_rows
-    from hone.engine.sampler import Sampler
+    from hone.engine.token_sampler import Sampler
     from hone.kernels import row_state as column
 
     graphs, rows = engine.graphs, pad_rows(batch)

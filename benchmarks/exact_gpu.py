@@ -16,12 +16,12 @@ from peer import finish, median
 from shapes_gpu import MODELS
 from training import our_model
 
-from hone.config.lora import LoRAConfig
-from hone.config.rl import TrainerConfig
+from hone.config.lora_config import LoRAConfig
+from hone.config.rl_config import TrainerConfig
 from hone.config.sections import OptimConfig
 from hone.engine.engine import Engine
 from hone.kernels import numerics
-from hone.launch.probe import probe_model
+from hone.launch.numerics_probe import probe_model
 from hone.models.lora import Merged, lora_modules
 from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.trainer.performance import device_bytes

@@ -31,14 +31,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hone.engine.engine import Engine
 from hone.kernels import gpu
-from hone.kernels.gpu import has_dependent_launch, held
+from hone.kernels.gpu import few_row_products, has_dependent_launch
 from hone.models.families import parse_model_config
 
 BEYOND_CACHE = 120 * 2**20  # bytes of weights in turns, so that none is in the second cache when its turn comes
 LINKS = 140  # of a chain: a step of 0.6B's shape has so many
 ROWS, INNER = 32, 2048  # numbers that a link copies
-FEW_MODEL = "Qwen3-0.6B"  # all its layers' products of up to 32 rows are those of held.py
-# In the text of held.py: where a row is, and where a tile's weights are; and the same for all rows, all tiles.
+FEW_MODEL = "Qwen3-0.6B"  # all its layers' products of up to 32 rows are those of few_row_products.py
+# In the text of few_row_products.py: where a row is, and where a tile's weights are; and the same for all rows, all tiles.
 ONE_ROW = ("x + (m_x * K +", "x + (m_x * 0 +")
 ONE_TILE = ("w + (n.to(gl.int64) * K", "w + ((n - first_n).to(gl.int64) * K")
 
@@ -115,11 +115,13 @@ def chain_seconds() -> dict[str, float]:
 
 @contextmanager
 def products_changed(*changes: tuple[str, str]) -> Iterator[None]:
-    """Products of few rows by held.py with these parts of its text replaced."""
-    text = Path(held.__file__).read_text()
+    """Products of few rows by few_row_products.py with these parts of its text replaced."""
+    text = Path(few_row_products.__file__).read_text()
     for old, new in changes:
         if text.count(old) != 1:
-            raise RuntimeError(f"held.py has {text.count(old)} times {old!r}: this table is for another version of it")
+            raise RuntimeError(
+                f"few_row_products.py has {text.count(old)} times {old!r}: this table is for another version of it"
+            )
         text = text.replace(old, new)
     with tempfile.TemporaryDirectory() as home:
         path = Path(home) / "held_changed.py"
@@ -128,11 +130,11 @@ def products_changed(*changes: tuple[str, str]) -> Iterator[None]:
         assert found is not None and found.loader is not None
         changed = importlib.util.module_from_spec(found)
         found.loader.exec_module(changed)
-        gpu.held = sys.modules[held.__name__] = changed  # type: ignore[attr-defined]
+        gpu.few_row_products = sys.modules[few_row_products.__name__] = changed  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            gpu.held = sys.modules[held.__name__] = held  # type: ignore[attr-defined]
+            gpu.few_row_products = sys.modules[few_row_products.__name__] = few_row_products  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

@@ -19,11 +19,11 @@ GIB = 2**30
 def measure(name: str, kind: str, is_lora: bool, tokens: int, recomputes: bool) -> dict:
     import torch
 
-    from hone.config.lora import LoRAConfig
-    from hone.config.rl import TrainerConfig
+    from hone.config.lora_config import LoRAConfig
+    from hone.config.rl_config import TrainerConfig
     from hone.models.families import parse_model_config
     from hone.models.hf import empty_model
-    from hone.trainer.memory import estimate_rl
+    from hone.trainer.memory_estimate import estimate_rl
     from hone.trainer.rl.trainer import RLTrainer
 
     spec = parse_model_config(MODELS[name])

@@ -20,7 +20,7 @@ import triton.language as tl
 from peer import finish
 
 from hone.kernels import row_state
-from hone.kernels.gpu import attention, decode, rows, training
+from hone.kernels.gpu import attention, decode, row_kernels, training_kernels
 from hone.kernels.gpu.attention import attend
 
 SHAPES = {  # outputs, inputs
@@ -143,36 +143,36 @@ def head():
         say(f"head: fixed {tile[:3]} differs from torch's {differing(few, whole[:256])}, "
             f"128 rows {us(fixed, x[:128], w, tile, torch.float32)} us")  # fmt: skip
     targets, temperature = torch.randint(0, 151_936, (4096,), device="cuda"), torch.ones(4096, device="cuda")
-    logsum, logprobs, _ = training.statistics(whole, targets, temperature)
+    logsum, logprobs, _ = training_kernels.statistics(whole, targets, temperature)
     for M in (1, 8, 128, 1000):
-        few = training.statistics(whole[:M].contiguous(), targets[:M], temperature[:M])
+        few = training_kernels.statistics(whole[:M].contiguous(), targets[:M], temperature[:M])
         differ = [int((a != b[:M]).sum()) for a, b in zip(few, (logsum, logprobs), strict=False)]
         say(f"logprobs of {M} rows of logits: log sums and logprobs that differ from those of 4096: {differ}")
-    say(f"logprobs of 128 rows: {us(training.statistics, whole[:128], targets[:128], temperature[:128])} us")
+    say(f"logprobs of 128 rows: {us(training_kernels.statistics, whole[:128], targets[:128], temperature[:128])} us")
 
 
 def norms():
     for D in (1024, 2560):
         x, delta, weight = randn(4096, D), randn(4096, D), randn(D)
-        whole = rows.add_norm(x, delta, weight, 1e-6)
+        whole = row_kernels.add_norm(x, delta, weight, 1e-6)
         for M in (1, 128, 1023):
-            few = rows.add_norm(x[:M], delta[:M], weight, 1e-6)
+            few = row_kernels.add_norm(x[:M], delta[:M], weight, 1e-6)
             say(f"norm of {D}, {M} rows: {[differing(a, b[:M]) for a, b in zip(few, whole, strict=True)]} differ")
     gate_up = randn(4096, 6144)
-    say(f"swiglu of 8 rows: {differing(rows.swiglu(gate_up[:8]), rows.swiglu(gate_up)[:8])} differ")
+    say(f"swiglu of 8 rows: {differing(row_kernels.swiglu(gate_up[:8]), row_kernels.swiglu(gate_up)[:8])} differ")
     H, K, E, T = 16, 8, 128, 4096
     qkv, scales = randn(T, H + 2 * K, E), (randn(E), randn(E))
     cos, sin = randn(8192, E), randn(8192, E)
     positions, each = torch.arange(T, device="cuda") % 777, torch.arange(T, device="cuda")
-    q, k = training.rotate_heads(qkv, *scales, cos, sin, positions, 1e-6, H)
+    q, k = training_kernels.rotate_heads(qkv, *scales, cos, sin, positions, 1e-6, H)
     pages = torch.zeros(2, T, K, E, device="cuda", dtype=torch.bfloat16)
-    q_too, k_too, _ = rows.heads(qkv, *scales, cos, sin, positions, each, *pages, 1e-6, H)
+    q_too, k_too, _ = row_kernels.heads(qkv, *scales, cos, sin, positions, each, *pages, 1e-6, H)
     say(f"heads of prefill against training: q {differing(q, q_too)}, k {differing(k, k_too)} differ")
     state = torch.zeros(T + 1, row_state.FIELDS, dtype=torch.int64, device="cuda")
     state[:T, row_state.LENGTH] = positions
     table = each[:, None].repeat(1, 13)
     paged = torch.zeros(2, T, 64, K, E, device="cuda", dtype=torch.bfloat16)
-    newest = rows.newest_heads(qkv, *scales, cos, sin, each, state, table, *paged, 1e-6, H)
+    newest = row_kernels.newest_heads(qkv, *scales, cos, sin, each, state, table, *paged, 1e-6, H)
     say(f"heads of decoding against training: q {differing(q, newest)}, "
         f"k {differing(k, paged[0][each, positions % 64])} differ")  # fmt: skip
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from peer import ROOT, finish
 from shapes_gpu import MODELS, TINY, write_shape
 
-from hone.monitors.metrics import read_rows
+from hone.monitors.metrics_log import read_rows
 
 SHARDED = 20  # steps with a trainer over two GPUs, whose gradients are sums of another order than one GPU's
 

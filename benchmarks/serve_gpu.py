@@ -31,7 +31,7 @@ def engine_alone(directory: Path, requests: int, tokens: int, at_once: int, roun
     import torch
 
     from hone.engine.engine import Engine
-    from hone.engine.rehearsal import compile_kernels
+    from hone.engine.warm_up import compile_kernels
     from hone.models.hf import load_model
     from hone.records import GenerateRequest, Prompt, Sampling
     from hone.text.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from pathlib import Path
 from peer import ROOT, finish
 from serve_cpu import running
 
-from hone.monitors.metrics import read_rows
+from hone.monitors.metrics_log import read_rows
 
 RECIPE = ROOT / "examples" / "reverse_text_0.6b"
 TEXTS = 256

@@ -4,8 +4,8 @@
 
 Starts from the tiles in use, and tries those beside them: half or twice a size, a stage more or fewer, 1 to 16
 warps, another limit of registers. What makes the whole step of the engine at least half a percent faster stays. Each
-line is a try and the milliseconds of its step; the last name what was found, for `kernels/gpu/held.py`, `products.py`,
-`sampling.py` and `alone.py`, whose tests say whether it is right. Compiling takes a second a try.
+line is a try and the milliseconds of its step; the last name what was found, for `kernels/gpu/few_row_products.py`, `products.py`,
+`sampling.py` and `decode_attention.py`, whose tests say whether it is right. Compiling takes a second a try.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main() -> None:
 
     from hone.engine.engine import Engine
     from hone.engine.graphs import pad_rows
-    from hone.kernels.gpu import alone, held, products, sampling
+    from hone.kernels.gpu import decode_attention, few_row_products, products, sampling
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="Qwen3-0.6B")
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     args = parser.parse_args()
     own_product, own_held, own_blocks, own_head = (
-        products._product, held.held_tile, alone.blocks_of, sampling.head_tile
+        products._product, few_row_products.held_tile, decode_attention.blocks_of, sampling.head_tile
     )  # fmt: skip
     used: dict[str, Setting] = {}  # what stands in for the settings of each kernel, by its name
     of_product = ("rows", "columns", "inner", "stages", "lines", "warps")
@@ -78,15 +78,15 @@ def main() -> None:
         divides(K, tile.BK)
         return own_product(x, weight, bias, tile, splits, is_swiglu)
 
-    def held_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads: bool) -> held.Held:
+    def held_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads: bool) -> few_row_products.Held:
         name = f"{columns * (1 + is_swiglu)} x {inner}, held"
         names.setdefault(name, of_held)
-        tile = held.Held(*used.setdefault(name, own_held(rows, columns, inner, is_swiglu, is_of_heads)))
+        tile = few_row_products.Held(*used.setdefault(name, own_held(rows, columns, inner, is_swiglu, is_of_heads)))
         divides(inner, tile.WARPS * tile.BK)
         return tile
 
-    def blocks(*inputs: Any) -> alone.Blocks:
-        return alone.Blocks(*used.setdefault("attention", own_blocks(*inputs)))
+    def blocks(*inputs: Any) -> decode_attention.Blocks:
+        return decode_attention.Blocks(*used.setdefault("attention", own_blocks(*inputs)))
 
     def head(rows: int, inner: int) -> Setting:
         setting = used.setdefault("head", own_head(rows, inner))
@@ -101,8 +101,8 @@ def main() -> None:
     graphs, rows = engine.graphs, pad_rows(args.rows)
     is_long = graphs.is_long(rows, args.length, graphs._choose_parts(rows, args.length))
     graphs.is_long = lambda *_: is_long
-    products._product, held.held_tile = product, held_tile
-    alone.blocks_of, sampling.head_tile = blocks, head
+    products._product, few_row_products.held_tile = product, held_tile
+    decode_attention.blocks_of, sampling.head_tile = blocks, head
 
     def measured() -> float:
         engine.captured.clear()

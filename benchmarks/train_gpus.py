@@ -32,7 +32,7 @@ def worker(out: Path) -> None:
 
     import torch
 
-    from hone.config.sft import SFTConfig
+    from hone.config.sft_config import SFTConfig
     from hone.models.loading import Loaded
     from hone.monitors.report import StepReport
     from hone.run_directory import RunDirectory

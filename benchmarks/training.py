@@ -139,7 +139,7 @@ def our_steps(
     sequences_of, targets: int, micro_batch_tokens: int, flops: float, shares_prompts: bool | None = None
 ) -> dict:
     """Steps on sequences that end with so many targets each; `flops` that one needs."""
-    from hone.config.rl import TrainerConfig
+    from hone.config.rl_config import TrainerConfig
     from hone.records import Batch, Sample
     from hone.trainer.rl.trainer import RLTrainer
 
@@ -163,7 +163,7 @@ def our_sft(micro_batches: int, **options) -> dict:
 
     import torch
 
-    from hone.config.sft import SFTConfig
+    from hone.config.sft_config import SFTConfig
     from hone.models.loading import Loaded
     from hone.models.lora import add_lora
     from hone.monitors.report import StepReport

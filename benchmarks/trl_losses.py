@@ -67,7 +67,7 @@ def theirs(options: dict, logprobs, old, reference, advantages, mask):
 def ours(options: dict, logprobs, old, reference, advantages, mask):
     import torch
 
-    from hone.config.loss import LossConfig
+    from hone.config.loss_config import LossConfig
     from hone.trainer.loss import make_loss, policy_loss, token_weights
 
     config, is_token = LossConfig(**options), mask.bool()

@@ -17,7 +17,7 @@ from pathlib import Path
 from peer import finish
 
 from hone.launch.lab import list_templates, prepare, write_templates
-from hone.monitors.metrics import read_rows
+from hone.monitors.metrics_log import read_rows
 
 FILE, MODEL = "configs/vf-rl/reverse-text-tiny.toml", "models/reverse-text-tiny-sft"
 SHOWN = (1, 25, 50, 75, 100)

@@ -20,12 +20,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from hone.config.rl import TrainerConfig
+from hone.config.rl_config import TrainerConfig
 from hone.engine import cache
 from hone.engine.engine import Engine
-from hone.engine.rehearsal import compile_kernels
+from hone.engine.warm_up import compile_kernels
 from hone.kernels import gpu
-from hone.models import attention
+from hone.models import attention_layouts
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.trainer.rl.trainer import RLTrainer
@@ -84,7 +84,7 @@ def pretend(capability: str) -> None:
             asked()
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
     cache.PAGE["cpu"] = cache.PAGE["cuda"]
-    attention.flash_varlen = lambda q, *_: torch.zeros_like(q)  # torch's own
+    attention_layouts.flash_varlen = lambda q, *_: torch.zeros_like(q)  # torch's own
 
 
 def compiled(work: Callable[[], None]) -> tuple[list[Any], set[str]]:

@@ -37,7 +37,7 @@ def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits:
 
 
 def few(normed: gpu.Scaled, weight_OI: Tensor, bias_O: Tensor | None, is_swiglu: bool = False) -> Tensor:
-    """In fp32 up to the result, as `kernels/gpu/held.py`."""
+    """In fp32 up to the result, as `kernels/gpu/few_row_products.py`."""
     x_TD = normed.scaled_TD.float()
     rstd_T1 = torch.rsqrt(normed.squares_TP.sum(dim=1, keepdim=True) / x_TD.shape[1] + normed.eps)
     out_TO = F.linear(x_TD * rstd_T1, weight_OI.float(), None if bias_O is None else bias_O.float())

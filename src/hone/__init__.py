@@ -5,13 +5,16 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hone.config.vf_rl import RLTrainerArgs as RLConfig
+    from hone.config.vf_rl_config import RLTrainerArgs as RLConfig
     from hone.launch.rl_trainer import RLTrainer
 
 __version__ = "0.1.0"
 __all__ = ["RLConfig", "RLTrainer"]
 STARTED = time.perf_counter()  # for "ready after … s", imports included
-_PLACES = {"RLConfig": ("hone.config.vf_rl", "RLTrainerArgs"), "RLTrainer": ("hone.launch.rl_trainer", "RLTrainer")}
+_PLACES = {
+    "RLConfig": ("hone.config.vf_rl_config", "RLTrainerArgs"),
+    "RLTrainer": ("hone.launch.rl_trainer", "RLTrainer"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,15 +14,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hone import STARTED, leaving, machine
-from hone.config.commands import COMMANDS, import_object
+from hone import STARTED, machine, preemption
+from hone.config.command_table import COMMANDS, import_object
 from hone.text.printable import make_printable
 
 OTHERS = {  # subcommands with arguments of their own kind
-    "dashboard": "hone.dashboard.commands:run_dashboard",
-    "doctor": "hone.dashboard.commands:run_doctor",
-    "plot": "hone.dashboard.commands:run_plot",
-    "env": "hone.authoring.commands:main",
+    "dashboard": "hone.dashboard.dashboard_commands:run_dashboard",
+    "doctor": "hone.dashboard.dashboard_commands:run_doctor",
+    "plot": "hone.dashboard.dashboard_commands:run_plot",
+    "env": "hone.authoring.env_commands:main",
     "lab": "hone.launch.lab:main",
     "slurm": "hone.launch.slurm:main",
 }
@@ -100,10 +100,10 @@ def _run_command(command: str, argv: list[str]) -> int:
         return _guard_command(command, lambda: print(help_text(command, summary, config_class), flush=True))
 
     machine.prepare_environment()
-    leaving.listen_for_signals()
+    preemption.listen_for_signals()
     if command in STEPPING:
-        leaving.listen_to_ctrl_c()
-    leaving.end_with_parent()
+        preemption.listen_to_ctrl_c()
+    preemption.end_with_parent()
 
     def call_command() -> None:
         from hone.config.base import load_config
@@ -113,7 +113,7 @@ def _run_command(command: str, argv: list[str]) -> int:
             _dry_run(command, config.resolve_config())
         else:
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
-            from hone.monitors.log import start_logging
+            from hone.monitors.logging_setup import start_logging
 
             log = start_logging(config.log_level, getattr(config, "log_format", "text"))
             if "model" not in config.model_fields_set and hasattr(config, "model"):
@@ -175,16 +175,16 @@ def _guard_command(command: str, work: Callable[[], int | None]) -> int:
 
     try:
         return work() or 0
-    except leaving.Left as left:
+    except preemption.Left as left:
         print(f"{command}: {left}", flush=True)
-        if not leaving.was_interrupted():
-            return leaving.AGAIN
+        if not preemption.was_interrupted():
+            return preemption.AGAIN
         if left.can_resume:
             print(f"continue with: {resume_command(sys.argv)}", flush=True)
-        return leaving.INTERRUPTED
+        return preemption.INTERRUPTED
     except KeyboardInterrupt:
         print(f"{command}: interrupted", file=sys.stderr)
-        return leaving.INTERRUPTED
+        return preemption.INTERRUPTED
     except BrokenPipeError:  # `… | head`: nobody reads any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -227,7 +227,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def _exit_process(code: int) -> None:
-    leaving.ignore_from_now_on()
+    preemption.ignore_from_now_on()
     sys.stdout.flush()
     if os.environ.get("WORLD_SIZE", "1") != "1":  # threads of torch may abort one of several ranks on the long way
         import logging

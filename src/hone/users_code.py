@@ -6,7 +6,7 @@ with exit code 0 in the middle of its work. In `CONTAINED` it becomes an error l
 
 from asyncio import CancelledError
 
-from hone import leaving
+from hone import preemption
 
 
 class ExitInUserCode(RuntimeError):
@@ -23,7 +23,7 @@ class _Contained:
         if error is None or isinstance(error, (Exception, CancelledError)):
             return
         if isinstance(error, KeyboardInterrupt):
-            if not leaving.was_interrupted():
+            if not preemption.was_interrupted():
                 raise ExitInUserCode("it raised KeyboardInterrupt") from error
         elif isinstance(error, SystemExit):
             raise ExitInUserCode(f"it called exit() (SystemExit: {error.code})") from error

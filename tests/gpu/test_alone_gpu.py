@@ -54,8 +54,8 @@ def close(one, two, atol=1.5e-3):  # rounding to float16 takes 4e-4 at most here
     (1, 1000, 8, 1024), (1, 1000, 12, 4096), (1, 20, 12, 4096), (1, 1, 12, 1024), (2, 20, 8, 4096), (32, 1000, 8, 1024),
 ])  # fmt: skip
 def test_blocks_of_every_shape(H, K, E, with_norm, parts, processors, rows, width, monkeypatch):
-    from hone.kernels.gpu.alone import Divided
     from hone.kernels.gpu.decode import decode
+    from hone.kernels.gpu.decode_attention import Divided
 
     monkeypatch.setattr(gpu, "processors", lambda: processors * parts)
     heads, cache, where = made(H, K, E, rows, with_norm)
@@ -78,8 +78,8 @@ def test_half_precision_of_the_other_kind():
 
 @pytest.mark.parametrize("parts", [1, 8])
 def test_what_pages_have_from_a_sequences_end_on_does_not_count(parts):
-    from hone.kernels.gpu.alone import Divided
     from hone.kernels.gpu.decode import decode
+    from hone.kernels.gpu.decode_attention import Divided
 
     heads, cache, where = made(16, 8, 128, 12)
     divided = None if parts == 1 else Divided(parts, torch.zeros(12 * 8, dtype=torch.int32, device="cuda"))

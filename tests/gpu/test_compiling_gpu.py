@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from hone.config.rl import TrainerConfig
+from hone.config.rl_config import TrainerConfig
 from hone.engine.engine import Engine
-from hone.engine.rehearsal import compile_kernels
+from hone.engine.warm_up import compile_kernels
 from hone.kernels.gpu.compiling import together
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer

@@ -12,8 +12,8 @@ import torch
 from hone.engine.engine import Engine
 from hone.engine.graphs import Key
 from hone.engine.prefill import Shape
-from hone.engine.rehearsal import capture_graphs
-from hone.models.attention import PackedAttention
+from hone.engine.warm_up import capture_graphs
+from hone.models.attention_layouts import PackedAttention
 from hone.models.hf import load_model
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
@@ -164,8 +164,8 @@ def test_filters_and_penalties(model):
 
 
 def test_frequencies_of_200000_draws():
-    from hone.engine.sampler import draw_tokens
     from hone.engine.slots import Slots
+    from hone.engine.token_sampler import draw_tokens
     from hone.kernels import row_state as column
 
     n, logits = 200_000, torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0], device="cuda")

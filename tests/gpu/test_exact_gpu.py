@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hone.config.lora import LoRAConfig
+from hone.config.lora_config import LoRAConfig
 from hone.kernels import numerics
 from hone.kernels.linear import ordered
-from hone.launch.probe import probe_model
+from hone.launch.numerics_probe import probe_model
 from hone.models.families import parse_model_config
 from hone.models.lora import add_lora, lora_modules
 from hone.models.transformer import Transformer

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hone.config.rl import TrainerConfig
+from hone.config.rl_config import TrainerConfig
 from hone.config.sections import OptimConfig
 from hone.engine.engine import Engine
-from hone.models.attention import PackedAttention
+from hone.models.attention_layouts import PackedAttention
 from hone.models.hf import load_model
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer

@@ -5,18 +5,18 @@ import copy
 import pytest
 import torch
 
-from hone.config.rl import TrainerConfig
+from hone.config.rl_config import TrainerConfig
 from hone.config.sections import CkptConfig, OptimConfig
-from hone.config.sft import SFTConfig
+from hone.config.sft_config import SFTConfig
 from hone.engine.engine import Engine
-from hone.kernels.captured import Captured
+from hone.kernels.cuda_graphs import Captured
 from hone.kernels.gpu_training import (
     heads_attention,
     norm_linear,
     swiglu_linear,
 )
 from hone.kernels.head import head_logprobs, head_loss
-from hone.models.attention import PackedAttention
+from hone.models.attention_layouts import PackedAttention
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hone.models.hf import empty_model
-from hone.models.proof import CANARY_LENGTH, CanaryScorer, canary_ids, score_sequence
 from hone.models.spec import ModelSpec
+from hone.models.weight_proof import CANARY_LENGTH, CanaryScorer, canary_ids, score_sequence
 from tests.integration.test_network import sent_and_received
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

@@ -34,7 +34,7 @@ from tests.shared_run import is_run_alive, run_directory
 
 HEAVY = (
     "hone.trainer.sft.train", "hone.launch.colocated", "tokenizers", "jinja2", "hone.inference.serve", "uvicorn",
-    "hone.inference.server", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict_saver",
+    "hone.inference.app", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict_saver",
     "torch.distributed.checkpoint.state_dict_loader", "torch.distributed.checkpoint.filesystem",
 )  # fmt: skip
 CPU_KERNELS = ("attention", "decode", "layers", "logprobs", "orthogonal", "products", "rows")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hone.config.rl import TrainerConfig
+from hone.config.rl_config import TrainerConfig
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import Batch, Sample

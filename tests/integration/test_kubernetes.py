@@ -224,7 +224,7 @@ def test_several_pods_of_a_trainer_meet_by_name(tools):
         pods = pods_of(manifests)
         words = pods["trainer"]["spec"]["containers"][0]["command"]
         assert words[4:14] == [
-            "python", "-m", "hone.launch.ranks", "--ranks", "8", "--nodes", "2", "--node", "$(POD_INDEX)", "--meet",
+            "python", "-m", "hone.launch.rank_launcher", "--ranks", "8", "--nodes", "2", "--node", "$(POD_INDEX)", "--meet",
         ]  # fmt: skip
         assert words[14] == f"{first}.my-exp-trainer:29500"
         services = of_kind(manifests, "Service")

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from hone.leaving import AGAIN, INTERRUPTED
+from hone.preemption import AGAIN, INTERRUPTED
 from tests.hangs import HANG_SECONDS
 
 from .conftest import BIN, RL_ENV, command, start, until

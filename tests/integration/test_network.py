@@ -16,9 +16,9 @@ import torch
 
 from hone import machine
 from hone.models.hf import hf_tensors
-from hone.models.proof import model_checksum
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
+from hone.models.weight_proof import model_checksum
 from hone.transport import network
 from hone.transport.gpu_memory import Owned, Stamp, StampReader, gpu_of, layout_of, machine_of, tensors_in
 from hone.transport.network import NetworkReceiver, NetworkSender, Secret
@@ -31,7 +31,7 @@ LOG = logging.getLogger("test")
 has_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no /proc")
 SERVER = """
 import json, sys, torch
-from hone.models.proof import Proof
+from hone.models.weight_proof import Proof
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.transport import network

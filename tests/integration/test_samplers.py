@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from hone.config.sections import BACKEND_LOST
 from hone.models.hf import load_model
-from hone.models.proof import score_sequences
+from hone.models.weight_proof import score_sequences
 from tests.hangs import HANG_SECONDS
 
 from .conftest import TINY, Server, command, http

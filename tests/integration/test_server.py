@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hone.clients import fleet
 from hone.clients.http import HttpClient
-from hone.models.attention import PackedAttention
+from hone.models.attention_layouts import PackedAttention
 from hone.models.hf import load_model
 from hone.records import Prompt, Sampling
 from hone.text.tokenizer import Tokenizer

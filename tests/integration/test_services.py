@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from hone.kernels import cpu
 from hone.models.hf import load_model, save_model
-from hone.models.proof import model_checksum
+from hone.models.weight_proof import model_checksum
 from hone.trainer.checkpoint import is_whole
 from tests.hangs import HANG_SECONDS
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from hone.kernels import cpu
 from hone.launch.plan import free_port
-from hone.models.attention import PackedAttention
+from hone.models.attention_layouts import PackedAttention
 from hone.models.hf import load_model
 from tests.hangs import HANG_SECONDS
 

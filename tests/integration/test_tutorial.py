@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from hone.config.base import load_config
-from hone.config.lab import LabConfig
-from hone.config.rl import RLConfig
+from hone.config.lab_config import LabConfig
+from hone.config.rl_config import RLConfig
 from hone.config.sections import ModelConfig
-from hone.config.vf_rl import VfRLConfig
+from hone.config.vf_rl_config import VfRLConfig
 from hone.launch.lab import SIX, environment_sources, list_templates, project_name, write_templates
-from hone.models.attention import PackedAttention
+from hone.models.attention_layouts import PackedAttention
 from hone.models.hf import hf_tensors
 from hone.models.loading import load_configured
 from hone.models.lora import merge_adapter

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hone.authoring.commands import main
+from hone.authoring.env_commands import main
 from hone.authoring.tiny_model import common_phrases, write_model
 from hone.records import Prompt
 from hone.text.tokenizer import Tokenizer

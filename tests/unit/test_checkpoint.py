@@ -8,9 +8,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from hone.config.rl import TrainerConfig
+from hone.config.rl_config import TrainerConfig
 from hone.config.sections import CkptConfig, OptimConfig
-from hone.config.sft import DataConfig, SFTConfig
+from hone.config.sft_config import DataConfig, SFTConfig
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.orchestrator.run import progress_before

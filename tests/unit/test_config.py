@@ -10,11 +10,11 @@ import pytest
 
 from hone import machine
 from hone.config.base import ConfigError, Typed, find_differences, load_config, merge_tables
-from hone.config.commands import COMMANDS, import_object
+from hone.config.command_table import COMMANDS, import_object
 from hone.config.help import help_text, reference_table, to_toml
-from hone.config.inference import InferenceConfig
-from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
-from hone.config.sft import SFTConfig
+from hone.config.inference_config import InferenceConfig
+from hone.config.rl_config import OrchestratorRunConfig, RLConfig, TrainerRunConfig
+from hone.config.sft_config import SFTConfig
 from hone.launch.plan import component_configs
 from tests.hangs import HANG_SECONDS
 from tests.processor_time import HELP_PROCESSOR_SECONDS, read_children_seconds
@@ -370,7 +370,7 @@ def test_the_address_of_a_server_may_stand_beside_its_section():
     ],
 )
 def test_a_mistake_that_several_keys_make_is_said_to_be_where_they_were_given(tmp_path, words, place):
-    from hone.config.vf_rl import VfRLConfig
+    from hone.config.vf_rl_config import VfRLConfig
 
     text = 'model = "m"\n[env]\nid = "e"\n[trainer.args]\nbatch_size = 50\nrollouts_per_example = 16\n'
     (tmp_path / "a.toml").write_text(text)

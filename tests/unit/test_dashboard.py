@@ -13,11 +13,11 @@ from starlette.testclient import TestClient
 
 from hone.dashboard import jobs as jobs_module
 from hone.dashboard.archive import tar_directory
+from hone.dashboard.dashboard_app import ASSETS, build_app
 from hone.dashboard.doctor import LOOKS, Facts
 from hone.dashboard.index import Index
 from hone.dashboard.jobs import Job, Jobs
 from hone.dashboard.runs import find_runs, run_status
-from hone.dashboard.server import ASSETS, build_app
 from hone.dashboard.tokens import Tokens
 from tests.integration.conftest import until
 
@@ -425,7 +425,7 @@ def test_jobs_that_somebody_else_wrote_are_shown_and_nothing_more(tmp_path, sign
 def test_a_browser_is_told_of_a_private_file_and_not_of_the_token(monkeypatch):
     from urllib.parse import urlsplit
 
-    from hone.dashboard.commands import open_in_browser
+    from hone.dashboard.dashboard_commands import open_in_browser
 
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)

@@ -8,10 +8,11 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Encoder
 
-from hone.inference.answers import ChatAnswer, TextAnswer, joined_pieces
-from hone.inference.protocol import ChatRequest, CompletionRequest
+from hone.inference.openai.answers import ChatAnswer, TextAnswer
+from hone.inference.openai.schema import ChatRequest, CompletionRequest
+from hone.inference.samplers.partial_completions import join_pieces
 from hone.records import Completion, Prompt
-from hone.text.stops import StopStrings
+from hone.text.stop_strings import StopStrings
 from hone.text.tokenizer import Tokenizer
 
 WORDS = ["the", "answer", "is", "true", "istrue", "false", "é", "日本", "🙂", "a\nb", "x=1;", "no", "  two", "\ttab"]
@@ -134,7 +135,7 @@ def test_echo_is_the_text_of_prompt_and_completion_with_an_offset_for_each_token
         for piece in pieces[:-1]:
             chunk = answer.build_delta(0, spelling.decode_more(piece.ids), piece)
             shown, offsets = shown + chunk["text"], offsets + chunk["logprobs"]["text_offset"]
-        chunk = answer.build_last_delta(0, spelling, pieces[-1], joined_pieces(pieces))
+        chunk = answer.build_last_delta(0, spelling, pieces[-1], join_pieces(pieces))
         whole_answer = TextAnswer(request, [prompt], ours).build_choice(0, done)
         assert shown + chunk["text"] == whole_answer["text"], seed
         assert offsets + chunk["logprobs"]["text_offset"] == whole_answer["logprobs"]["text_offset"], seed

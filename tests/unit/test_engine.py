@@ -11,16 +11,16 @@ import torch
 from hone.engine.engine import Engine, _Look
 from hone.engine.graphs import PAYS_FOR_GRAPH, DecodeGraphs, Key
 from hone.engine.prefill import Prefill, Shape
-from hone.engine.rehearsal import capture_graphs
-from hone.engine.sampler import draw_tokens, filter_thresholds, pick_tokens, uniform_numbers
 from hone.engine.slots import Slots
+from hone.engine.token_sampler import draw_tokens, filter_thresholds, pick_tokens, uniform_numbers
+from hone.engine.warm_up import capture_graphs
 from hone.kernels import cpu
 from hone.kernels import row_state as column
-from hone.kernels.captured import Captured
-from hone.models.attention import PackedAttention
-from hone.models.proof import score_sequence
+from hone.kernels.cuda_graphs import Captured
+from hone.models.attention_layouts import PackedAttention
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
+from hone.models.weight_proof import score_sequence
 from hone.records import GenerateRequest, Sampling
 
 SPEC = ModelSpec(50, 32, 64, 2, 4, 2, 8, 1e-6, 1000.0, True, 96, 0.5, False)

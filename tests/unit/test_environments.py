@@ -10,7 +10,7 @@ import pytest
 import hone.environments as vf
 from hone.config.sections import EvalConfig
 from hone.environments.attempt import attempt
-from hone.environments.maths import Comparer
+from hone.environments.math_rubric import Comparer
 from hone.evals.held_out import evaluate_environments, mean_scores
 from hone.records import Completion, Rollout, Sampling, Turn
 
@@ -213,7 +213,7 @@ def test_slow_comparisons_hold_up_no_others_and_no_longer_than_they_may(monkeypa
         "for line in sys.stdin:\n    gold, given = json.loads(line)\n    time.sleep(float(given))\n"
         "    print(json.dumps(gold == 'g'), flush=True)\n"
     )
-    monkeypatch.setattr("hone.environments.maths.WORKER", worker)
+    monkeypatch.setattr("hone.environments.math_rubric.WORKER", worker)
 
     async def compare():
         comparer = Comparer(0.5, workers=2)

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from hone import cli
-from hone.config.lora import LoRAConfig
-from hone.config.rl import TrainerConfig, TrainerRunConfig
+from hone.config.lora_config import LoRAConfig
+from hone.config.rl_config import TrainerConfig, TrainerRunConfig
 from hone.config.sections import OptimConfig
 from hone.engine.cache import KVCache
-from hone.kernels.host import PORTION, ROOMS
+from hone.kernels.pinned_memory import PORTION, ROOMS
 from hone.launch.estimate import memory_lines
 from hone.models.families import parse_model_config
 from hone.models.transformer import Transformer
-from hone.trainer.memory import estimate_rl, micro_batch_tokens
+from hone.trainer.memory_estimate import estimate_rl, micro_batch_tokens
 from hone.trainer.rl.trainer import RLTrainer
 from tests.unit.test_families import CONFIGS
 

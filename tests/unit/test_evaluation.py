@@ -14,8 +14,8 @@ from hone.evals.arguments import list_evaluations, parse_arguments
 from hone.evals.compare import compare_results
 from hone.evals.held_out import attempt_rollouts
 from hone.evals.page import write_page
+from hone.evals.paired_statistics import clustered_error, paired_difference, pass_at_k
 from hone.evals.results import Folder
-from hone.evals.statistics import clustered_error, paired_difference, pass_at_k
 from hone.evals.vf_eval import summarize_rollouts
 from hone.records import Completion, Sampling, Turn
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from hone.config.lora import LoRAConfig
-from hone.config.rl import RLConfig, TrainerConfig
+from hone.config.lora_config import LoRAConfig
+from hone.config.rl_config import RLConfig, TrainerConfig
 from hone.config.sections import OptimConfig
 from hone.engine.engine import Engine
-from hone.engine.packed import PackedModel
+from hone.engine.packed_model import PackedModel
 from hone.models.adapters import Adapter, Adapters
-from hone.models.attention import PackedAttention
+from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config
 from hone.models.hf import hf_names
 from hone.models.lora import add_lora, lora_modules

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from hone.engine.sampler import draw_reference, filter_thresholds
 from hone.engine.slots import Slots
+from hone.engine.token_sampler import draw_reference, filter_thresholds
 from hone.kernels import numerics
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows, attend_by_pages_reference
@@ -23,7 +23,7 @@ from hone.kernels.flat_attention import Sequences
 from hone.kernels.norm import add_norm_reference
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
 from hone.kernels.swiglu import swiglu_reference
-from hone.models.attention import PackedAttention
+from hone.models.attention_layouts import PackedAttention
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from tests import twins
@@ -43,7 +43,7 @@ def close(one, two, tolerance=1e-5):
 
 @pytest.mark.parametrize("parts", [0, 1, 3])
 def test_add_norm(parts):
-    from hone.kernels.gpu.rows import add_norm
+    from hone.kernels.gpu.row_kernels import add_norm
 
     x, weight = torch.randn(5, 48, device=DEVICE), torch.rand(48, device=DEVICE)
     delta = None if parts == 0 else torch.randn(*([parts] if parts > 1 else []), 5, 48, device=DEVICE)
@@ -52,7 +52,7 @@ def test_add_norm(parts):
 
 
 def test_embeddings_of_the_newest_tokens():
-    from hone.kernels.gpu.rows import newest_embeddings
+    from hone.kernels.gpu.row_kernels import newest_embeddings
 
     embed, active = torch.randn(11, 48, device=DEVICE), torch.tensor([3, 0, 2], device=DEVICE)
     state = torch.zeros(5, column.FIELDS, dtype=torch.int64, device=DEVICE)
@@ -62,7 +62,7 @@ def test_embeddings_of_the_newest_tokens():
 
 @pytest.mark.parametrize("rows, columns", [(3, 160), (40, 3000)])  # more blocks of 1,024 than are there at once
 def test_swiglu(rows, columns, monkeypatch):
-    from hone.kernels.gpu import rows as of_rows
+    from hone.kernels.gpu import row_kernels as of_rows
 
     monkeypatch.setattr(of_rows, "processors", lambda: 2)
     swiglu, x = of_rows.swiglu, torch.randn(rows, columns, device=DEVICE)
@@ -71,7 +71,7 @@ def test_swiglu(rows, columns, monkeypatch):
 
 @pytest.mark.parametrize("with_norm", [True, False])
 def test_heads_of_a_projection_and_their_place_in_the_cache(with_norm):
-    from hone.kernels.gpu.rows import heads
+    from hone.kernels.gpu.row_kernels import heads
 
     T, H, K, E = 6, 4, 2, 16
     qkv, cells = torch.randn(T, H + 2 * K, E, device=DEVICE), torch.tensor([7, 3, 0, 9, 8, 1], device=DEVICE)
@@ -118,7 +118,7 @@ def test_swiglu_of_a_product(rows, F_, with_bias):
 @torch.no_grad()
 def test_a_model_whose_products_do_what_stands_around_them(which, products_of_few, adapted, monkeypatch):
     from hone.kernels import gpu
-    from hone.kernels.gpu import held
+    from hone.kernels.gpu import few_row_products
 
     made = Transformer(ModelSpec(512, 128, 192, 3, 4, 2, 64, 1e-6, 1e4, True, 256, 0.1, False))
     made.init_weights(torch.Generator().manual_seed(0))
@@ -132,8 +132,8 @@ def test_a_model_whose_products_do_what_stands_around_them(which, products_of_fe
     calls = []
     monkeypatch.setattr(gpu, "takes", lambda x: True)
     monkeypatch.setattr(gpu, "is_few", lambda x, weight: which(*weight.shape))
-    monkeypatch.setattr(held, "few", lambda *inputs: calls.append(1) or twins.few(*inputs))
-    monkeypatch.setattr(held, "few_onto", lambda *inputs: calls.append(1) or twins.few_onto(*inputs))
+    monkeypatch.setattr(few_row_products, "few", lambda *inputs: calls.append(1) or twins.few(*inputs))
+    monkeypatch.setattr(few_row_products, "few_onto", lambda *inputs: calls.append(1) or twins.few_onto(*inputs))
     close(made(*inputs), expected, 1e-3)
     assert len(calls) == products_of_few
 
@@ -153,7 +153,7 @@ def test_which_products_do_what_stands_around_them(monkeypatch):
 
 
 def test_tiles_of_few_rows_are_whole_and_their_weights_have_room_in_registers():
-    from hone.kernels.gpu.held import held_tile
+    from hone.kernels.gpu.few_row_products import held_tile
 
     columns_and_inner = itertools.product((16, 32, 48, 256, 1024, 2048, 4096, 9728), range(64, 20_000, 64))
     for rows, (columns, inner), (is_swiglu, is_of_heads) in itertools.product(
@@ -497,18 +497,18 @@ def test_heads_attention_and_its_gradients(monkeypatch, H, K, has_norm, prompts,
 
 
 def test_statistics_and_slopes_of_logits():
-    from hone.kernels.gpu import training
+    from hone.kernels.gpu import training_kernels
 
     logits, targets, T = 3 * torch.randn(5, 5003), torch.randint(0, 5003, (5,)), torch.rand(5) + 0.5
     x = logits.clone().requires_grad_()
     logprobs = torch.log_softmax(x / T[:, None], -1)
     expected = (logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1))
-    logsum, of_targets, entropy = training.statistics(logits, targets, T)
+    logsum, of_targets, entropy = training_kernels.statistics(logits, targets, T)
     close(of_targets, expected[0])
     close(entropy, expected[1])
     a, b = torch.randn(5), torch.randn(5)
     (expected[0] * a + expected[1] * b).sum().backward()
-    close(training.slope(logits, targets, T, logsum, entropy, a, b, torch.float32), x.grad)
+    close(training_kernels.slope(logits, targets, T, logsum, entropy, a, b, torch.float32), x.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -582,9 +582,9 @@ def test_adamw_is_rehearsed_on_numbers_of_its_own(monkeypatch, count):
 
 
 def test_fingerprints():
+    from hone.kernels.fingerprint_tables import WORDS
     from hone.kernels.fingerprints import sums_reference
     from hone.kernels.gpu.fingerprints import GpuTable
-    from hone.kernels.stretches import WORDS
 
     few = [torch.randn(3, 5), torch.randn(WORDS + 7).bfloat16(), torch.randn(2 * WORDS), torch.randn(1).half()]
     words = [one.to(DEVICE).view(torch.int32 if one.dtype == torch.float32 else torch.int16).flatten() for one in few]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hone.config.orchestrator import BufferConfig, GroupConfig
+from hone.config.orchestrator_config import BufferConfig, GroupConfig
 from hone.orchestrator.advantage import make_advantage, penalize_overlong
 from hone.orchestrator.group import Group, judge_group, samples_of
 from hone.orchestrator.schedule import Task

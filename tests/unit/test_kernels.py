@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 
 from hone import machine
-from hone.config.lora import LoRAConfig
-from hone.engine.sampler import FILTERED_OUT, draw_reference, draw_tokens
+from hone.config.lora_config import LoRAConfig
 from hone.engine.slots import Slots
+from hone.engine.token_sampler import FILTERED_OUT, draw_reference, draw_tokens
 from hone.kernels import cpu
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows, attend_by_pages, attend_by_pages_reference
+from hone.kernels.fingerprint_tables import WORDS
 from hone.kernels.fingerprints import Fingerprints, sums_reference
 from hone.kernels.flat_attention import Sequences, flat_attention
 from hone.kernels.linear import linear, product
@@ -27,8 +28,7 @@ from hone.kernels.logprobs import target_logprobs, target_logprobs_reference
 from hone.kernels.norm import add_norm, add_norm_reference
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
 from hone.kernels.orthogonal import orthogonal, orthogonal_reference
-from hone.kernels.rows import put_rows, take_rows
-from hone.kernels.stretches import WORDS
+from hone.kernels.row_gather import put_rows, take_rows
 from hone.kernels.swiglu import swiglu, swiglu_reference
 from hone.models.lora import add_lora
 from hone.models.spec import ModelSpec
@@ -69,9 +69,9 @@ def test_the_compiled_kernels_are_tested():
 
 @compiled
 def test_compiled_kernels_are_kept_by_their_sources_wherever_these_lie():
-    from hone.kernels.cpu import compiling, layers
+    from hone.kernels.cpu import compiling, whole_model
 
-    assert layers.run.stats.cache_path == str(compiling.Kept.directory)
+    assert whole_model.run.stats.cache_path == str(compiling.Kept.directory)
     assert f"-{machine.instruction_set()}-" in compiling.Kept.directory.name
     # Two of a kernel, by the types of its arguments, could be mistaken for each other when processes write both.
     assert len(list(compiling.Kept.directory.glob("*.1.nbc"))) > 20

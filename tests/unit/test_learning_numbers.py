@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from hone.config.loss import LossConfig
+from hone.config.loss_config import LossConfig
 from hone.config.sections import OptimConfig, SchedulerConfig
 from hone.kernels.adamw import AdamW, Change
-from hone.kernels.host import reachable_zeros
 from hone.kernels.logprobs import target_logprobs
+from hone.kernels.pinned_memory import reachable_zeros
 from hone.models.hf import split_rows
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer

@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from hone.inference import server as module
-from hone.inference.server import Limit
+from hone.inference import app as module
+from hone.inference.app import Limit
 
 SERVED = types.SimpleNamespace(sampler=types.SimpleNamespace(max_context=64))
 SCOPE = {"type": "http", "path": "/v1/chat/completions", "method": "POST", "headers": []}

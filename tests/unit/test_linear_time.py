@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from hone.environments.parsers import MaybeThinkParser, ThinkParser, XMLParser, extract_boxed_answer
-from hone.inference.streams import Spelling
+from hone.inference.samplers.partial_completions import Spelling
 from hone.text.chat import ChatTemplate
-from hone.text.stops import StopStrings, cut_at_stop, held_back
+from hone.text.stop_strings import StopStrings, cut_at_stop, held_back
 from hone.text.tokenizer import Tokenizer
 from hone.text.tool_calls import FORMATS, parse_tool_calls
 from tests.unit.test_text import CHATML

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import save_file
 
 from hone.engine.engine import Engine
-from hone.inference.embedded import EmbeddedSampler
-from hone.inference.service import EngineService
+from hone.inference.engine_service import EngineService
+from hone.inference.samplers.embedded import EmbeddedSampler
 from hone.models.adapters import Adapters, read_adapter
-from hone.models.attention import PackedAttention
+from hone.models.attention_layouts import PackedAttention
 from hone.models.hf import hf_names, load_model, split_rows
-from hone.models.proof import find_likeliest
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
+from hone.models.weight_proof import find_likeliest
 from hone.records import GenerateRequest, Sampling
 
 SPEC = ModelSpec(50, 32, 64, 2, 4, 2, 16, 1e-6, 1000.0, True, 96, 0.5, False)

@@ -7,10 +7,10 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from hone.config.lora import LoRAConfig
-from hone.config.rl import TrainerConfig
+from hone.config.lora_config import LoRAConfig
+from hone.config.rl_config import TrainerConfig
 from hone.engine.engine import Engine
-from hone.models.attention import PackedAttention
+from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config
 from hone.models.hf import write_model
 from hone.models.lora import Merged, adapter_tensors, add_lora, lora_modules, without_lora, write_adapter

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
 
-from hone.config.sft import DataConfig
+from hone.config.sft_config import DataConfig
 from hone.records import Prompt
 from hone.text.tokenizer import Tokenizer
 from hone.trainer.sft.data import Conversations

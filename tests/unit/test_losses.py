@@ -11,10 +11,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from hone.config.loss import KINDS, LossConfig
-from hone.config.orchestrator import ADVANTAGES as ADVANTAGE_NAMES
-from hone.config.orchestrator import GroupConfig
-from hone.config.rl import TrainerConfig
+from hone.config.loss_config import KINDS, LossConfig
+from hone.config.orchestrator_config import ADVANTAGES as ADVANTAGE_NAMES
+from hone.config.orchestrator_config import GroupConfig
+from hone.config.rl_config import TrainerConfig
 from hone.kernels.head import _Head, head_logprobs
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer

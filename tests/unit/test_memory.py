@@ -3,7 +3,7 @@
 import pytest
 
 from hone.config.sections import EngineConfig
-from hone.engine.memory import plan_gpu_cache
+from hone.engine.cache_budget import plan_gpu_cache
 
 GIB = 2**30
 

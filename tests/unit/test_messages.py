@@ -6,8 +6,8 @@ import random
 import pytest
 
 from hone.environments.environment import Environment
-from hone.inference.protocol import ChatRequest
-from hone.inference.responses import ResponsesRequest
+from hone.inference.openai.responses import ResponsesRequest
+from hone.inference.openai.schema import ChatRequest
 from hone.records import Prompt
 from hone.text.chat import ChatTemplate
 from hone.text.messages import MessageError

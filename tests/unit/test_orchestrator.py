@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from hone.config.algorithms import ALGORITHMS
-from hone.config.loss import LossConfig
-from hone.config.orchestrator import OrchestratorConfig
-from hone.config.rl import RLConfig
+from hone.config.loss_config import LossConfig
+from hone.config.orchestrator_config import OrchestratorConfig
+from hone.config.rl_config import RLConfig
 from hone.environments import SingleTurnEnv
-from hone.monitors.lag import Lag
-from hone.monitors.lines import why_no_signal
+from hone.monitors.event_loop_lag import Lag
+from hone.monitors.step_lines import why_no_signal
 from hone.orchestrator.orchestrator import Orchestrator
 from hone.orchestrator.rollouts_file import write_rollouts
 from hone.records import Completion, Rollout, Turn

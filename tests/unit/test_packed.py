@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hone.engine.engine import Engine
-from hone.engine.packed import PackedModel, Quickest
+from hone.engine.packed_model import PackedModel, Quickest
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import GenerateRequest, Sampling

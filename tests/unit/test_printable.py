@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from hone.evals.vf_eval import print_results
 from hone.inference.control import LoadAdapter, Update
-from hone.monitors.log import component_log, start_logging
+from hone.monitors.logging_setup import component_log, start_logging
 from hone.records import Example, Rollout
 from hone.text.printable import ACTING, indent_lines, make_line, make_printable
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from hone.config.base import load_config
-from hone.config.lora import LoRAConfig
-from hone.config.probe import ProbeConfig
+from hone.config.lora_config import LoRAConfig
+from hone.config.probe_config import ProbeConfig
 from hone.config.sections import ModelConfig
 from hone.kernels.gpu import Scaled
-from hone.launch import probe as probing
-from hone.launch.probe import first_layer, probe_model, sample_waves
+from hone.launch import numerics_probe as probing
+from hone.launch.numerics_probe import first_layer, probe_model, sample_waves
 from hone.models.hf import load_model
 from hone.models.loading import load_configured
 from hone.models.lora import add_lora

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from hone.config.orchestrator import BufferConfig
+from hone.config.orchestrator_config import BufferConfig
 from hone.orchestrator.schedule import Schedule, Task, interpolate_at
 
 

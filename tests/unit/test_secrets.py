@@ -8,7 +8,7 @@ import pytest
 
 from hone.config.base import load_config
 from hone.config.help import to_toml
-from hone.config.rl import RLConfig
+from hone.config.rl_config import RLConfig
 from hone.config.secrets import LEFT_OUT, collect_secrets, redact_secrets, restore_secrets, secrets_variable
 from hone.environments.isolated import Isolated
 from hone.environments.turns import SingleTurnEnv

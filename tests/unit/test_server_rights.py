@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from hone.config.inference import InferenceConfig
+from hone.config.inference_config import InferenceConfig
+from hone.inference.app import KeyGuard, PageGuard, build_app
 from hone.inference.control import CONTROL_PATHS
-from hone.inference.served import Served, find_allowed_directories
-from hone.inference.server import KeyGuard, PageGuard, build_app
+from hone.inference.served_model import Served, find_allowed_directories
 
 
 def ask(guard, path="/v1/completions", method="POST", headers=(), server="127.0.0.1"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hone.engine.engine import Engine
-from hone.inference.service import EngineService
+from hone.inference.engine_service import EngineService
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import GenerateRequest, Sampling

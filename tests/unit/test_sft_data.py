@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from hone.authoring.tiny_model import write_model
-from hone.config.sft import DataConfig, SFTConfig
+from hone.config.sft_config import DataConfig, SFTConfig
 from hone.records import Prompt
 from hone.text.tokenizer import Tokenizer
 from hone.trainer.sft.data import (

@@ -15,18 +15,19 @@ from tokenizers import Tokenizer as Encoder
 
 from hone.clients.http import _json_of
 from hone.engine.engine import Engine
-from hone.inference.answers import ChatAnswer, _dump_json, joined_pieces
-from hone.inference.embedded import EmbeddedSampler
-from hone.inference.protocol import ChatRequest
-from hone.inference.served import Served
-from hone.inference.service import EngineService
+from hone.inference.engine_service import EngineService
+from hone.inference.openai.answers import ChatAnswer, _dump_json
+from hone.inference.openai.schema import ChatRequest
+from hone.inference.samplers.embedded import EmbeddedSampler
+from hone.inference.samplers.partial_completions import join_pieces
+from hone.inference.served_model import Served
 from hone.models.families import parse_model_config
 from hone.models.hf import read_model_config, write_description, write_model
-from hone.models.proof import model_checksum
 from hone.models.transformer import Transformer
+from hone.models.weight_proof import model_checksum
 from hone.records import Completion, Prompt
 from hone.text.chat import ChatTemplate
-from hone.text.forms import Following, form_of_call
+from hone.text.structured_outputs import Following, form_of_call
 from hone.text.tokenizer import Tokenizer
 from hone.text.tool_calls import FORMATS, parse_tool_calls
 
@@ -313,7 +314,7 @@ def test_pieces_of_an_answer_make_the_whole_one(save, said, stop, size):
         shown += answer.build_delta(0, spelling.decode_more(piece.ids), piece)["delta"]["content"]
         assert "\ufffd" not in shown and "<tool_call>" not in shown and "STOP" not in shown
     end = Completion([], [], [], "stop")
-    last = answer.build_last_delta(0, spelling, end, joined_pieces([*pieces, end]))
+    last = answer.build_last_delta(0, spelling, end, join_pieces([*pieces, end]))
     shown += last["delta"].get("content", "")
     calls = [{key: call[key] for key in call if key != "index"} for call in last["delta"].get("tool_calls", [])]
     assert shown.strip() == expected["message"]["content"].strip()

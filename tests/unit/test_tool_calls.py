@@ -7,12 +7,12 @@ import pytest
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers
 
-from hone.inference.answers import ChatAnswer
-from hone.inference.protocol import ChatRequest
+from hone.inference.openai.answers import ChatAnswer
+from hone.inference.openai.schema import ChatRequest
 from hone.records import Completion, Prompt
 from hone.text.chat import ChatTemplate
-from hone.text.forms import Following, form_of_call
 from hone.text.messages import MessageError
+from hone.text.structured_outputs import Following, form_of_call
 from hone.text.tokenizer import Tokenizer
 from hone.text.tool_calls import FORMATS, format_of, parse_tool_calls
 from tests.unit.test_messages import draw_text

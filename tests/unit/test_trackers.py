@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hone.config.rl import RLConfig
+from hone.config.rl_config import RLConfig
 from hone.config.sections import TensorBoardConfig
 from hone.monitors import trackers
-from hone.monitors.log import start_logging
-from hone.monitors.metrics import Metrics, read_rows
+from hone.monitors.logging_setup import start_logging
+from hone.monitors.metrics_log import Metrics, read_rows
 from hone.monitors.report import StepReport
 from hone.monitors.trackers import COLUMNS, TensorBoard, Tracker, Trackers, spread_by_reward
 from tests.hangs import HANG_SECONDS

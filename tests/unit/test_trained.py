@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hone.records import Sample
-from hone.transport.trained import Trained, read_trained
+from hone.transport.trained_tokens import Trained, read_trained
 
 
 def sample(group, member, mask):
@@ -38,7 +38,7 @@ def test_the_trainers_numbers_are_in_the_order_of_its_samples(budget):
     """However a batch is split: each sample's logprobs are those of the model for its own targets."""
     import torch
 
-    from hone.config.rl import TrainerConfig
+    from hone.config.rl_config import TrainerConfig
     from hone.models.spec import ModelSpec
     from hone.models.transformer import Transformer
     from hone.records import Batch

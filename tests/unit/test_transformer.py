@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hone.engine.engine import Engine
-from hone.models.attention import PackedAttention
+from hone.models.attention_layouts import PackedAttention
 from hone.models.hf import hf_tensors, load_model, save_model
 from hone.records import GenerateRequest, Sampling
 

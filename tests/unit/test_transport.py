@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from hone import machine
-from hone.config.rl import OrchestratorRunConfig
-from hone.kernels.captured import Captured
-from hone.models.proof import CanaryScorer, canary_ids, model_checksum, score_sequence
+from hone.config.rl_config import OrchestratorRunConfig
+from hone.kernels.cuda_graphs import Captured
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
-from hone.orchestrator.weights import Weights
+from hone.models.weight_proof import CanaryScorer, canary_ids, model_checksum, score_sequence
+from hone.orchestrator.weight_updates import Weights
 from hone.records import Batch, Sample
 from hone.run_directory import RunDirectory, Steps, appearing_directory, steps_in
-from hone.transport import waiting
+from hone.transport import deadlines
 from hone.transport.batches import Batches, FileBatches
+from hone.transport.deadlines import Pulse, PulseOf, Wait, Watch, wait_for
 from hone.transport.delivery import Canary, Delivery, read_delivery, remove_before, write_delivery
-from hone.transport.waiting import Pulse, PulseOf, Wait, Watch, wait_for
 
 LOG = logging.getLogger("test")
 EVAL = {"env": {"id": "x"}, "interval": 3}
@@ -138,7 +138,7 @@ def test_steps_are_seen_on_a_file_system_that_notes_no_times(tmp_path, monkeypat
 
 
 def test_a_pulse_is_believed_when_it_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(waiting, "BEAT", 0.05)
+    monkeypatch.setattr(deadlines, "BEAT", 0.05)
     monkeypatch.setattr(machine, "SILENCE", 0.4)
     (tmp_path / "alive").mkdir()
     (tmp_path / "alive" / "trainer").write_text("3")  # of a run that was killed
@@ -152,7 +152,7 @@ def test_a_pulse_is_believed_when_it_changes(tmp_path, monkeypatch):
 
 
 def test_a_peer_that_falls_silent_is_named_and_one_that_ends_is_not(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(waiting, "BEAT", 0.05)
+    monkeypatch.setattr(deadlines, "BEAT", 0.05)
     monkeypatch.setattr(machine, "SILENCE", 1.0)
     monkeypatch.setattr(machine, "_slowness", 1.0)
     well, ill = (Pulse(tmp_path / name) for name in ("well", "ill"))

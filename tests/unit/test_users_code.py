@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 
 import hone
-from hone import leaving
+from hone import preemption
 from hone.environments import load_environment
 from hone.environments.attempt import attempt
 from hone.environments.env_group import EnvGroup
@@ -119,25 +119,25 @@ def test_no_code_of_an_environment_ends_the_process():
 def test_a_real_ctrl_c_still_ends_it(monkeypatch):
     with pytest.raises(ExitInUserCode, match="it raised KeyboardInterrupt"), CONTAINED:
         raise KeyboardInterrupt
-    monkeypatch.setattr("hone.leaving._interrupts", 1)
+    monkeypatch.setattr("hone.preemption._interrupts", 1)
     with pytest.raises(KeyboardInterrupt), CONTAINED:
         raise KeyboardInterrupt
 
 
 def test_the_first_ctrl_c_asks_a_run_that_takes_steps_and_the_next_ends_it(monkeypatch, capsys):
     for name, value in (("_asked", False), ("_interrupts", 0), ("_takes_steps", False)):
-        monkeypatch.setattr(f"hone.leaving.{name}", value)
+        monkeypatch.setattr(f"hone.preemption.{name}", value)
     monkeypatch.setattr(signal, "signal", lambda number, handler: handlers.append(handler))
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.default_int_handler)
     handlers = []
-    leaving.listen_to_ctrl_c()
+    preemption.listen_to_ctrl_c()
     with pytest.raises(KeyboardInterrupt):  # nothing to save yet
         handlers[0]()
-    assert not leaving.is_asked()
-    monkeypatch.setattr("hone.leaving._interrupts", 0)
-    leaving.steps_begin()
+    assert not preemption.is_asked()
+    monkeypatch.setattr("hone.preemption._interrupts", 0)
+    preemption.steps_begin()
     handlers[0]()
-    assert leaving.is_asked() and "Ctrl-C again ends at once" in capsys.readouterr().err
+    assert preemption.is_asked() and "Ctrl-C again ends at once" in capsys.readouterr().err
     with pytest.raises(KeyboardInterrupt):
         handlers[0]()
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from hone.config.base import ConfigError, load_config
-from hone.config.lab import LabConfig
-from hone.config.rl import RLConfig
-from hone.config.vf_rl import REASONS, RLTrainerArgs, VfRLConfig
+from hone.config.lab_config import LabConfig
+from hone.config.rl_config import RLConfig
+from hone.config.vf_rl_config import REASONS, RLTrainerArgs, VfRLConfig
 from hone.launch.rl_trainer import Console
 from hone.monitors.trainer_lines import loss_line, sample_block, step_line
-from hone.trainer.saving import write_state
+from hone.trainer.weight_files import write_state
 
 BASE = """
 model = "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT"
@@ -317,7 +317,7 @@ def test_a_job_of_hosted_training(tmp_path):
 
 
 def test_messages_name_the_keys_of_vf_rl(tmp_path, monkeypatch):
-    from hone.config.vf_rl import in_own_words
+    from hone.config.vf_rl_config import in_own_words
 
     said = "outputs/x holds an earlier rl run; choose: --clean, --resume, or another directory (--output-dir DIR)"
     assert in_own_words(said).endswith("--clean, --resume, or another directory (--trainer.args.run-name NAME)")

@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from hone.config.lora import LoRAConfig
+from hone.config.lora_config import LoRAConfig
 from hone.config.sections import FilesystemConfig, NcclConfig
 from hone.models.hf import hf_tensors
 from hone.models.lora import add_lora, lora_modules
@@ -17,8 +17,8 @@ from hone.trainer.ranks import Ranks
 from hone.trainer.sharding import Export
 from hone.transport import network
 from hone.transport.delivery import Superseded
-from hone.transport.ways import RECEIVERS, make_receiver, make_sender
-from hone.transport.weights import Receiver, Sender, ignore_arrivals
+from hone.transport.transports import RECEIVERS, make_receiver, make_sender
+from hone.transport.weight_transport import Receiver, Sender, ignore_arrivals
 
 SPEC = ModelSpec(50, 32, 64, 2, 4, 2, 8, 1e-6, 1000.0, True, 96, 0.5, False)
 LOG = logging.getLogger("test")

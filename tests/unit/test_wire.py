@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from hone.clients.wire import Wire, is_direct
+from hone.clients.http_connection import Wire, is_direct
 
 LONG = b"x" * 300_000
 ANSWERS = {

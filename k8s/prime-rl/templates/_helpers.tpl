@@ -70,7 +70,7 @@ app.kubernetes.io/component: {{ . }}
 {{- $ranks := max 1 (int $v.gpus) -}}
 {{- if or (gt $nodes 1) (gt $ranks 1) -}}
 {{- $meet := printf "%s:%d" (include "pod" (dict "root" .root "name" .name "index" 0)) (int $v.port) -}}
-{{- $ranked := list "python" "-m" "hone.launch.ranks" "--ranks" (toString $ranks) "--nodes" (toString $nodes) "--node" "$(POD_INDEX)" "--meet" $meet -}}
+{{- $ranked := list "python" "-m" "hone.launch.rank_launcher" "--ranks" (toString $ranks) "--nodes" (toString $nodes) "--node" "$(POD_INDEX)" "--meet" $meet -}}
 {{- $words = concat $ranked $words -}}
 {{- end -}}
 {{- end -}}

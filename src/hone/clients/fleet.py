@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from hone import machine
 from hone.clients.http import HttpClient, ServerLost
 from hone.records import Completion, Prompt, Sampling, Turn
-from hone.transport.waiting import Wait
+from hone.transport.deadlines import Wait
 
 T = TypeVar("T")
 LOOK = 2.0  # seconds between looks at a server

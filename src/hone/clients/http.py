@@ -284,7 +284,7 @@ def _choose_transport(url: str) -> httpx.AsyncBaseTransport | None:
     """The quicker one where it serves; None stands for httpx's own."""
     if importlib.util.find_spec("httptools") is None:
         return None
-    from hone.clients.wire import Wire, is_direct
+    from hone.clients.http_connection import Wire, is_direct
 
     return Wire() if is_direct(url) else None
 

@@ -1,8 +1,8 @@
 """Writes the reference page of every configuration key: `python -m hone.config.reference > docs/configuration.md`."""
 
-from hone.config.commands import COMMANDS, import_object
+from hone.config.command_table import COMMANDS, import_object
 from hone.config.help import reference_table
-from hone.config.lab import LabConfig
+from hone.config.lab_config import LabConfig
 
 HEAD = """# Configuration
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hone.dashboard.rows import row_columns, row_of
+from hone.dashboard.rollout_columns import row_columns, row_of
 from hone.dashboard.runs import Run, is_below
 from hone.run_directory import steps_in
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import hone
 from hone.config.base import load_config
-from hone.config.commands import COMMANDS, import_object
+from hone.config.command_table import COMMANDS, import_object
 from hone.dashboard.runs import (
     Run,
     environments_of,
@@ -41,7 +41,7 @@ from hone.dashboard.runs import (
     read_text,
     run_status,
 )
-from hone.leaving import AGAIN
+from hone.preemption import AGAIN
 from hone.run_directory import rewrite_file
 
 KINDS = ("rl", "sft", "vf-rl")

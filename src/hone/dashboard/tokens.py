@@ -8,7 +8,7 @@ from typing import Any
 from hone.dashboard.runs import Run, is_below
 from hone.run_directory import checkpoints_in, steps_in
 from hone.text.detokenizer import TokenTexts, name_of
-from hone.transport.trained import Seen
+from hone.transport.trained_tokens import Seen
 
 MARK = re.compile(r"<\|[a-zA-Z_]{2,24}\|>|\[/?INST\]|<(?:start|end)_of_turn>")
 MOST = 16384  # tokens of a rollout that are shown

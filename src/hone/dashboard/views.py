@@ -6,7 +6,7 @@ from typing import Any
 
 from hone.dashboard.doctor import examine_run
 from hone.dashboard.index import Index
-from hone.dashboard.rows import clean_text
+from hone.dashboard.rollout_columns import clean_text
 from hone.dashboard.runs import (
     Run,
     component_ages,
@@ -22,7 +22,7 @@ from hone.dashboard.runs import (
 )
 from hone.dashboard.tokens import Tokens
 from hone.run_directory import RunDirectory, checkpoints_in, steps_in
-from hone.transport.trained import read_trained
+from hone.transport.trained_tokens import read_trained
 
 SPARK = 60  # points of the small curve in the list
 MOMENT = 0.1  # seconds that somebody who looks waits for what is new

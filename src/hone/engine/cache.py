@@ -13,8 +13,8 @@ from hone.engine.pages import PagePool
 from hone.engine.slots import untouched_zeros
 from hone.kernels import gpu
 from hone.kernels.decode import Rows, attend_by_pages, attend_by_pages_reference, takes_pages
-from hone.kernels.host import to_device
-from hone.models.attention import Heads
+from hone.kernels.pinned_memory import to_device
+from hone.models.attention_layouts import Heads
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from hone.engine.cache import DecodeAttention, KVCache
-from hone.engine.packed import PackedModel
-from hone.engine.sampler import Sampler
+from hone.engine.packed_model import PackedModel
 from hone.engine.slots import Slots
+from hone.engine.token_sampler import Sampler
 from hone.kernels import gpu, numerics
 from hone.kernels import row_state as column
 from hone.kernels.decode import Rows
@@ -52,7 +52,7 @@ class Decoder:
         attention = DecodeAttention(self.cache, rows)
         with self.adapters.used_by(state[active_B, column.ADAPTER] if has_adapters else None):
             if self.stays_on_device:
-                from hone.kernels.gpu.rows import newest_embeddings
+                from hone.kernels.gpu.row_kernels import newest_embeddings
 
                 x_BD, positions_B = newest_embeddings(self.model.embed.weight, active_B, state), None
             else:

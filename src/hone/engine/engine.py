@@ -26,14 +26,14 @@ from hone.engine.cache import KVCache
 from hone.engine.decoder import Decoder
 from hone.engine.graphs import DecodeGraphs
 from hone.engine.prefill import Prefill
-from hone.engine.sampler import Sampler
 from hone.engine.sequence import Sequence
 from hone.engine.slots import Slots, Snapshot
+from hone.engine.token_sampler import Sampler
 from hone.kernels import numerics
 from hone.kernels import row_state as column
-from hone.kernels.captured import Captured
+from hone.kernels.cuda_graphs import Captured
 from hone.kernels.decode import Rows
-from hone.kernels.host import to_device
+from hone.kernels.pinned_memory import to_device
 from hone.models.adapters import read_adapter
 from hone.models.lora import lora_modules
 from hone.models.transformer import Transformer
@@ -76,7 +76,7 @@ def _slots_of(sequences: list[Sequence]) -> NDArray[np.int64]:
 
 
 class Engine:
-    """Generation over the trainer's own model. Not thread-safe: one thread owns it (see `inference/service.py`)."""
+    """Generation over the trainer's own model. Not thread-safe: one thread owns it (see `inference/engine_service.py`)."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Engine:
         version: int = 0,
         stand_in: bool = False,
     ) -> None:
-        """`stand_in`: whether CUDA graphs of larger work may do smaller work (`kernels/captured.py`), for requests that
+        """`stand_in`: whether CUDA graphs of larger work may do smaller work (`kernels/cuda_graphs.py`), for requests that
         are computed together as their timing has it anyway."""
         weight, spec = model.embed.weight, model.spec
         limit = spec.max_position_embeddings

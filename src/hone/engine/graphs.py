@@ -21,9 +21,9 @@ from hone.engine.decoder import Decoder
 from hone.engine.sequence import Sequence
 from hone.kernels import gpu, numerics
 from hone.kernels import row_state as column
-from hone.kernels.captured import Captured
+from hone.kernels.cuda_graphs import Captured
 from hone.kernels.decode import Rows
-from hone.kernels.host import to_device
+from hone.kernels.pinned_memory import to_device
 
 if TYPE_CHECKING:
     from hone.kernels.gpu.decode import Shared
@@ -137,7 +137,7 @@ class DecodeGraphs:
     def is_long(self, rows: int, longest: float, parts: int) -> bool:
         """Whether sequences that share nothing are read by blocks for long ones. The longest decides, since a step ends
         when its block has."""
-        from hone.kernels.gpu.alone import matters_length
+        from hone.kernels.gpu.decode_attention import matters_length
 
         spec = self.decoder.model.spec
         queries = spec.num_attention_heads // self.heads
@@ -167,7 +167,7 @@ class DecodeGraphs:
 
     def rows_by(self, key: Key) -> Rows:
         """All slots, as graphs of this key read them."""
-        from hone.kernels.gpu.alone import Divided
+        from hone.kernels.gpu.decode_attention import Divided
 
         slots, divided = self.slots, Divided(key.parts, self.arrived) if key.parts and not key.stretches else None
         return Rows(slots.active, slots.state, slots.table, self.shared_by(key), divided, key.is_long)

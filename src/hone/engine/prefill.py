@@ -20,10 +20,10 @@ from torch import Tensor
 
 from hone.engine.cache import KVCache
 from hone.kernels import gpu
-from hone.kernels.captured import Captured
-from hone.kernels.host import to_device
+from hone.kernels.cuda_graphs import Captured
+from hone.kernels.pinned_memory import to_device
 from hone.models.adapters import Adapters
-from hone.models.attention import ContinuedAttention, Heads, PackedAttention, flash_varlen
+from hone.models.attention_layouts import ContinuedAttention, Heads, PackedAttention, flash_varlen
 from hone.models.transformer import Transformer
 
 WORTH_A_GRAPH = 2e13  # FLOP of a pass: a longer one hides its launches, and its graph would hold on to memory
@@ -187,10 +187,10 @@ class PrefillAttention:
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
         keys, values = (x.flatten(0, 1) for x in self.cache.store[layer])
         if gpu.takes(qkv_TNE) and gpu.takes_heads(qkv_TNE.shape[2]):
-            from hone.kernels.gpu import rows
+            from hone.kernels.gpu import row_kernels
 
             tables = (heads.rotation.cos_PE, heads.rotation.sin_PE, self.positions_T)
-            q, k, v = rows.heads(
+            q, k, v = row_kernels.heads(
                 qkv_TNE, heads.q_scale_E, heads.k_scale_E, *tables, self.cells_T, keys, values, heads.eps, heads.H
             )
         else:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hone.engine.sequence import Sequence
 from hone.kernels import row_state as column
-from hone.kernels.host import started_to_host, to_device
+from hone.kernels.pinned_memory import started_to_host, to_device
 
 # As the device has them (`row_state.PARAMETERS`); the second is the temperature of logprobs.
 PARAMETERS = attrgetter(

@@ -13,7 +13,7 @@ from hone.environments.env_group import EnvGroup
 from hone.environments.environment import Environment, ModelClient, State
 from hone.environments.example_data import load_example_dataset
 from hone.environments.judge import JudgeRubric
-from hone.environments.maths import MathRubric
+from hone.environments.math_rubric import MathRubric
 from hone.environments.parsers import (
     MaybeThinkParser,
     Parser,

@@ -82,7 +82,10 @@ class Isolated(Environment):
         self.environment, self.added = environment, list[Rubric]()
         self.name, self.parser, self.rubric = environment.name, environment.parser, environment.rubric
         self.call_timeout, self.system_prompt = environment.call_timeout, environment.system_prompt
-        self._words, given = [sys.executable, "-P", "-m", "hone.environments.worker", name], json.dumps(arguments)
+        self._words, given = (
+            [sys.executable, "-P", "-m", "hone.environments.isolated_worker", name],
+            json.dumps(arguments),
+        )
         self.workers = [Worker(name, [*self._words, on_reward_error or "fail"], given) for _ in range(workers)]
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:

@@ -7,8 +7,8 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
+from hone.evals.paired_statistics import paired_difference
 from hone.evals.results import Folder
-from hone.evals.statistics import paired_difference
 
 
 def compare_results(a: Path, b: Path) -> int:

@@ -5,7 +5,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from hone.environments.rows import rollout_of, row_of
+from hone.environments.rollout_rows import rollout_of, row_of
 from hone.records import Rollout
 
 FILE, ABOUT = "results.jsonl", "metadata.json"

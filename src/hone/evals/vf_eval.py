@@ -22,14 +22,14 @@ from hone.clients.http import HttpClient
 from hone.config.secrets import redact_secrets
 from hone.environments import Environment
 from hone.environments.registry import add_folder, load_environment
-from hone.environments.rows import row_of
+from hone.environments.rollout_rows import row_of
 from hone.evals.arguments import list_evaluations, parse_arguments
 from hone.evals.endpoints import Endpoint
+from hone.evals.eval_progress import Progress
 from hone.evals.held_out import attempt_rollouts
 from hone.evals.own_server import endpoint_for
-from hone.evals.progress import Progress
+from hone.evals.paired_statistics import SIGMAS, clustered_error, pass_at_k
 from hone.evals.results import Folder, find_unfinished
-from hone.evals.statistics import SIGMAS, clustered_error, pass_at_k
 from hone.records import Example, Rollout, Sampling
 from hone.text.printable import make_line, make_printable
 

@@ -1,4 +1,4 @@
-"""What computes for a server: Hone's engine, in this process or in one of its own (apart.py), or a vLLM that is started
+"""What computes for a server: Hone's engine, in this process or in one of its own (engine_process.py), or a vLLM that is started
 here. Each is opened, has what is served, and runs the HTTP program as it needs.
 
     with backend(config) as opened:
@@ -14,10 +14,10 @@ from collections.abc import Coroutine
 from typing import Any
 
 from hone import machine
-from hone.config.inference import InferenceConfig
+from hone.config.inference_config import InferenceConfig
 from hone.config.sections import BACKEND_LOST
-from hone.inference.loop import run_event_loop as run_loop
-from hone.inference.served import Served, find_allowed_directories
+from hone.inference.event_loop import run_event_loop as run_loop
+from hone.inference.served_model import Served, find_allowed_directories
 
 log = logging.getLogger("hone.inference")
 LOOK = 0.2  # seconds between looks whether vLLM is there
@@ -38,7 +38,7 @@ def takes_vllm(config: InferenceConfig) -> bool:
 
 
 def is_installed(config: InferenceConfig) -> bool:
-    from hone.inference.vllm_process import find_installation
+    from hone.inference.samplers.vllm_process import find_installation
 
     try:
         return bool(find_installation(config.vllm_python or sys.executable))
@@ -57,11 +57,11 @@ class Embedded:
     """Hone's engine in this process, served from a thread beside the one that computes."""
 
     def __init__(self, config: InferenceConfig) -> None:
+        from hone.engine.cache_budget import plan_cache
         from hone.engine.engine import Engine
-        from hone.engine.memory import plan_cache
-        from hone.engine.rehearsal import capture_graphs, compile_kernels
-        from hone.inference.embedded import EmbeddedSampler
-        from hone.inference.service import EngineService
+        from hone.engine.warm_up import capture_graphs, compile_kernels
+        from hone.inference.engine_service import EngineService
+        from hone.inference.samplers.embedded import EmbeddedSampler
         from hone.kernels import fingerprints
         from hone.kernels.gpu.compiling import together
         from hone.models.loading import load_configured
@@ -99,8 +99,8 @@ class Vllm:
     """A vLLM that is started here, behind the same routes."""
 
     def __init__(self, config: InferenceConfig) -> None:
-        from hone.inference.vllm import VllmSampler
-        from hone.inference.vllm_process import VllmProcess
+        from hone.inference.samplers.vllm import VllmSampler
+        from hone.inference.samplers.vllm_process import VllmProcess
         from hone.models.hf import resolve_model
         from hone.text.tokenizer import Tokenizer
 
@@ -143,7 +143,7 @@ class Vllm:
     @staticmethod
     def run_headless(config: InferenceConfig) -> None:
         """Copies of the model for a server on another machine, until they end or are ended."""
-        from hone.inference.vllm_process import VllmProcess
+        from hone.inference.samplers.vllm_process import VllmProcess
         from hone.models.hf import resolve_model
 
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

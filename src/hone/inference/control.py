@@ -4,7 +4,7 @@ machine alone.
     POST /pause?mode=keep|wait|abort     stop computing: keep what runs, finish it, or end it
     POST /update_weights                 {"weight_dir": DIR, "version": N, "model_name": NAME?, "transport": {…}?},
                                          between two steps; without transport as files of weight_dir, with the message
-                                         of a sender (transport/weights.py) in its way; 409 where the trainer has gone
+                                         of a sender (transport/weight_transport.py) in its way; 409 where the trainer has gone
                                          on to a later version
     POST /resume                         go on
     GET  /version                        version, checksum, device, dtype, model, completions so far, is_paused;
@@ -27,8 +27,8 @@ from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from pydantic import BaseModel, Field
 
 from hone.config.sections import LOOPBACK
-from hone.inference.sampler import Pause
-from hone.inference.served import Served
+from hone.inference.samplers.base import Pause
+from hone.inference.served_model import Served
 from hone.transport.delivery import Superseded
 
 T = TypeVar("T")

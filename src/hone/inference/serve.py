@@ -1,6 +1,6 @@
 """`inference`: what computes is started, the routes are put before it, and both run until they are interrupted.
 
-config ─► backend (backends.py, apart.py), which loads the model ─► Served ─► routes (server.py) on an open socket
+config ─► backend (backends.py, engine_process.py), which loads the model ─► Served ─► routes (app.py) on an open socket
 """
 
 import contextlib
@@ -10,11 +10,11 @@ import signal
 import time
 
 from hone import STARTED
-from hone.config.inference import InferenceConfig
+from hone.config.inference_config import InferenceConfig
 from hone.config.sections import CLIENT_KEY_VARIABLE, LOOPBACK, own_key
-from hone.inference.address import bind_socket
-from hone.inference.apart import Apart
 from hone.inference.backends import Embedded, Vllm, is_apart, takes_vllm
+from hone.inference.engine_process import Apart
+from hone.inference.socket_binding import bind_socket
 from hone.server_starts import announce_start
 
 log = logging.getLogger("hone.inference")
@@ -37,7 +37,7 @@ def serve_model(config: InferenceConfig) -> None:
         import uvicorn  # while a process of its own loads the model
 
         from hone.http_limits import bounded_config
-        from hone.inference.server import build_app
+        from hone.inference.app import build_app
 
         app = build_app(opened.wait(), api_key, config.client_key or os.environ.get(CLIENT_KEY_VARIABLE) or None)
         sock.listen(2048)  # from now on who connects is answered, if only when the event loop runs

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hone.kernels import gpu
-from hone.kernels.host import brought
+from hone.kernels.pinned_memory import brought
 
 
 @dataclass(frozen=True)

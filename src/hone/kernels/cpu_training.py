@@ -65,20 +65,20 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor | None, grad_mixed: Tensor) -> Any:
-        from hone.kernels.cpu import block, rows
+        from hone.kernels.cpu import block, row_kernels
 
         total, _, _, _, weight, qkv, *_ = saved = ctx.saved_tensors
         T, D, H, K, E = ctx.sizes
         of_q, of_k, of_v = (total.new_empty(T, n * E) for n in (H, K, K))
         of_qkv, of_x, of_weight = (torch.empty_like(like) for like in (qkv, total, weight))
-        of_norm, of_scales = total.new_empty(rows.parts(T), D), total.new_empty(rows.parts(T), 2, E)
+        of_norm, of_scales = total.new_empty(row_kernels.parts(T), D), total.new_empty(row_kernels.parts(T), 2, E)
         grads = (None if grad_total is None else grad_total.contiguous(), grad_mixed.contiguous())
         block.mix_backward(
             *ctx.sizes, torch.get_num_threads(), *_addresses(*grads, *saved), *ctx.sequences,
             *_addresses(of_q, of_k, of_v, of_qkv, of_x, of_norm, of_scales, of_weight),
         )  # fmt: skip
         of_delta = of_x if ctx.has_delta else None
-        return of_x, of_delta, rows.added_up(of_norm), of_weight, *rows.added_up(of_scales), *[None] * 5
+        return of_x, of_delta, row_kernels.added_up(of_norm), of_weight, *row_kernels.added_up(of_scales), *[None] * 5
 
 
 class _Feed(torch.autograd.Function):
@@ -101,13 +101,13 @@ class _Feed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor | None, grad: Tensor) -> Any:
-        from hone.kernels.cpu import block, rows
+        from hone.kernels.cpu import block, row_kernels
 
         mixed, out, norm, total, _, _, gate_up, hidden, _, down = saved = ctx.saved_tensors
         like = (hidden, total, mixed, out, gate_up, down)
         of_hidden, of_x, of_mixed, of_out, of_gate_up, of_down = map(torch.empty_like, like)
-        of_norm = norm.new_empty(rows.parts(len(total)), len(norm))
+        of_norm = norm.new_empty(row_kernels.parts(len(total)), len(norm))
         grads = (None if grad_total is None else grad_total.contiguous(), grad.contiguous())
         results = (of_hidden, of_x, of_mixed, of_out, of_norm, of_gate_up, of_down)
         block.feed_backward(*ctx.sizes, torch.get_num_threads(), *_addresses(*grads, *saved, *results))
-        return of_x, of_mixed, of_out, rows.added_up(of_norm), of_gate_up, of_down, None
+        return of_x, of_mixed, of_out, row_kernels.added_up(of_norm), of_gate_up, of_down, None

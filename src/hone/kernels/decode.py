@@ -10,8 +10,8 @@ from torch import Tensor
 from hone.kernels import cpu, gpu, row_state
 
 if TYPE_CHECKING:
-    from hone.kernels.gpu.alone import Divided
     from hone.kernels.gpu.decode import Shared
+    from hone.kernels.gpu.decode_attention import Divided
 
 
 @dataclass(frozen=True)

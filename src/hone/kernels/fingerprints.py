@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hone.kernels import cpu, gpu
-from hone.kernels.stretches import ODD, WORDS, Table, powers
+from hone.kernels.fingerprint_tables import ODD, WORDS, Table, powers
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

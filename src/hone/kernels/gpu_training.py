@@ -5,7 +5,7 @@
 
 Kept between forward and back are the sums that are normed, qkv, what attention gives, and gate_up: 28 KiB a token and
 layer at Qwen3-0.6B's shape where keeping all would take 44. The kernels that compute gradients make the rest beside.
-Written in `kernels/gpu/training.py` and `attention.py`; tests hold them to `tests/twins.py`.
+Written in `kernels/gpu/training_kernels.py` and `attention.py`; tests hold them to `tests/twins.py`.
 """
 
 from collections.abc import Sequence
@@ -120,9 +120,9 @@ class _NormLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float, weight: Tensor, bias: Any, a: Any, b: Any,
         whole: Any,
     ) -> Any:  # fmt: skip
-        from hone.kernels.gpu import rows
+        from hone.kernels.gpu import row_kernels
 
-        total, normed = rows.add_norm(x, delta, scale, eps)
+        total, normed = row_kernels.add_norm(x, delta, scale, eps)
         out, h = _LowRankLinear(weight, bias, a, b, whole).forward(normed)
         ctx.save_for_backward(total, scale, weight, bias, a, b, whole, h)
         ctx.eps, ctx.has_delta = eps, delta is not None
@@ -131,7 +131,7 @@ class _NormLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor | None, grad: Tensor) -> Any:
-        from hone.kernels.gpu import training
+        from hone.kernels.gpu import training_kernels
 
         total, scale, *parts, h = ctx.saved_tensors
         linear, needs = _LowRankLinear(*parts), ctx.needs_input_grad[4:]
@@ -139,7 +139,9 @@ class _NormLinear(torch.autograd.Function):
         grad_total = None if grad_total is None else grad_total.contiguous()
         of_normed, of_h = linear.of_input(grad)
         needs_normed = needs[0] or needs[2] or needs[3]
-        normed, out, of_scale = training.norm_backward(total, scale, of_normed, grad_total, ctx.eps, needs_normed)
+        normed, out, of_scale = training_kernels.norm_backward(
+            total, scale, of_normed, grad_total, ctx.eps, needs_normed
+        )
         of_weights = linear.of_weights(needs, grad, normed, h, of_h)
         return out, out if ctx.has_delta else None, of_scale, None, *of_weights, None
 
@@ -161,21 +163,21 @@ class _WholeLinear(torch.autograd.Function):
 class _SwiGLULinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Any, a: Any, b: Any, whole: Any) -> Any:
-        from hone.kernels.gpu import rows
+        from hone.kernels.gpu import row_kernels
 
-        out, h = _LowRankLinear(weight, bias, a, b, whole).forward(rows.swiglu(gate_up))
+        out, h = _LowRankLinear(weight, bias, a, b, whole).forward(row_kernels.swiglu(gate_up))
         ctx.save_for_backward(gate_up, weight, bias, a, b, whole, h)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        from hone.kernels.gpu import training
+        from hone.kernels.gpu import training_kernels
 
         gate_up, *parts, h = ctx.saved_tensors
         linear, needs = _LowRankLinear(*parts), ctx.needs_input_grad[1:]
         grad = grad.contiguous()
         of_act, of_h = linear.of_input(grad)
-        act, out = training.swiglu_backward(gate_up, of_act, needs[0] or needs[2] or needs[3])
+        act, out = training_kernels.swiglu_backward(gate_up, of_act, needs[0] or needs[2] or needs[3])
         return out, *linear.of_weights(needs, grad, act, h, of_h), None
 
 
@@ -185,9 +187,9 @@ class _HeadsAttention(torch.autograd.Function):
         ctx: Any, qkv: Tensor, q_scale: Any, k_scale: Any, cos: Tensor, sin: Tensor, positions: Tensor,
         tiles: "Tiles", eps: float, H: int,
     ) -> Any:  # fmt: skip
-        from hone.kernels.gpu import attention, training
+        from hone.kernels.gpu import attention, training_kernels
 
-        q, k = training.rotate_heads(qkv, q_scale, k_scale, cos, sin, positions, eps, H)
+        q, k = training_kernels.rotate_heads(qkv, q_scale, k_scale, cos, sin, positions, eps, H)
         out, logsum = attention.forward(q, k, qkv[:, H + k.shape[1] :], tiles)
         ctx.save_for_backward(qkv, q_scale, k_scale, cos, sin, positions, out, logsum)
         ctx.tiles, ctx.eps, ctx.H = tiles, eps, H
@@ -195,11 +197,11 @@ class _HeadsAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        from hone.kernels.gpu import attention, training
+        from hone.kernels.gpu import attention, training_kernels
 
         qkv, q_scale, k_scale, cos, sin, positions, out, logsum = ctx.saved_tensors
-        q, k = training.rotate_heads(qkv, q_scale, k_scale, cos, sin, positions, ctx.eps, ctx.H)
+        q, k = training_kernels.rotate_heads(qkv, q_scale, k_scale, cos, sin, positions, ctx.eps, ctx.H)
         v = qkv[:, ctx.H + k.shape[1] :]
         dq, dk, dv = attention.backward(q, k, v, out, logsum, grad.contiguous(), ctx.tiles)
-        found = training.rotate_heads_backward(qkv, q_scale, k_scale, cos, sin, positions, dq, dk, dv, ctx.eps)
+        found = training_kernels.rotate_heads_backward(qkv, q_scale, k_scale, cos, sin, positions, dq, dk, dv, ctx.eps)
         return *found, None, None, None, None, None, None

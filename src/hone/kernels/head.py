@@ -74,9 +74,9 @@ class _Chunk:
         self.logits = exact_logits(hidden, weight)
         self.on_gpu = gpu.IS_AVAILABLE and hidden.is_cuda and self.logits.dtype == torch.float32
         if self.on_gpu:
-            from hone.kernels.gpu import training
+            from hone.kernels.gpu import training_kernels
 
-            self.logsum, self.logprobs, self.entropy = training.statistics(self.logits, targets, temperature)
+            self.logsum, self.logprobs, self.entropy = training_kernels.statistics(self.logits, targets, temperature)
         else:
             self.logits.div_(temperature[:, None])
             self.logsum = self.logits.logsumexp(dim=-1)
@@ -87,9 +87,9 @@ class _Chunk:
     ) -> None:
         """Puts those of hidden states into `of_hidden`, adds those of the weight to `of_weight`; logits are lost."""
         if self.on_gpu:
-            from hone.kernels.gpu import training
+            from hone.kernels.gpu import training_kernels
 
-            slope = training.slope(
+            slope = training_kernels.slope(
                 self.logits, self.targets, self.temperature, self.logsum, self.entropy, grad.contiguous(),
                 None if grad_entropy is None else grad_entropy.contiguous(), self.hidden.dtype,
             )  # fmt: skip

@@ -50,18 +50,18 @@ def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) 
 
 def few_linear(normed: gpu.Scaled, weight_OI: Tensor, bias_O: Tensor | None, is_swiglu: bool = False) -> Tensor:
     """The projection of a norm, T x O; with `is_swiglu` silu(g) * u, where it is g and u side by side. For few rows."""
-    from hone.kernels.gpu import held
+    from hone.kernels.gpu import few_row_products
 
-    return held.few(normed, weight_OI, bias_O, is_swiglu)
+    return few_row_products.few(normed, weight_OI, bias_O, is_swiglu)
 
 
 def few_linear_onto(
     stream_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, norm_O: Tensor | None, eps: float
 ) -> tuple[Tensor, gpu.Scaled | None]:
     """stream + x W^T + b, and the norm of that where the weight of one is given. For few rows (`gpu.is_few`)."""
-    from hone.kernels.gpu import held
+    from hone.kernels.gpu import few_row_products
 
-    return held.few_onto(stream_TO, x_TI, weight_OI, bias_O, norm_O, eps)
+    return few_row_products.few_onto(stream_TO, x_TI, weight_OI, bias_O, norm_O, eps)
 
 
 def exact_logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:

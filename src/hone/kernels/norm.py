@@ -13,9 +13,9 @@ def add_norm(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float
     delta is T x D, or parts S x T x D of it.
     """
     if gpu.takes(x_TD):
-        from hone.kernels.gpu import rows
+        from hone.kernels.gpu import row_kernels
 
-        return rows.add_norm(x_TD, delta_TD, weight_D, eps)
+        return row_kernels.add_norm(x_TD, delta_TD, weight_D, eps)
     if gpu.trains(x_TD) and (delta_TD is None or delta_TD.dim() == 2):
         total, out = _OnGpu.apply(x_TD, delta_TD, weight_D, eps)  # type: ignore[no-untyped-call]
         return total, out
@@ -37,13 +37,13 @@ def add_norm_reference(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, 
 
 
 def _forward(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    from hone.kernels.cpu import rows
+    from hone.kernels.cpu import row_kernels
 
     x = x.contiguous()
     total, out, rstd = x, torch.empty_like(x), x.new_empty(len(x))
     if delta is not None:
         delta, total = delta.contiguous(), torch.empty_like(x)
-    rows.add_norm_forward(
+    row_kernels.add_norm_forward(
         *x.shape, x.data_ptr(), 0 if delta is None else delta.data_ptr(), eps, weight.data_ptr(), total.data_ptr(),
         out.data_ptr(), rstd.data_ptr(),
     )  # fmt: skip
@@ -61,28 +61,28 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total, grad):  # type: ignore[no-untyped-def]
-        from hone.kernels.cpu import rows
+        from hone.kernels.cpu import row_kernels
 
         total, weight, rstd = ctx.saved_tensors
         if grad is None:
             return grad_total, grad_total if ctx.has_delta else None, None, None
         grad_x = torch.empty_like(total)
-        parts = weight.new_empty(rows.parts(len(total)), len(weight))
+        parts = weight.new_empty(row_kernels.parts(len(total)), len(weight))
         grad = grad.contiguous()
         grad_total = None if grad_total is None else grad_total.contiguous()
-        rows.add_norm_backward(
+        row_kernels.add_norm_backward(
             *total.shape, grad.data_ptr(), 0 if grad_total is None else grad_total.data_ptr(), total.data_ptr(),
             weight.data_ptr(), rstd.data_ptr(), grad_x.data_ptr(), parts.data_ptr(),
         )  # fmt: skip
-        return grad_x, grad_x if ctx.has_delta else None, rows.added_up(parts), None
+        return grad_x, grad_x if ctx.has_delta else None, row_kernels.added_up(parts), None
 
 
 class _OnGpu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, delta, weight, eps):  # type: ignore[no-untyped-def]
-        from hone.kernels.gpu import rows
+        from hone.kernels.gpu import row_kernels
 
-        total, out = rows.add_norm(x, delta, weight, eps)
+        total, out = row_kernels.add_norm(x, delta, weight, eps)
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.has_delta = eps, delta is not None
         ctx.set_materialize_grads(False)
@@ -90,11 +90,13 @@ class _OnGpu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total, grad):  # type: ignore[no-untyped-def]
-        from hone.kernels.gpu import training
+        from hone.kernels.gpu import training_kernels
 
         total, weight = ctx.saved_tensors
         if grad is None:
             return grad_total, grad_total if ctx.has_delta else None, None, None
         grad_total = None if grad_total is None else grad_total.contiguous()
-        _, of_x, of_weight = training.norm_backward(total, weight, grad.contiguous(), grad_total, ctx.eps, False)
+        _, of_x, of_weight = training_kernels.norm_backward(
+            total, weight, grad.contiguous(), grad_total, ctx.eps, False
+        )
         return of_x, of_x if ctx.has_delta else None, of_weight, None

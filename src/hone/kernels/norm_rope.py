@@ -84,14 +84,14 @@ class _NormRope(torch.autograd.Function):
 def _forward(
     qkv: Tensor, q_scale: Tensor, k_scale: Tensor, cos: Tensor, sin: Tensor, eps: float, H: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from hone.kernels.cpu import rows
+    from hone.kernels.cpu import row_kernels
 
     qkv = qkv.contiguous()
     T, N, E = qkv.shape
     K = (N - H) // 2
     out, rstd = qkv.new_empty(T, H + K, E), qkv.new_empty(T, H + K)
     inputs = (qkv.data_ptr(), q_scale.data_ptr(), k_scale.data_ptr(), cos.data_ptr(), sin.data_ptr())
-    rows.norm_rope_forward(T, H, K, E, *inputs, eps, out.data_ptr(), rstd.data_ptr())
+    row_kernels.norm_rope_forward(T, H, K, E, *inputs, eps, out.data_ptr(), rstd.data_ptr())
     return out[:, :H], out[:, H:], qkv[:, H + K :], rstd
 
 
@@ -106,13 +106,13 @@ class _Compiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        from hone.kernels.cpu import rows
+        from hone.kernels.cpu import row_kernels
 
         qkv, q_scale, k_scale, cos, sin, rstd = ctx.saved_tensors
         out = torch.empty_like(qkv)
-        parts = qkv.new_empty(rows.parts(len(qkv)), 2, qkv.shape[-1])
+        parts = qkv.new_empty(row_kernels.parts(len(qkv)), 2, qkv.shape[-1])
         T, N, E = qkv.shape
         tensors = (*(grad.contiguous() for grad in grads), qkv, q_scale, k_scale, cos, sin, rstd, out, parts)
-        rows.norm_rope_backward(T, ctx.H, (N - ctx.H) // 2, E, *(t.data_ptr() for t in tensors))
-        grad_q_scale, grad_k_scale = rows.added_up(parts)
+        row_kernels.norm_rope_backward(T, ctx.H, (N - ctx.H) // 2, E, *(t.data_ptr() for t in tensors))
+        grad_q_scale, grad_k_scale = row_kernels.added_up(parts)
         return out, grad_q_scale, grad_k_scale, None, None, None, None

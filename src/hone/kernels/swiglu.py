@@ -32,16 +32,16 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
 
 def _forward(gate_up: Tensor) -> Tensor:
     if gpu.takes(gate_up):
-        from hone.kernels.gpu import rows as gpu_rows
+        from hone.kernels.gpu import row_kernels as gpu_rows
 
         return gpu_rows.swiglu(gate_up)
     if not cpu.takes(gate_up):
         return swiglu_reference(gate_up)
-    from hone.kernels.cpu import rows
+    from hone.kernels.cpu import row_kernels
 
     gate_up = gate_up.contiguous()
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    rows.swiglu_forward(*out.shape, gate_up.data_ptr(), out.data_ptr())
+    row_kernels.swiglu_forward(*out.shape, gate_up.data_ptr(), out.data_ptr())
     return out
 
 
@@ -55,11 +55,11 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         (gate_up,) = ctx.saved_tensors
         if cpu.takes(gate_up):
-            from hone.kernels.cpu import rows
+            from hone.kernels.cpu import row_kernels
 
             gate_up, grad = gate_up.contiguous(), grad.contiguous()
             out = torch.empty_like(gate_up)
-            rows.swiglu_backward(*grad.shape, grad.data_ptr(), gate_up.data_ptr(), out.data_ptr())
+            row_kernels.swiglu_backward(*grad.shape, grad.data_ptr(), gate_up.data_ptr(), out.data_ptr())
             return out
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)

@@ -16,29 +16,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hone import leaving
+from hone import preemption
 from hone.config.help import to_toml
-from hone.config.rl import RLConfig
+from hone.config.rl_config import RLConfig
 from hone.config.sections import ServeConfig
+from hone.engine.cache_budget import plan_cache
 from hone.engine.engine import Engine
-from hone.engine.memory import plan_cache
-from hone.engine.rehearsal import compile_kernels
+from hone.engine.warm_up import compile_kernels
 from hone.environments import Environment, load_environments
 from hone.evals.held_out import evaluate_environments
-from hone.inference import loop
-from hone.inference.service import EngineService, LocalClient
+from hone.inference import event_loop
+from hone.inference.engine_service import EngineService, LocalClient
 from hone.kernels import cpu
 from hone.kernels.gpu.compiling import together
-from hone.launch.watching import Watcher
+from hone.launch.run_callbacks import Watcher
 from hone.models.loading import Loaded, load_configured
 from hone.models.lora import Merged
 from hone.monitors import trackers
-from hone.monitors.about import device_name, made_by
-from hone.monitors.lines import whole_run_line
-from hone.monitors.log import component_log
-from hone.monitors.metrics import Metrics
-from hone.monitors.progress import Live
+from hone.monitors.logging_setup import component_log
+from hone.monitors.metrics_log import Metrics
+from hone.monitors.progress_line import Live
+from hone.monitors.provenance import device_name, made_by
 from hone.monitors.report import StepReport
+from hone.monitors.step_lines import whole_run_line
 from hone.orchestrator.orchestrator import Collected, Orchestrator
 from hone.orchestrator.rollouts_file import tracker_rows, write_rollouts
 from hone.orchestrator.teacher import Teacher
@@ -46,9 +46,9 @@ from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import Checkpoints, forget_after, progress_of, restore_checkpoint, resume_from
 from hone.trainer.performance import keep_freed_memory
 from hone.trainer.rl.trainer import RLTrainer
-from hone.trainer.saving import save_weights
 from hone.trainer.sharding import Export
-from hone.transport.waiting import Pulse
+from hone.trainer.weight_files import save_weights
+from hone.transport.deadlines import Pulse
 
 T = TypeVar("T")
 LOOK = 0.2  # seconds between looks whether the run is asked to end
@@ -111,7 +111,7 @@ def carry_out(
         program = run_training_loop(
             config, loaded, environments, held_out, service, trainer, sampled, run, metrics, watcher, *steps
         )
-        service.run_beside(program, loop.run_event_loop)
+        service.run_beside(program, event_loop.run_event_loop)
 
 
 async def run_training_loop(
@@ -173,7 +173,7 @@ async def run_training_loop(
         return config.orchestrator.rollout_timeout >= LONG and not (is_evaluated or is_saved)
 
     values: dict[str, float] = {}
-    leaving.steps_begin()
+    preemption.steps_begin()
     before = await evaluate_if_due(0) if first == 1 else {}
     if before:
         of_rollouts.write_row(0, before)
@@ -261,7 +261,7 @@ async def unless_asked(work: Coroutine[Any, Any, T]) -> T | None:
     """What it gives; None where the run is asked to end meanwhile, or was before: then the work is given up."""
     task = asyncio.ensure_future(work)
     while not task.done():
-        if leaving.is_asked():
+        if preemption.is_asked():
             task.cancel()
             await asyncio.wait([task])
             return None

@@ -4,13 +4,13 @@ from pathlib import Path
 
 from hone import machine
 from hone.config.base import Config
-from hone.config.inference import InferenceConfig
-from hone.config.rl import RLConfig, TrainerRunConfig
+from hone.config.inference_config import InferenceConfig
+from hone.config.rl_config import RLConfig, TrainerRunConfig
 from hone.config.sections import ModelConfig
-from hone.config.sft import UNKNOWN_ROW_TOKENS, SFTConfig
+from hone.config.sft_config import UNKNOWN_ROW_TOKENS, SFTConfig
 from hone.models.families import is_known, parse_model_config
 from hone.models.spec import ModelSpec, read_model_config
-from hone.trainer.memory import FEW_TOKENS, Estimate, estimate_rl, estimate_step
+from hone.trainer.memory_estimate import FEW_TOKENS, Estimate, estimate_rl, estimate_step
 
 
 def memory_lines(config: Config) -> list[str]:

@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 from hone.config.base import find_differences
-from hone.config.rl import RLConfig
+from hone.config.rl_config import RLConfig
 from hone.models.hf import resolve_model
-from hone.monitors.metrics import read_rows
+from hone.monitors.metrics_log import read_rows
 from hone.run_directory import RunDirectory, appearing_directory, steps_in
 from hone.trainer.checkpoint import HEADER, Damaged, read_header
 from hone.transport.batches import read_progress, write_progress

@@ -2,7 +2,7 @@
 
 import time
 
-from hone import leaving, machine
+from hone import machine, preemption
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
         return
     from hone.kernels.cpu import compiling
 
-    leaving.end_with_parent()
+    preemption.end_with_parent()
     start = time.perf_counter()
     with compiling.alone() as has_work:
         if has_work:
@@ -34,14 +34,14 @@ def call_each() -> None:
     import torch
 
     from hone.engine.cache import KVCache
-    from hone.engine.packed import PackedModel
+    from hone.engine.packed_model import PackedModel
     from hone.kernels import row_state
     from hone.kernels.cpu import decode
     from hone.kernels.decode import Rows, attend_by_pages
     from hone.kernels.fingerprints import Fingerprints
     from hone.kernels.logprobs import target_logprobs
     from hone.kernels.orthogonal import orthogonal
-    from hone.models.attention import PackedAttention
+    from hone.models.attention_layouts import PackedAttention
     from hone.models.spec import ModelSpec
     from hone.models.transformer import Transformer
 

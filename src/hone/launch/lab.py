@@ -184,16 +184,16 @@ def find_requirement() -> list[str]:
 
 def _describe_keys() -> str:
     from hone.config.help import keys_text
-    from hone.config.lab import LabConfig
+    from hone.config.lab_config import LabConfig
 
     return f"keys of a job file:\n{keys_text(LabConfig)}"
 
 
 def run_recipe(file: str, overrides: list[str]) -> int:
     from hone.config.base import load_config
-    from hone.config.lab import LabConfig
-    from hone.launch.rl import main as train
-    from hone.monitors.log import start_logging
+    from hone.config.lab_config import LabConfig
+    from hone.launch.run_rl import main as train
+    from hone.monitors.logging_setup import start_logging
 
     config = load_config(LabConfig, ["@", file, *overrides])
     for env in config.env:

@@ -10,8 +10,8 @@ from typing import Any
 
 from hone import machine
 from hone.config.base import Config
-from hone.config.inference import InferenceConfig
-from hone.config.rl import OrchestratorRunConfig, RLConfig, TrainerRunConfig
+from hone.config.inference_config import InferenceConfig
+from hone.config.rl_config import OrchestratorRunConfig, RLConfig, TrainerRunConfig
 from hone.config.sections import API_KEY_VARIABLE, LOOPBACK, NcclConfig, own_key
 
 SHARED_GPU_GIB = 8.0  # of keys and values

@@ -19,19 +19,19 @@ import time
 from collections import deque
 from pathlib import Path
 
-from hone import leaving
+from hone import preemption
 from hone.clients.http import NO_SIGN_SECONDS, connect_clients
 from hone.config.base import ConfigError, load_config
 from hone.config.help import to_toml
-from hone.config.rl import RLConfig
+from hone.config.rl_config import RLConfig
 from hone.config.secrets import secrets_variable
 from hone.config.sections import BACKEND_LOST
-from hone.inference.address import bind_socket
+from hone.inference.socket_binding import bind_socket
 from hone.launch.plan import Component, plan_components
-from hone.launch.watching import Follower, OnTerminal, Watcher
+from hone.launch.run_callbacks import Follower, OnTerminal, Watcher
 from hone.monitors import trackers
-from hone.monitors.lines import whole_run_line
-from hone.monitors.progress import Live
+from hone.monitors.progress_line import Live
+from hone.monitors.step_lines import whole_run_line
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import refuse_changes, resume_from, step_of
 
@@ -73,7 +73,7 @@ def run_components(config: RLConfig, watcher: Watcher | None = None) -> None:
     try:
         for part in parts:
             children.append(Child(part, run.write_config(to_toml(part.config), part.name), run.logs))
-        leaving.steps_begin()
+        preemption.steps_begin()
         log.info("Started %s; logs in %s", ", ".join(f"{c.name} ({c.process.pid})" for c in children), run.logs)
         if watcher is not None and config.inference is not None:
             watcher.on_servers([part.address for part in parts if part.address])
@@ -122,7 +122,7 @@ class Child:
         self.start_process()
 
     def start_process(self) -> None:
-        with contextlib.nullcontext() if self.is_elsewhere else leaving.hold_signals():
+        with contextlib.nullcontext() if self.is_elsewhere else preemption.hold_signals():
             self.process = subprocess.Popen(
                 self.words,
                 stdout=subprocess.PIPE,
@@ -175,18 +175,18 @@ def watch_children(children: list[Child], follower: Follower) -> None:
     kills: deque[float] = deque(maxlen=KILLS)
     trainers, is_told = [child for child in children if child.is_trainer], False
     while True:
-        if leaving.is_asked() and not is_told:
+        if preemption.is_asked() and not is_told:
             is_told = True
             for child in trainers:
                 child.process.send_signal(signal.SIGUSR1)
         codes = [child.exit_code() for child in trainers]
-        if leaving.AGAIN in codes and None not in codes:
+        if preemption.AGAIN in codes and None not in codes:
             trainers[0].reader.join(2.0)
             can_resume = any(follower.run.checkpoints.glob("step_*"))
-            raise leaving.Left(trainers[0].said[-1].removeprefix("trainer: "), can_resume)
+            raise preemption.Left(trainers[0].said[-1].removeprefix("trainer: "), can_resume)
         for child in children:
             code = child.exit_code()
-            if child in trainers and code == leaving.AGAIN:
+            if child in trainers and code == preemption.AGAIN:
                 continue
             if child.is_server and code is not None and (code < 0 or code == BACKEND_LOST):
                 kills.append(time.monotonic())
@@ -204,7 +204,7 @@ def watch_children(children: list[Child], follower: Follower) -> None:
 
 def find_first_failure(children: list[Child], found: Child) -> Child:
     """Return the child that failed first: ranks that lose a peer fail a moment after it, with errors about sockets."""
-    failed = [child for child in children if child is found or (child.exit_code() or 0) not in (0, leaving.AGAIN)]
+    failed = [child for child in children if child is found or (child.exit_code() or 0) not in (0, preemption.AGAIN)]
     for child in failed:
         child.reader.join(0.5)
     return min(failed, key=lambda child: ((child.exit_code() or 0) >= 0, child.output_ended_at))

@@ -16,12 +16,12 @@ from typing import Any
 
 from hone import machine
 from hone.config.base import validate_values
-from hone.config.rl import RLConfig
-from hone.config.vf_rl import RLTrainerArgs, VfRLConfig, in_own_words
+from hone.config.rl_config import RLConfig
+from hone.config.vf_rl_config import RLTrainerArgs, VfRLConfig, in_own_words
 from hone.environments import Environment
 from hone.environments.registry import add_folder
-from hone.launch.watching import Watcher
-from hone.monitors.metrics import read_rows
+from hone.launch.run_callbacks import Watcher
+from hone.monitors.metrics_log import read_rows
 from hone.monitors.trainer_lines import loss_line, sample_block, step_line
 from hone.orchestrator.rollouts_file import FILE
 from hone.run_directory import RunDirectory, UserError, checkpoints_in
@@ -90,7 +90,7 @@ class RLTrainer:
             return self.history
         console = Console(config, run, self.callbacks)
         console.start_watching()
-        from hone.launch.rl import main
+        from hone.launch.run_rl import main
 
         try:
             main(run, console, None if self.environment is None else {config.env.known_as: self.environment})

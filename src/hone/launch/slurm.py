@@ -20,11 +20,11 @@ from typing import Any
 
 from hone.config.base import ConfigError, load_config
 from hone.config.help import to_toml
-from hone.config.rl import RLConfig
+from hone.config.rl_config import RLConfig
 from hone.config.sections import API_KEY_VARIABLE
-from hone.config.sft import SFTConfig
+from hone.config.sft_config import SFTConfig
 from hone.launch.plan import format_placement
-from hone.monitors.metrics import read_rows
+from hone.monitors.metrics_log import read_rows
 from hone.run_directory import rewrite_file
 
 TEMPLATE = Path(__file__).parent / "slurm.sh.jinja"
@@ -272,8 +272,8 @@ def render_script(
     command = [sys.executable, "-P", "-m", "hone", args.command, "@", str(file)]
     several = ["--nodes", str(nodes[0])] if args.command == "sft" and nodes[0] > 1 else []
     if args.command == "sft" and (gpus > 1 or several):
-        command = [sys.executable, "-P", "-m", "hone.launch.ranks", "--ranks", str(gpus), *several]
-    rest = [args.command, "@", str(file)] if "hone.launch.ranks" in command else []
+        command = [sys.executable, "-P", "-m", "hone.launch.rank_launcher", "--ranks", str(gpus), *several]
+    rest = [args.command, "@", str(file)] if "hone.launch.rank_launcher" in command else []
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
     )

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hone.config.lora import LoRAConfig
-from hone.kernels.rows import put_rows
+from hone.config.lora_config import LoRAConfig
+from hone.kernels.row_gather import put_rows
 from hone.models.adapters import read_adapter, read_files, scale_of
 from hone.models.hf import hf_names, split_rows
 from hone.models.spec import ModelSpec

@@ -25,9 +25,9 @@ from hone.kernels.flat_attention import takes_heads
 from hone.kernels.gpu_training import norm_linear, swiglu_linear, whole_linear
 from hone.kernels.linear import few_linear, few_linear_onto, is_multiplied_here, is_ordered, linear, linear_parts
 from hone.kernels.norm import add_norm
-from hone.kernels.rows import take_rows
+from hone.kernels.row_gather import take_rows
 from hone.kernels.swiglu import linear_swiglu, swiglu, swiglu_reference
-from hone.models.attention import Heads, PackedAttention, Rotation
+from hone.models.attention_layouts import Heads, PackedAttention, Rotation
 from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.spec import Llama3Rope, ModelSpec
 

@@ -9,7 +9,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from hone.monitors.lines import (
+from hone.monitors.logging_setup import SUCCESS
+from hone.monitors.metrics_log import Metrics
+from hone.monitors.step_lines import (
     evaluation_line,
     orchestrator_line,
     sample_lines,
@@ -18,8 +20,6 @@ from hone.monitors.lines import (
     trainer_line,
     why_no_signal,
 )
-from hone.monitors.log import SUCCESS
-from hone.monitors.metrics import Metrics
 from hone.monitors.trackers import Rows, spread_by_reward
 
 

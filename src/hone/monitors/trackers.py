@@ -17,7 +17,7 @@ from typing import Any
 
 from hone.config.base import Config
 from hone.config.sections import TensorBoardConfig, WandbConfig
-from hone.monitors.about import made_by
+from hone.monitors.provenance import made_by
 
 log = logging.getLogger("hone")
 COLUMNS = ("step", "env", "prompt", "completion", "answer", "reward", "advantage", "tokens", "stop", "error")

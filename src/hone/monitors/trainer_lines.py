@@ -7,7 +7,7 @@ Step 1/100: reward=0.75, entropy=0.41, importance_ratio=1.00
 
 from typing import Any
 
-from hone.monitors.lines import printable, why_no_signal
+from hone.monitors.step_lines import printable, why_no_signal
 
 NAMES = {  # theirs, and ours
     "loss": "loss/mean",

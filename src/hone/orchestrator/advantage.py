@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hone import own
-from hone.config.orchestrator import ADVANTAGES as NAMES
-from hone.config.orchestrator import GroupConfig
+from hone import plugins
+from hone.config.orchestrator_config import ADVANTAGES as NAMES
+from hone.config.orchestrator_config import GroupConfig
 from hone.records import Rollout
 
 Array = NDArray[np.float64]
@@ -67,8 +67,8 @@ def make_advantage(settings: GroupConfig) -> Advantage:
     """An advantage by its name, or a user's own by import path. Raises ValueError."""
     if settings.advantage in NAMES:
         return ADVANTAGES[settings.advantage]
-    function = own.load_function(settings.advantage, "orchestrator.advantage")
-    return own.with_keys(function, settings.advantage_args, "orchestrator.advantage_args")
+    function = plugins.load_function(settings.advantage, "orchestrator.advantage")
+    return plugins.with_keys(function, settings.advantage_args, "orchestrator.advantage_args")
 
 
 def penalize_overlong(rewards_R: Array, lengths_R: Array, longest: int, share: float) -> Array:

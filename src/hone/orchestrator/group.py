@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.config.orchestrator import BufferConfig, GroupConfig
+from hone.config.orchestrator_config import BufferConfig, GroupConfig
 from hone.orchestrator.advantage import Advantage, Scored, has_signal, penalize_overlong
 from hone.orchestrator.schedule import Task
 from hone.records import Completion, Rollout, Sample

@@ -20,16 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from hone.config.orchestrator import OrchestratorConfig
+from hone.config.orchestrator_config import OrchestratorConfig
 from hone.environments import Environment
 from hone.environments.attempt import attempt, score_group_or_fail
 from hone.environments.conversation import TokenClient
 from hone.orchestrator.advantage import make_advantage
 from hone.orchestrator.group import Group, judge_group
-from hone.orchestrator.metrics import metrics_of
 from hone.orchestrator.replay import Replay
 from hone.orchestrator.rollouts_file import read_group
 from hone.orchestrator.schedule import Schedule, Task
+from hone.orchestrator.step_metrics import metrics_of
 from hone.orchestrator.teacher import Teacher
 from hone.records import Batch, Example, Prompt, Rollout
 

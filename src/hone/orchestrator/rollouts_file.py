@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from hone.environments.rows import rollout_of, row_of
+from hone.environments.rollout_rows import rollout_of, row_of
 from hone.orchestrator.group import Group, samples_of, tokens_of
 from hone.orchestrator.schedule import Task
 from hone.records import Message

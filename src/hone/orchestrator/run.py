@@ -19,23 +19,23 @@ from typing import Any
 from hone.clients.fleet import Fleet
 from hone.clients.http import HttpClient, connect_clients
 from hone.config.help import to_toml
-from hone.config.rl import OrchestratorRunConfig
+from hone.config.rl_config import OrchestratorRunConfig
 from hone.config.sections import ModelConfig
 from hone.environments import Environment, load_environments
 from hone.evals.held_out import evaluate_environments
 from hone.monitors import trackers
-from hone.monitors.lag import Lag
-from hone.monitors.log import component_log
-from hone.monitors.metrics import Metrics, read_rows
+from hone.monitors.event_loop_lag import Lag
+from hone.monitors.logging_setup import component_log
+from hone.monitors.metrics_log import Metrics, read_rows
 from hone.monitors.report import StepReport
 from hone.orchestrator.orchestrator import Collected, Orchestrator
 from hone.orchestrator.rollouts_file import tracker_rows, write_rollouts
 from hone.orchestrator.teacher import Teacher
-from hone.orchestrator.weights import Weights
+from hone.orchestrator.weight_updates import Weights
 from hone.records import Prompt
 from hone.run_directory import RunDirectory, steps_in
 from hone.transport.batches import FileBatches, read_progress, write_progress
-from hone.transport.waiting import Pulse, Wait, Watch
+from hone.transport.deadlines import Pulse, Wait, Watch
 
 
 def main(config: OrchestratorRunConfig) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hone.config.orchestrator import BufferConfig
+from hone.config.orchestrator_config import BufferConfig
 
 Ratio = list[tuple[int, float]]  # at steps
 

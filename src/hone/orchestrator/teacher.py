@@ -12,7 +12,7 @@ import numpy as np
 
 from hone.clients.fleet import Fleet
 from hone.clients.http import HttpClient, ServerLost, connect_clients
-from hone.config.orchestrator import TeacherConfig
+from hone.config.orchestrator_config import TeacherConfig
 from hone.records import Prompt, Sample, Sampling, Turn
 
 

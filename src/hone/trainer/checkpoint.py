@@ -26,8 +26,8 @@ from torch import Tensor
 
 from hone.config.base import Config, find_differences
 from hone.config.sections import CkptConfig
-from hone.leaving import Left
-from hone.monitors.metrics import read_rows
+from hone.monitors.metrics_log import read_rows
+from hone.preemption import Left
 from hone.run_directory import RunDirectory, rewrite_file, steps_in
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks

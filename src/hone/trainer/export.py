@@ -7,8 +7,8 @@ import logging
 
 import torch
 
-from hone.config.export import ExportConfig
-from hone.config.lora import LoRAConfig
+from hone.config.export_config import ExportConfig
+from hone.config.lora_config import LoRAConfig
 from hone.config.sections import ModelConfig
 from hone.models.loading import load_configured
 from hone.models.lora import add_lora

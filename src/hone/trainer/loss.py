@@ -4,7 +4,7 @@
                  KL to a reference, entropy, as configured ────────────────────────────────────────────┴─► weighted sum
 
 A loss is a function of `Tokens`; its keyword-only parameters are its keys. What it needs of the trainer stands beside
-its name (`config/loss.py`) or, for one of the user's own, in `@needs`.
+its name (`config/loss_config.py`) or, for one of the user's own, in `@needs`.
 
 Which tokens weigh how much (`token_weights`) is decided over the whole batch, so the result does not depend on how the
 batch is split over micro-batches and ranks.
@@ -19,8 +19,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from hone import own
-from hone.config.loss import KINDS, LossConfig, Need
+from hone import plugins
+from hone.config.loss_config import KINDS, LossConfig, Need
 from hone.models.transformer import Transformer
 from hone.trainer.packing import Packed
 
@@ -108,7 +108,7 @@ LOSSES: dict[str, Callable[..., Term]] = {f.__name__: f for f in (mask, dppo, pp
 
 
 def needs(*names: Need) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Marks a loss of the user's own with what it needs (`config/loss.py`)."""
+    """Marks a loss of the user's own with what it needs (`config/loss_config.py`)."""
 
     def mark_function(function: Callable[..., Any]) -> Callable[..., Any]:
         function.needs = names  # type: ignore[attr-defined]
@@ -132,12 +132,12 @@ def make_loss(config: LossConfig, key: str = "trainer.loss") -> Loss:
         keys = {name: getattr(config, name) for name in config.loss_kind.keys - {"ratio_type"}}
         keys |= {"kl_tau": config.kl_coefficient} if "kl_tau" in keys else {}
         return Loss(config, partial(LOSSES[config.type], **keys), config.required_inputs)
-    function = own.load_function(config.type, f"{key}.type")
+    function = plugins.load_function(config.type, f"{key}.type")
     asked = frozenset(getattr(function, "needs", ()))
     unknown = asked - set(get_args(Need))
     if unknown:
         raise ValueError(f"{key}.type {config.type}: @needs({min(unknown)!r}) is none of {', '.join(get_args(Need))}")
-    return Loss(config, own.with_keys(function, config.args, f"{key}.args"), config.required_inputs | asked)
+    return Loss(config, plugins.with_keys(function, config.args, f"{key}.args"), config.required_inputs | asked)
 
 
 @dataclass

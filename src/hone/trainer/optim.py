@@ -10,7 +10,7 @@ from torch import Tensor
 from hone import machine
 from hone.config.sections import OptimConfig, SchedulerConfig
 from hone.kernels import adamw
-from hone.kernels.host import brought, reachable_zeros
+from hone.kernels.pinned_memory import brought, reachable_zeros
 from hone.models.hf import split_rows
 from hone.models.transformer import Transformer
 from hone.trainer import muon

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.kernels.head import Loss, head_logprobs, head_loss
-from hone.kernels.host import to_device
-from hone.models.attention import PackedAttention
+from hone.kernels.pinned_memory import to_device
+from hone.models.attention_layouts import PackedAttention
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.trainer.ranks import Ranks

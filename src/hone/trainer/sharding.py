@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.config.lora import LoRAConfig
+from hone.config.lora_config import LoRAConfig
 from hone.config.sections import Sharding
 from hone.models.hf import hf_names, write_model
 from hone.models.lora import LoRA, adapter_tensors, lora_modules, write_adapter

@@ -9,7 +9,7 @@ from pathlib import Path
 from hone.models.hf import load_weights, write_weights
 from hone.models.lora import merge_adapter
 from hone.transport.delivery import Message
-from hone.transport.weights import Arrived, Receiver, Sender, Tensors, ignore_arrivals
+from hone.transport.weight_transport import Arrived, Receiver, Sender, Tensors, ignore_arrivals
 
 BASE = "base"  # beside the versions
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from hone.models.hf import load_weights, write_weights
 from hone.transport.delivery import Message
-from hone.transport.weights import Arrived, Receiver, Sender, Tensors, ignore_arrivals
+from hone.transport.weight_transport import Arrived, Receiver, Sender, Tensors, ignore_arrivals
 
 
 class FileSender(Sender):

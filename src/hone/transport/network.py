@@ -45,7 +45,7 @@ from hone.transport.gpu_memory import (
     opened_memory,
     tensors_in,
 )
-from hone.transport.weights import Arrived, Receiver, Sender, Tensors, ignore_arrivals
+from hone.transport.weight_transport import Arrived, Receiver, Sender, Tensors, ignore_arrivals
 
 distributed: Any = torch.distributed
 log = logging.getLogger("hone.inference")

@@ -16,7 +16,7 @@ from numba import prange
 
 from hone.kernels.cpu import isa
 from hone.kernels.cpu.compiling import compiled, inlined
-from hone.kernels.cpu.lanes import (
+from hone.kernels.cpu.simd import (
     LANES,
     add,
     exp,

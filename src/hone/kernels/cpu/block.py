@@ -16,9 +16,8 @@ from numba import prange
 
 from hone.kernels.cpu import attention
 from hone.kernels.cpu.compiling import compiled, inlined, sequence
-from hone.kernels.cpu.lanes import prefetch
 from hone.kernels.cpu.products import LINE, WIDTH, multiply_rows, multiply_transposed, packed_panels
-from hone.kernels.cpu.rows import (
+from hone.kernels.cpu.row_kernels import (
     add_norm_rows,
     add_norm_rows_backward,
     add_row,
@@ -29,6 +28,7 @@ from hone.kernels.cpu.rows import (
     swiglu_row,
     swiglu_row_backward,
 )
+from hone.kernels.cpu.simd import prefetch
 
 FLOAT = 4  # bytes
 
@@ -97,7 +97,7 @@ def mix_backward(
     T, D, H, K, E, threads, grad_total, grad_mixed, total, norm, rstd, normed, weight, qkv, q_scale, k_scale, cos, sin,
     heads, heads_rstd, mixed, logsum, sequences, groups, of_q, of_k, of_v, of_qkv, of_x, of_norm, of_scales, of_weight,
 ):  # fmt: skip
-    """of_x T x D, of_weight as the weight, of_norm and of_scales in parts (`rows.py`)."""
+    """of_x T x D, of_weight as the weight, of_norm and of_scales in parts (`row_kernels.py`)."""
     N, Q, one = (H + 2 * K) * E, (H + K) * E, np.int64(1)
     keys, values = heads + H * E * FLOAT, qkv + Q * FLOAT
     attention.backward(

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone import leaving, machine
+from hone import machine, preemption
 
 COMPLETE = "complete"  # a file in the directory of kernels, when all are there
 log = logging.getLogger("hone")
@@ -176,7 +176,7 @@ def alone() -> Iterator[bool]:
 def _works() -> None:
     global _compiles_itself
     _compiles_itself = True
-    leaving.end_with_parent()
+    preemption.end_with_parent()
 
 
 def _compile(call: Call) -> None:

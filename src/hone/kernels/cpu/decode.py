@@ -4,7 +4,7 @@ import numpy as np
 from numba import prange
 
 from hone.kernels.cpu.compiling import compiled, inlined
-from hone.kernels.cpu.lanes import (
+from hone.kernels.cpu.simd import (
     LANES,
     add,
     dots,
@@ -210,7 +210,7 @@ def draw_row(
     row, V, logits, at, plain, plain_at, has_plain, parameters, state, stops, num_stops, tokens, logprobs, capacity,
     advance, weights,
 ):  # fmt: skip
-    """Draws a slot's token from V logits from `at` on, and notes it (`engine/sampler.py`). weights: room for V."""
+    """Draws a slot's token from V logits from `at` on, and notes it (`engine/token_sampler.py`). weights: room for V."""
     own = row * FIELDS
     count = get_integer(state, own + COUNT)
     bits = _mix(_mix(_u(get_integer(state, own + SEED))) + _u(count + 1) * _u(0x9E3779B97F4A7C15))

@@ -4,7 +4,7 @@ import numpy as np
 from numba import prange
 
 from hone.kernels.cpu.compiling import compiled
-from hone.kernels.cpu.lanes import exp, floats, get, integers, put
+from hone.kernels.cpu.simd import exp, floats, get, integers, put
 
 _f = np.float32
 

@@ -10,8 +10,8 @@ import numpy as np
 from numba import prange
 
 from hone.kernels.cpu.compiling import compiled, inlined
-from hone.kernels.cpu.lanes import LANES, get, get_integer, load, multiply_add, put, splat, total
 from hone.kernels.cpu.products import ROWS, WIDTH, multiply_packed, pack_panel
+from hone.kernels.cpu.simd import LANES, get, get_integer, load, multiply_add, put, splat, total
 
 _f = np.float32
 ADDRESS, SHORT, LONG, STEP_SHORT, STEP_LONG = range(5)  # of a matrix: the strides along its sides

@@ -16,7 +16,7 @@ from numba import prange
 
 from hone.kernels.cpu import isa
 from hone.kernels.cpu.compiling import compiled, inlined
-from hone.kernels.cpu.lanes import LANES, get, load, prefetch, put, store, tile_of, transpose
+from hone.kernels.cpu.simd import LANES, get, load, prefetch, put, store, tile_of, transpose
 
 ROWS, WIDTH = isa().rows, isa().vectors * LANES  # of a tile
 BLOCK_M, BLOCK_K = 64 // ROWS * ROWS, 256  # rows of a task; depth after which a tile goes back to memory

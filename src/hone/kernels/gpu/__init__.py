@@ -144,7 +144,7 @@ def is_short(x_TI: Tensor, weight_OI: Tensor) -> bool:
 
 
 def is_few(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Whether products of these rows do what stands around them (`held.py`): kernels for that would take longer.
+    """Whether products of these rows do what stands around them (`few_row_products.py`): kernels for that would take longer.
 
     Hidden states are multiplied by a norm's weight before they are divided by their size: float16 may not hold that.
     """

@@ -20,7 +20,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hone.kernels.host import to_device
+from hone.kernels.pinned_memory import to_device
 
 TILE = 64
 KEYS = 32  # that a query takes up at once

@@ -1,6 +1,6 @@
 """Attention of one new token a sequence over the pages of the cache.
 
-    qkv ─┬─ norm, rope, the new token, own pages of a sequence (alone_kernel, in alone.py) ─────────────────► out
+    qkv ─┬─ norm, rope, the new token, own pages of a sequence (alone_kernel, in decode_attention.py) ─────────────────► out
          └─ newest_heads ─► pages that several share (shared_kernel) ─► what is left (decode_kernel) ───────► out
 
 A block of `alone_kernel` and `decode_kernel` is one sequence and one k/v head; of `shared_kernel` one stretch of shared
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from hone.kernels import numerics, row_state
 from hone.kernels.gpu import options, power_of_2
-from hone.kernels.gpu.alone import Divided, attend_alone
 from hone.kernels.gpu.attention import KEYS, attend
+from hone.kernels.gpu.decode_attention import Divided, attend_alone
 from hone.kernels.gpu.launching import wait
-from hone.kernels.gpu.rows import newest_heads
+from hone.kernels.gpu.row_kernels import newest_heads
 
 FIELDS, LENGTH, OWN_PAGE = (
     tl.constexpr(row_state.FIELDS),

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels import stretches as of_words
+from hone.kernels import fingerprint_tables as of_words
 
 BLOCK = 1024  # words that a program adds up at a time; it fetches four times as many before it does
 TYPES = {torch.uint8: tl.uint8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64}
@@ -23,7 +23,7 @@ def weighed(word, factor):
 
 @triton.jit
 def fingerprint_kernel(stretches, found, odd, WORD: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """One stretch of one tensor, in whose place of `found` it is added up. stretches: rows (`kernels/stretches.py`)."""
+    """One stretch of one tensor, in whose place of `found` it is added up. stretches: rows (`kernels/fingerprint_tables.py`)."""
     row = stretches + COLUMNS * tl.program_id(0)
     words = tl.multiple_of(tl.load(row + ADDRESS).to(tl.pointer_type(WORD)), 16) + tl.arange(0, BLOCK)
     count = tl.load(row + COUNT)

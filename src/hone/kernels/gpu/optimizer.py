@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels.host import PORTION, ROOMS
+from hone.kernels.pinned_memory import PORTION, ROOMS
 
 BLOCK = 4096  # divides PORTION
 EVENLY = tl.constexpr(16)  # where all portions have multiples of so many numbers, a thread loads several at once
@@ -69,7 +69,7 @@ def adamw_kernel(
 
 class Table:
     """Where the tensors stand, for one launch that moves all of them: launches of their own take the host longer than
-    the device. Where masters or moments stand in the machine's memory (`kernels/host.py`), each portion is a launch."""
+    the device. Where masters or moments stand in the machine's memory (`kernels/pinned_memory.py`), each portion is a launch."""
 
     def __init__(self, columns: list[list[Tensor]], decays: list[float]) -> None:
         weights, masters, first, _ = columns

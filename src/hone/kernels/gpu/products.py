@@ -1,4 +1,4 @@
-"""y = x W^T for few rows, more than `held.py` takes: the weights pass through the chip once, so the work is spread over
+"""y = x W^T for few rows, more than `few_row_products.py` takes: the weights pass through the chip once, so the work is spread over
 their rows and columns.
 
 short       with SwiGLU or nothing, for small weights: it starts while the kernel before it runs
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hone.kernels.gpu import FEWEST_TOKENS, has_dependent_launch, options, power_of_2, processors, stages_of
 from hone.kernels.gpu.launching import prefetch, wait, wait_beside_next
-from hone.kernels.gpu.rows import finished
+from hone.kernels.gpu.row_kernels import finished
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -34,7 +34,7 @@ def _mix(z):
 
 @triton.jit
 def uniform(seed, counter):
-    """Number `counter` (from 0) of the stream `seed`, in [0, 1), float64: see engine/sampler.py."""
+    """Number `counter` (from 0) of the stream `seed`, in [0, 1), float64: see engine/token_sampler.py."""
     state = _mix(seed.to(tl.uint64)) + (counter + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     return (_mix(state) >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
 
@@ -192,7 +192,7 @@ def draw(
     logits: Tensor, plain: Tensor, threshold: Tensor | None, parameters: Tensor, state: Tensor, active: Tensor,
     stops: Tensor, tokens: Tensor, logprobs: Tensor, advance: bool,
 ) -> None:  # fmt: skip
-    """`engine/sampler.py`: draws a token for every active row that is not done, and notes it."""
+    """`engine/token_sampler.py`: draws a token for every active row that is not done, and notes it."""
     B, V = logits.shape
     count = -(-V // STRETCH)
     stats = logits.new_empty(B, 4, power_of_2(count))

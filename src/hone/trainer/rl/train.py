@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from hone import leaving
+from hone import preemption
 from hone.config.help import to_toml
-from hone.config.rl import BenchConfig, TrainerRunConfig
+from hone.config.rl_config import BenchConfig, TrainerRunConfig
 from hone.kernels import cpu, fingerprints
 from hone.kernels.gpu.compiling import together
 from hone.models.hf import hf_tensors, write_description
 from hone.models.loading import Loaded, load_configured
-from hone.models.proof import CanaryScorer, Proof, canary_ids
-from hone.monitors.about import device_name, made_by
-from hone.monitors.log import component_log
+from hone.models.weight_proof import CanaryScorer, Proof, canary_ids
+from hone.monitors.logging_setup import component_log
+from hone.monitors.provenance import device_name, made_by
 from hone.monitors.report import StepReport
 from hone.records import Batch, Sample
 from hone.run_directory import RunDirectory, appearing_directory
@@ -36,12 +36,12 @@ from hone.trainer.checkpoint import Checkpoints, forget_after, metrics_of, progr
 from hone.trainer.performance import WARM_UP, Laps, keep_freed_memory, print_bench
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
-from hone.trainer.saving import save_weights
 from hone.trainer.sharding import Export
+from hone.trainer.weight_files import save_weights
 from hone.transport.batches import FileBatches, read_progress, write_progress
+from hone.transport.deadlines import Pulse, PulseOf, Wait, Watch, wait_for
 from hone.transport.delivery import TEXT, Canary, Delivery, remove_before, write_delivery
-from hone.transport.waiting import Pulse, PulseOf, Wait, Watch, wait_for
-from hone.transport.ways import make_sender
+from hone.transport.transports import make_sender
 
 
 def main(config: TrainerRunConfig) -> None:
@@ -91,14 +91,14 @@ def main(config: TrainerRunConfig) -> None:
     report = StepReport(log, config.max_steps, config.log_interval)
     with Pulse(run.pulse_file(names[ranks.rank])), watch, publish:
         values = metrics_of(sources, first - 1)
-        leaving.steps_begin()
+        preemption.steps_begin()
         publish(first - 1, values)
         for step in range(first, config.max_steps + 1):
             start = time.perf_counter()
             what = f"the rollouts of step {step} in {run.rollouts}"
             wait, take = Wait(what, config.batch_timeout, log, hint), partial(batches.take, step)
-            batch = wait_for(wait, lambda: Batch(step, []) if leaving.is_asked() else take(), run.require_own)  # noqa: B023
-            if ranks.any_rank(leaving.is_asked(), trainer.device):
+            batch = wait_for(wait, lambda: Batch(step, []) if preemption.is_asked() else take(), run.require_own)  # noqa: B023
+            if ranks.any_rank(preemption.is_asked(), trainer.device):
                 before = read_progress(run.rollouts / f"step_{step - 1}")
                 checkpoints.leave_run(step - 1, state, values, before)
             waited = time.perf_counter() - start
@@ -156,7 +156,7 @@ def hand_on(progress: dict[str, Any] | None, rollouts: Path) -> None:
 class Publisher:
     """Publishes the weights as version N; the first time with the tokenizer, so that any server can take them.
 
-    How they travel is the sender's (`transport/weights.py`): it is given all weights, or the adapter that is trained.
+    How they travel is the sender's (`transport/weight_transport.py`): it is given all weights, or the adapter that is trained.
     """
 
     def __init__(

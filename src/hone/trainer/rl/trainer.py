@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from hone.config.rl import TrainerConfig
+from hone.config.rl_config import TrainerConfig
 from hone.kernels import numerics
 from hone.kernels.gpu import trains_model
-from hone.kernels.host import started_to_host, to_device
+from hone.kernels.pinned_memory import started_to_host, to_device
 from hone.models.lora import add_lora, seed_dropout, without_lora
 from hone.models.transformer import Transformer
-from hone.monitors.statistics import summarize_values
+from hone.monitors.value_summaries import summarize_values
 from hone.records import Batch, Sample
 from hone.trainer.bad_steps import handle_bad_step
 from hone.trainer.loss import Loss, make_loss, policy_loss, token_weights
-from hone.trainer.memory import Estimate, estimate_rl, micro_batch_tokens
+from hone.trainer.memory_estimate import Estimate, estimate_rl, micro_batch_tokens
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import (
     pack_sequences,
@@ -39,7 +39,7 @@ from hone.trainer.performance import Laps, device_bytes, model_flops_utilization
 from hone.trainer.ranks import Ranks
 from hone.trainer.sharding import shard_model
 from hone.transport.batches import routing_of
-from hone.transport.trained import Trained
+from hone.transport.trained_tokens import Trained
 
 ALONE = Ranks()
 REHEARSED = 96  # tokens of a prompt, and of what follows it: over one tile of the attention's

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hone.config.sft import UNKNOWN_ROW_TOKENS, DataConfig
+from hone.config.sft_config import UNKNOWN_ROW_TOKENS, DataConfig
 from hone.text.tokenizer import Tokenizer
 from hone.trainer.sft.data_sources import Source, to_messages, to_tools
 

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from hone.config.sft import DataConfig
+from hone.config.sft_config import DataConfig
 from hone.trainer.sft.data import Conversations, Left, Renderer, too_many_left_out
 from hone.trainer.sft.data_sources import Source
 

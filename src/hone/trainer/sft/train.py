@@ -2,7 +2,7 @@
 
 rows ─ tokenise, pack ─► micro-batches ─ forward, loss on assistant tokens, backward ─► AdamW ─► weights/step_N
 
-Who evaluates the model on environments is handed in (`launch/sft.py`).
+Who evaluates the model on environments is handed in (`launch/run_sft.py`).
 """
 
 import logging
@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 
-from hone import leaving
+from hone import preemption
 from hone.config.help import to_toml
-from hone.config.sft import UNKNOWN_ROW_TOKENS, DataConfig, SFTConfig
+from hone.config.sft_config import UNKNOWN_ROW_TOKENS, DataConfig, SFTConfig
 from hone.kernels import cpu
 from hone.models.loading import Loaded, load_configured
 from hone.models.lora import add_lora, seed_dropout
 from hone.models.transformer import Transformer
 from hone.monitors import trackers
-from hone.monitors.about import device_name, made_by
-from hone.monitors.log import component_log
-from hone.monitors.metrics import Metrics
-from hone.monitors.progress import Live
+from hone.monitors.logging_setup import component_log
+from hone.monitors.metrics_log import Metrics
+from hone.monitors.progress_line import Live
+from hone.monitors.provenance import device_name, made_by
 from hone.monitors.report import StepReport
 from hone.run_directory import RunDirectory
 from hone.text.tokenizer import Tokenizer
@@ -46,7 +46,6 @@ from hone.trainer.performance import (
     print_bench,
 )
 from hone.trainer.ranks import Ranks
-from hone.trainer.saving import save_weights
 from hone.trainer.sft.data import (
     Conversations,
     Data,
@@ -58,7 +57,8 @@ from hone.trainer.sft.data import (
 from hone.trainer.sft.data_sources import Source, load_rows
 from hone.trainer.sft.survey import row_tokens_of_data, row_tokens_of_streams, survey_data
 from hone.trainer.sharding import Export, shard_model
-from hone.transport.waiting import Pulse
+from hone.trainer.weight_files import save_weights
+from hone.transport.deadlines import Pulse
 
 DataSets = list[list[dict[str, Any]]]
 Evaluate = Callable[[Transformer, Tokenizer, int], dict[str, float]]  # of a model after a step
@@ -177,7 +177,7 @@ class Trainer:
             done + 1, max_steps,
         )  # fmt: skip
         start = time.perf_counter()
-        leaving.steps_begin()
+        preemption.steps_begin()
         with Live("sft", self.ranks.is_first) as live:
             live.start_run(max_steps, done)
             if done == 0 and config.eval and config.eval.is_due(0, max_steps):
@@ -194,7 +194,7 @@ class Trainer:
                 live.show_step(f"loss {values['loss/mean']:.4f}, {values['perf/throughput']:.0f} tokens/s")
                 self.report.max_steps = step if is_last else max_steps
                 self.report.report_sft_step(step, values)
-                if not is_last and self.ranks.any_rank(leaving.is_asked(), self.device):
+                if not is_last and self.ranks.any_rank(preemption.is_asked(), self.device):
                     self.checkpoints.leave_run(step, config.to_public_dict(), values)
                 self._write_step(step, values, is_last)
                 if is_last:

@@ -1,0 +1,28 @@
+"""Configuration of `hone probe`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hone.config.base import Config
+from hone.config.lora_config import LoRAConfig
+from hone.config.sections import ModelConfig, Positive, Url
+
+
+class ProbeConfig(Config):
+    model: ModelConfig
+    lora: LoRAConfig | None = None
+    """Look at training with an adapter like this one, drawn at random, beside frozen weights."""
+    rollouts: Positive = 200
+    """Rollouts to sample, of random tokens: single ones and many at once, of one prompt, and such that go on."""
+    max_tokens: Annotated[int, Field(ge=2)] = 256
+    """Most tokens of a completion, and of what is new in a prompt."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of the draws and of the logprobs that are compared."""
+    seed: int = 0
+    """Of all draws."""
+    server: Url | None = None
+    """A server of Hone's, whatever computes behind it (`--backend vllm`), that serves this model under this name: its
+    rollouts are looked at instead of the engine's, with chats of random letters."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """Least important kind of message that is printed and logged."""

@@ -1,0 +1,125 @@
+"""Configuration of `sft`."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from hone.config.base import Config, Free
+from hone.config.lora_config import LoRAConfig, check_optimizer
+from hone.config.sections import (
+    EvalConfig,
+    OnBadStep,
+    OptimConfig,
+    Positive,
+    ResumableConfig,
+    SchedulerConfig,
+    Sharding,
+    Share,
+    WeightsConfig,
+    as_list,
+)
+
+UNKNOWN_ROW_TOKENS = 1024  # of a row whose length follows from data that was not read
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class DataConfig(Config):
+    name: Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
+    """Training data: a hub id, a .jsonl, .json, .csv, .parquet or .arrow file, a folder that `save_to_disk` of datasets
+    wrote, or a list of them. Rows have `messages`, or `prompt` and `completion`."""
+    weights: list[Annotated[float, Field(gt=0)]] | None = None
+    """How often each data set is used in an epoch, one number per data set: 2 uses every row twice, 0.5 a random half
+    of the rows, drawn anew in each epoch."""
+    fake: bool = False
+    """Train on random tokens instead of data.name, to measure speed: conversations of a quarter of seq_len up to
+    seq_len, with a loss on every token."""
+    split: str = "train"
+    """Split, for a data set from the hub."""
+    train_on: Annotated[list[Role], BeforeValidator(as_list), Field(min_length=1)] = Field(default=["assistant"])
+    """Roles whose messages have a loss; other messages are context only."""
+    seq_len: Positive | None = None
+    """Tokens in a row of the batch; longer conversations are left out, and the log says how many. Unless given, the
+    longest conversation of the data fits, as far as the model has positions for it, and up to 8,192 tokens."""
+    max_left_out: Share = 0.2
+    """Share of the rows that may be left out because they are too long, cannot be rendered or have nothing to learn;
+    above it the run ends before its first step."""
+    rewritten_turns: Literal["split", "last"] = "split"
+    """What a conversation becomes whose template writes earlier turns differently once it goes on (some leave out
+    earlier thinking). split: a sample for every group of turns that one rendering shows as they were written; last: one
+    sample, with a loss on the turns that the whole conversation shows so."""
+    batch_size: Positive = 128
+    """Rows of seq_len tokens in one optimiser step."""
+    micro_batch_size: Free[Positive | None] = None
+    """Rows in one forward and backward pass; fewer need less memory and give the same step. All of batch_size unless
+    given."""
+    pack: Literal["cat", "stack"] = "cat"
+    """How conversations become rows. cat: as many whole ones as fit, which never attend to each other; stack: one per
+    row."""
+    shuffle: bool = True
+    """Draw a new order of the conversations in every epoch."""
+    streaming: bool = False
+    """Read data while training instead of loading it all first, and start over at its end; needs max_steps.
+    data.weights are then shares of rows."""
+    buffer: Positive = 1000
+    """streaming with shuffle: rows held in memory, from which the next one is drawn; more mix better."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fake_needs_no_name(cls, values: Any) -> Any:
+        is_nameless = isinstance(values, dict) and values.get("fake") and "name" not in values
+        return {"name": "fake", **values} if is_nameless else values
+
+    @model_validator(mode="after")
+    def _a_weight_each(self) -> "DataConfig":
+        if self.weights is not None and len(self.weights) != len(self.name):
+            raise ValueError(f"data.weights has {len(self.weights)} values, data.name {len(self.name)} data sets")
+        return self
+
+
+class ValConfig(Config):
+    name: str
+    """Validation data, a hub id or a local file like data.name."""
+    split: str = "train"
+    """Split, for a data set from the hub."""
+    interval: Positive = 100
+    """Compute the validation loss every this many steps, and after the last."""
+
+
+class SFTConfig(ResumableConfig):
+    data: DataConfig
+    val: Free[ValConfig | None] = None
+    eval: Free[EvalConfig | None] = None
+    """Evaluate on environments while training; not done unless a key of this section is given."""
+    bench: Free[bool] = False
+    """Measure speed instead of training: 3 steps of warm-up, 10 measured ones, a table; nothing is written."""
+    max_steps: Free[Positive | None] = None
+    """Optimiser steps to train for; one pass over the data unless given."""
+    max_seconds: Free[Annotated[float, Field(gt=0)] | None] = None
+    """Stop after this many seconds of training, if max_steps is not reached before."""
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+    scheduler: SchedulerConfig = SchedulerConfig()
+    on_bad_step: Free[OnBadStep] = "stop"
+    """What to do when gradients are not finite or above optim.skip_norm: stop ends the run, skip goes on without that
+    step. Either way the worst conversations are written to bad_steps/."""
+    activation_checkpointing: Free[bool] = False
+    """Keep only the inputs of the transformer blocks and recompute the rest in the backward pass: much less memory,
+    about a third more work."""
+    lora: LoRAConfig | None = None
+    """Train LoRA adapters and leave the model's weights as they are, when a key of this section is given, for example
+    --lora.rank 16."""
+    sharding: Free[Sharding] = "auto"
+    """With several trainer processes: full stores a part of each weight and of the optimiser's state in each of them
+    (FSDP2), none stores all in each; auto is full on GPUs and none on CPUs."""
+    weights: Free[WeightsConfig] = WeightsConfig()
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> "SFTConfig":
+        if self.data.streaming and self.max_steps is None:
+            raise ValueError("data.streaming has no end: give max_steps")
+        micro = self.data.micro_batch_size
+        if micro and self.data.batch_size % micro:
+            raise ValueError(
+                f"data.batch-size {self.data.batch_size} is not a multiple of data.micro-batch-size {micro}"
+            )
+        check_optimizer(self.lora, self.optim)
+        return self

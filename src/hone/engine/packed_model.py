@@ -1,0 +1,208 @@
+"""A small model on the CPU: one compiled call for all layers (`kernels/cpu/whole_model.py`), over packed weights.
+
+Its twin is `Transformer` with DecodeAttention and PrefillAttention, which computes wherever this does not.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hone.engine.cache import KVCache
+from hone.engine.prefill import Stretch
+from hone.engine.slots import Slots
+from hone.kernels import cpu, row_state
+from hone.kernels.decode import Rows
+from hone.kernels.linear import LARGE_WEIGHT
+from hone.models.lora import lora_modules
+from hone.models.transformer import Block, Linear, Transformer
+
+NO_DRAWS = (0,) * 10  # in place of what `layers.run` needs to draw
+
+
+class Quickest:
+    """Of some ways to the same numbers the one that takes the least time here, found while they are used.
+
+    All are tried there and back, twice, so that work which grows from call to call favours none; then the best is kept
+    for a while, and they are tried again.
+    """
+
+    KEPT = 100  # calls
+
+    def __init__(self, ways: int) -> None:
+        there = list(range(ways))
+        self._trial = 2 * (there + there[::-1])
+        self._times: list[list[float]] = [[] for _ in there]
+        self._calls, self._best = 0, 0
+
+    def choose_way(self) -> int:
+        """The way to go now; `took` is to be told of it."""
+        return self._trial[self._calls] if self._calls < len(self._trial) else self._best
+
+    def record_time(self, seconds: float) -> None:
+        """Of each piece of the work."""
+        if self._calls < len(self._trial):
+            self._times[self.choose_way()].append(seconds)
+        self._calls += 1
+        if self._calls == len(self._trial):
+            medians = [sorted(times)[len(times) // 2] for times in self._times]
+            self._best = medians.index(min(medians))
+        elif self._calls == len(self._trial) + self.KEPT:
+            self._calls = 0
+            for times in self._times:
+                times.clear()
+
+
+class PackedModel:
+    """Packs again when weights have changed: when torch has counted a change in place, or when told so."""
+
+    def __init__(self, model: Transformer, cache: KVCache) -> None:
+        self.model, self.cache = model, cache
+        self.parameters = list(model.parameters())
+        self.is_stale = True
+        # Sequences that a thread decodes at once: few, whose keys and values stay in its cache for the steps of a call,
+        # or many, which read the weights less often. Where caches end differs from machine to machine.
+        self._windows = (load_layer_kernels().ROWS, 3 * load_layer_kernels().ROWS, load_layer_kernels().BLOCK)
+        self._quickest = Quickest(len(self._windows))
+        self._changes = 0
+        self._packed: dict[int, Tensor] = {}
+
+    @staticmethod
+    def supports_model(model: Transformer) -> bool:
+        weights = [p for p in model.parameters() if p.dim() == 2]
+        is_small = model.spec.has_fast_paths and all(weight.numel() <= LARGE_WEIGHT for weight in weights)
+        is_plain = not any(lora_modules(model))
+        return cpu.takes(model.embed.weight) and is_small and is_plain and model.spec.head_dim % 16 == 0
+
+    def decode_rows(self, rows: Rows) -> Tensor:
+        """Logits B x V after the newest token of each active row; its keys and values go into the cache."""
+        active, B = rows.active_B.numpy(), rows.active_B.shape[0]
+        state, tokens = rows.state.numpy(), np.empty((B, load_layer_kernels().COLUMNS), dtype=np.int64)
+        tokens[:, load_layer_kernels().TOKEN] = state[active, row_state.LAST]
+        tokens[:, load_layer_kernels().POSITION] = state[active, row_state.LENGTH]
+        tokens[:, load_layer_kernels().PAGES], tokens[:, load_layer_kernels().RESULT] = (
+            active * rows.table.shape[1],
+            np.arange(B),
+        )
+        return self._run_kernel(tokens, _task_bounds(B), rows.table, B)
+
+    def decode_steps(self, rows: Rows, number: int, slots: Slots) -> None:
+        """So many tokens for each active row, drawn without penalties or filters; fewer for one that is done."""
+        B, threads = len(rows.active_B), torch.get_num_threads()
+        room = np.empty((B, load_layer_kernels().COLUMNS), dtype=np.int64)
+        counts = rows.state.numpy()[:, row_state.COUNT]
+        self._follow_weights()  # before time is taken
+        before, start = int(counts.sum()), time.perf_counter()
+        self._run_kernel(
+            room, np.arange(threads + 1) * B // threads, rows.table, 0, number, self._windows[self._quickest.choose_way()],
+            rows.active_B.data_ptr(), rows.state.data_ptr(), rows.table.shape[1], slots.parameters.data_ptr(),
+            slots.stops.data_ptr(), slots.stops.shape[1], slots.tokens.data_ptr(), slots.logprobs.data_ptr(),
+            slots.tokens.shape[1],
+        )  # fmt: skip
+        if threads * load_layer_kernels().ROWS < B:  # else all windows are one
+            self._quickest.record_time((time.perf_counter() - start) / max(1, int(counts.sum()) - before))
+
+    def prefill_stretches(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
+        """Logits of the tokens `kept`, of all stretches end to end; keys and values of all go into the cache.
+
+        No stretch may need what another one computes.
+        """
+        lengths = np.array([s.end - s.start for s in stretches])
+        ends = np.cumsum(lengths)
+        table = np.zeros((len(stretches), max(len(s.pages) for s in stretches)), dtype=np.int64)
+        tokens = np.full((ends[-1], load_layer_kernels().COLUMNS), -1, dtype=np.int64)
+        for i, (s, end) in enumerate(zip(stretches, ends, strict=True)):
+            table[i, : len(s.pages)] = s.pages
+            own = tokens[end - lengths[i] : end]
+            own[:, load_layer_kernels().TOKEN], own[:, load_layer_kernels().POSITION] = (
+                s.ids[s.start : s.end],
+                np.arange(s.start, s.end),
+            )
+        tokens[:, load_layer_kernels().PAGES] = np.repeat(np.arange(len(stretches)) * table.shape[1], lengths)
+        tokens[kept, load_layer_kernels().RESULT] = np.arange(len(kept))
+        task = np.maximum.accumulate(
+            (ends - lengths) // load_layer_kernels().BLOCK
+        )  # those that start in the same block
+        firsts = np.append((ends - lengths)[np.flatnonzero(np.diff(task, prepend=-1))], ends[-1])
+        return self._run_kernel(tokens, firsts, torch.from_numpy(table), len(kept))
+
+    def _run_kernel(
+        self,
+        tokens: NDArray[np.int64],
+        firsts: NDArray[np.int64],
+        table: Tensor,
+        count: int,
+        steps: int = 0,
+        *drawing: int,
+    ) -> Tensor:
+        """`count` rows of logits; with steps what `layers.run` takes after them."""
+        self._follow_weights()
+        model, spec, weight = self.model, self.model.spec, self.model.embed.weight
+        out = weight.new_empty(count, spec.vocab_size)
+        load_layer_kernels().run(
+            len(firsts) - 1, firsts.ctypes.data, tokens.ctypes.data, spec.hidden_size, spec.num_attention_heads,
+            spec.num_key_value_heads, spec.head_dim, spec.intermediate_size, spec.vocab_size, spec.num_hidden_layers,
+            self._addresses.data_ptr(), weight.data_ptr(),
+            *(x.data_ptr() for x in model.rope_tables(weight.device, weight.dtype)), spec.rms_norm_eps,
+            model.norm.weight.data_ptr(), self._head, self.cache.pool.size, table.data_ptr(), out.data_ptr(),
+            steps, *(drawing or NO_DRAWS),
+        )  # fmt: skip
+        return out
+
+    def _follow_weights(self) -> None:
+        changes = sum(parameter._version for parameter in self.parameters)
+        if self.is_stale or changes != self._changes:
+            self._pack_weights()
+            self.is_stale, self._changes = False, changes
+
+    def _pack_weights(self) -> None:
+        from hone.kernels.cpu import products
+
+        def pack_matrix(W: Tensor) -> int:
+            N, K = W.shape
+            if id(W) not in self._packed:
+                self._packed[id(W)] = W.new_empty(-(-N // products.WIDTH), K, products.WIDTH)
+            panels = self._packed[id(W)]
+            products.pack(N, K, W.data_ptr(), W.stride(1), W.stride(0), panels.data_ptr())
+            return panels.data_ptr()
+
+        def address_of(tensor: Tensor | None) -> int:
+            return 0 if tensor is None else tensor.data_ptr()
+
+        def pack_linear(module: Linear) -> tuple[int, int]:
+            return pack_matrix(module.weight), address_of(module.bias)
+
+        table = []
+        for layer, block in enumerate(self.model.blocks):
+            assert isinstance(block, Block)
+            attention, mlp = block.attention, block.mlp
+            scales = (address_of(attention.q_norm), address_of(attention.k_norm))
+            first = (
+                block.attention_norm.weight.data_ptr(),
+                *pack_linear(attention.qkv),
+                *scales,
+                *pack_linear(attention.out),
+            )
+            second = (block.mlp_norm.weight.data_ptr(), *pack_linear(mlp.gate_up), *pack_linear(mlp.down))
+            table.append([*first, *second, *(x.data_ptr() for x in self.cache.store[layer])])
+        self._addresses = torch.tensor(table)
+        self._head = pack_matrix(self.model.head_weight_VD)
+
+
+def _task_bounds(B: int) -> NDArray[np.int64]:
+    """Where the rows of each task begin, and the end. As many tasks for each thread, of like size: threads share them
+    out by their number."""
+    threads, ROWS = torch.get_num_threads(), load_layer_kernels().ROWS
+    tasks = threads * -(-B // (threads * load_layer_kernels().BLOCK))
+    block = -(-B // (tasks * ROWS)) * ROWS
+    return np.minimum(np.arange(0, B + block, block), B)
+
+
+def load_layer_kernels() -> Any:
+    """Import the compiled kernels; this takes a second."""
+    from hone.kernels.cpu import whole_model
+
+    return whole_model

@@ -1,0 +1,225 @@
+"""Drawing tokens. The draw of a request's i-th token depends on (seed, i) alone: a counter-based generator, so the same
+request gives the same tokens whatever else runs beside it.
+
+    logits ─ penalties, bias ─ top-k, top-p, min-p (a threshold each) ─► draw ─► token, stop test, bookkeeping
+       └──────────────────────────────────────────────────────────────► logprob of the token, log-softmax(logits / T)
+
+Most requests ask for neither penalties nor filters, and then the middle is skipped.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.engine.sequence import Sequence
+from hone.engine.slots import Slots
+from hone.kernels import cpu, gpu, numerics
+from hone.kernels import row_state as column
+
+_GOLDEN, _MIX_1, _MIX_2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+FILTERED_OUT = -1e30  # finite: compiled loops assume that there are no infinities
+
+
+def uniform_numbers(seeds: Tensor, counters: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1), float64: splitmix64 (Steele et al. 2014) of seeds and counters from 0, int64."""
+    bits = _mix_bits(_mix_bits(seeds) + (counters + 1) * _GOLDEN)
+    return _shift_right(bits, 11).double() * 2.0**-53
+
+
+def _shift_right(z: Tensor, by: int) -> Tensor:
+    """z >> by, as if z had no sign."""
+    return (z >> by) & (2 ** (64 - by) - 1)
+
+
+def _mix_bits(z: Tensor) -> Tensor:
+    z = (z ^ _shift_right(z, 30)) * _MIX_1
+    z = (z ^ _shift_right(z, 27)) * _MIX_2
+    return z ^ _shift_right(z, 31)
+
+
+def draw_tokens(
+    logits_BV: Tensor, plain_BV: Tensor, threshold_B: Tensor | None, slots: Slots, active_B: Tensor, advance: bool
+) -> None:
+    """Draws a token for every active slot that is not done, and notes it and its logprob in the slot.
+
+    Temperature 0 (below 1e-5, where logits / T overflows) takes the most likely token. Otherwise it is the first whose
+    cumulative probability exceeds the uniform number, among those whose logit is at least the threshold. The logprob is
+    that of `plain_BV` at the slot's logprob temperature. advance: whether the step stored the last token's keys.
+    """
+    slot = (slots.parameters, slots.state, active_B, slots.stops, slots.tokens, slots.logprobs)
+    if logits_BV.is_cuda and gpu.IS_AVAILABLE:
+        from hone.kernels.gpu import sampling
+
+        before_B = slots.state[active_B, column.COUNT] if numerics.keeps_order("head") else None
+        sampling.draw(logits_BV, plain_BV, threshold_B, *slot, advance)
+        if before_B is not None:
+            note_ordered_logprobs(plain_BV, before_B, slots, active_B)
+        return
+    if threshold_B is not None:
+        logits_BV = logits_BV.masked_fill(logits_BV < threshold_B[:, None], FILTERED_OUT)
+    if not cpu.takes(logits_BV):
+        draw_reference(logits_BV, plain_BV, slots, active_B, advance)
+        return
+    from hone.kernels.cpu import decode
+
+    logits_BV, plain_BV = logits_BV.contiguous(), plain_BV.contiguous()
+    addresses = [x.data_ptr() for x in (logits_BV, plain_BV, slots.parameters, slots.state, active_B)]
+    decode.draw(
+        *logits_BV.shape, *addresses[:2], int(plain_BV is not logits_BV), *addresses[2:], slots.stops.data_ptr(),
+        slots.stops.shape[1], slots.tokens.data_ptr(), slots.logprobs.data_ptr(), slots.tokens.shape[1], int(advance),
+    )  # fmt: skip
+
+
+def note_ordered_logprobs(plain_BV: Tensor, before_B: Tensor, slots: Slots, active_B: Tensor) -> None:
+    """Notes, for slots that had so many tokens before and have one more now, that one's logprob as training has it."""
+    from hone.kernels.gpu import training_kernels
+
+    last_B, drawn_B = slots.state[active_B, column.LAST], slots.state[active_B, column.COUNT] > before_B
+    temperature_B = slots.parameters[active_B, column.LOGPROB_TEMPERATURE].float()
+    _, logprobs_B, _ = training_kernels.statistics(plain_BV, last_B, temperature_B)
+    place_B = slots.state[active_B, column.COUNT].clamp(min=1) - 1
+    noted_B = slots.logprobs[active_B, place_B]
+    slots.logprobs[active_B, place_B] = torch.where(drawn_B, logprobs_B.to(noted_B.dtype), noted_B)
+
+
+def draw_reference(logits_BV: Tensor, plain_BV: Tensor, slots: Slots, active_B: Tensor, advance: bool) -> None:
+    is_running_B = slots.state[active_B, column.DONE] == 0
+    active_B, logits_BV, plain_BV = active_B[is_running_B], logits_BV[is_running_B], plain_BV[is_running_B]
+    state, parameters = slots.state[active_B], slots.parameters[active_B]
+    count_B = state[:, column.COUNT]
+    tokens_B = pick_tokens(
+        logits_BV, parameters[:, column.TEMPERATURE], uniform_numbers(state[:, column.SEED], count_B)
+    )
+    logprobs_BV = torch.log_softmax(plain_BV.float() / parameters[:, column.LOGPROB_TEMPERATURE, None], dim=-1)
+    slots.tokens[active_B, count_B] = tokens_B
+    slots.logprobs[active_B, count_B] = logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1)
+    is_stop_B = (slots.stops[active_B] == tokens_B[:, None]).any(dim=1) & (count_B + 1 >= state[:, column.MIN])
+    is_full_B = count_B + 1 >= state[:, column.MAX]
+    state[:, column.LAST] = tokens_B
+    state[:, column.LENGTH] += int(advance)
+    state[:, column.COUNT] += 1
+    state[:, column.DONE] = torch.where(is_stop_B, column.STOPPED, torch.where(is_full_B, column.FULL, 0))
+    slots.state[active_B] = state
+
+
+def pick_tokens(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> Tensor:
+    """A token a row: the likeliest at temperature 0, else the first whose cumulative probability exceeds the number."""
+    is_greedy_B = temperature_B < 1e-5
+    scale_B1 = torch.where(is_greedy_B, 1.0, temperature_B)[:, None]
+    cdf_BV = torch.softmax(logits_BV.double() / scale_B1, dim=-1).cumsum(dim=-1)
+    target_B1 = uniform_B.double()[:, None] * cdf_BV[:, -1:]
+    drawn_B = torch.searchsorted(cdf_BV, target_B1, right=True).squeeze(1).clamp_(max=logits_BV.shape[-1] - 1)
+    return torch.where(is_greedy_B, logits_BV.argmax(dim=-1), drawn_B)
+
+
+def filter_thresholds(logits_BV: Tensor, parameters: Tensor) -> Tensor:
+    """The smallest logit of each row that top-k, then top-p of what that leaves, and min-p let through.
+
+    top-p keeps the likeliest tokens until their probability reaches it (Holtzman et al. 2020); min-p those of at least
+    that share of the likeliest one's probability (Nguyen et al. 2024).
+    """
+    V = logits_BV.shape[1]
+    temperature_B1 = parameters[:, column.TEMPERATURE, None]
+    temperature_B1 = torch.where(temperature_B1 < 1e-5, 1.0, temperature_B1)
+    top_k_B1 = parameters[:, column.TOP_K, None]
+    values_BV = logits_BV.sort(dim=-1, descending=True).values
+    rank_V = torch.arange(V, device=logits_BV.device)
+    in_k_BV = (rank_V < top_k_B1) | (top_k_B1 < 1)
+    probs_BV = torch.softmax((values_BV / temperature_B1).masked_fill(~in_k_BV, float("-inf")), dim=-1)
+    before_BV = probs_BV.cumsum(dim=-1) - probs_BV
+    kept_B1 = (in_k_BV & (before_BV < parameters[:, column.TOP_P, None])).sum(dim=-1, keepdim=True).clamp(min=1)
+    least_B1 = values_BV[:, :1] + parameters[:, column.MIN_P, None].log() * temperature_B1
+    return torch.maximum(values_BV.gather(1, kept_B1 - 1), least_B1).squeeze(1)
+
+
+class Sampler:
+    """Draws for slots, with what penalties need to remember. `kind`: how much of it a step's requests ask for."""
+
+    PLAIN, NOTED, FILTERED, PENALISED = range(4)  # NOTED: plain, but somebody wants to see logits
+
+    def __init__(self, slots: Slots, vocab_size: int) -> None:
+        self.slots, self.vocab_size = slots, vocab_size
+        self.counts: Tensor | None = None  # how often each token was drawn, whether the prompt has it, its bias
+        self.in_prompt: Tensor
+        self.bias: Tensor
+
+    @classmethod
+    def kind_of_batch(cls, sequences: list[Sequence]) -> int:
+        samplings = [s.request.sampling for s in sequences]
+        if any(s.is_penalised for s in samplings) or any(s.request.allows is not None for s in sequences):
+            return cls.PENALISED
+        if any(s.is_filtered for s in samplings):
+            return cls.FILTERED
+        return cls.NOTED if any(s.top_logprobs for s in samplings) else cls.PLAIN
+
+    def fill_parameters(self, sequences: list[Sequence]) -> None:
+        """Before the first draw of these sequences."""
+        penalised = [s for s in sequences if s.request.sampling.is_penalised or s.request.allows is not None]
+        if not penalised and self.counts is None:
+            return
+        if self.counts is None:
+            shape, device = (self.slots.count + 1, self.vocab_size), self.slots.device
+            self.counts = torch.zeros(shape, dtype=torch.int32, device=device)
+            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
+            self.bias = torch.zeros(shape, device=device)
+        index = [s.slot for s in sequences]
+        self.counts[index], self.in_prompt[index], self.bias[index] = 0, False, 0.0
+        for s in penalised:
+            self.in_prompt[s.slot, s.prompt_ids] = True
+            for token, bias in s.request.sampling.logit_bias:
+                self.bias[s.slot, token] = bias
+            if s.request.allows is not None:
+                self.allow_next(s, [])
+
+    def allow_next(self, sequence: Sequence, ids: list[int]) -> None:
+        """Before the draw of the token that follows these: those that the request allows."""
+        allows = sequence.request.allows
+        assert allows is not None
+        row = np.where(allows(ids), np.float32(0), np.float32(FILTERED_OUT))
+        for token, bias in sequence.request.sampling.logit_bias:
+            row[token] += bias
+        self.bias[sequence.slot] = torch.from_numpy(row).to(self.bias.device)
+
+    def sample_tokens(self, logits_BV: Tensor, active_B: Tensor, kind: int, advance: bool) -> None:
+        if kind <= self.NOTED:
+            draw_tokens(logits_BV, logits_BV, None, self.slots, active_B, advance)
+            return
+        parameters = self.slots.parameters[active_B]
+        changed_BV = self._apply_penalties(logits_BV, active_B, parameters) if kind == self.PENALISED else logits_BV
+        changed_BV = self._without_early_stops(changed_BV, active_B)
+        draw_tokens(changed_BV, logits_BV, filter_thresholds(changed_BV, parameters), self.slots, active_B, advance)
+        if self.counts is not None:
+            drawn_B = self.slots.state[active_B, column.LAST]
+            ones_B = torch.ones_like(drawn_B, dtype=torch.int32)
+            self.counts.index_put_((active_B, drawn_B), ones_B, accumulate=True)
+
+    def sample_hidden(self, hidden_BD: Tensor, weight_VD: Tensor, active_B: Tensor, advance: bool) -> None:
+        """`sample` of kind PLAIN from hidden states, on a GPU: their logits never go through memory."""
+        from hone.kernels.gpu import sampling
+
+        slots = self.slots
+        of_slots = (slots.parameters, slots.state, active_B, slots.stops, slots.tokens, slots.logprobs)
+        sampling.draw_from_hidden(hidden_BD, weight_VD, *of_slots, advance)
+
+    def _apply_penalties(self, logits_BV: Tensor, active_B: Tensor, parameters: Tensor) -> Tensor:
+        assert self.counts is not None
+        counts_BV = self.counts[active_B]
+        repetition, presence, frequency = (
+            parameters[:, i, None] for i in (column.REPETITION, column.PRESENCE, column.FREQUENCY)
+        )
+        weaker_BV = torch.where(logits_BV > 0, logits_BV / repetition, logits_BV * repetition)
+        logits_BV = torch.where(self.in_prompt[active_B] | (counts_BV > 0), weaker_BV, logits_BV)
+        return logits_BV - frequency * counts_BV - presence * (counts_BV > 0) + self.bias[active_B]
+
+    def _without_early_stops(self, logits_BV: Tensor, active_B: Tensor) -> Tensor:
+        state, stops_BS = self.slots.state[active_B], self.slots.stops[active_B]
+        is_early_B = state[:, column.COUNT] + 1 < state[:, column.MIN]
+        held_BS = (stops_BS >= 0) & is_early_B[:, None]
+        ceiling_BS = torch.where(held_BS, FILTERED_OUT, float("inf")).to(logits_BV.dtype)
+        return logits_BV.scatter_reduce(1, stops_BS.clamp(min=0), ceiling_BS, "amin")
+
+    def likeliest_tokens(self, logits_BV: Tensor, active_B: Tensor, number: int) -> list[list[tuple[int, float]]]:
+        """The likeliest tokens of each row and their logprobs."""
+        temperature = self.slots.parameters[active_B, column.LOGPROB_TEMPERATURE]
+        top = torch.log_softmax(logits_BV.float() / temperature[:, None], dim=-1).topk(number, dim=-1)
+        return [list(zip(*row, strict=True)) for row in zip(top.indices.tolist(), top.values.tolist(), strict=True)]

@@ -1,0 +1,56 @@
+"""What the first requests will do, before they come: for kernels to be compiled (`gpu/compiling.py`), and as graphs."""
+
+import torch
+
+from hone.engine.engine import Engine
+from hone.engine.graphs import PART, PARTS, Key, pad_rows
+from hone.engine.prefill import Shape, Stretch
+from hone.engine.token_sampler import Sampler
+from hone.kernels import gpu
+
+PROMPT = 16  # tokens
+PROMPTS = (1, 2, 4, 8, 32)  # so many at once: products of more rows have other tiles
+ROWS = (1, 4, 8, 16, 32, 64, 128)  # sequences that decode, the same
+CAPTURED = (1, 16, 64, 128, 256)  # sequences for which a server has graphs from the start
+PASSES = (256, 512, 1024, 2048)  # tokens of passes over prompts, the same
+SHORT = 16  # such a graph has room for one prompt in so many of its tokens
+
+
+@torch.no_grad()
+def compile_kernels(engine: Engine, sequences: int) -> None:
+    """Plain requests, up to so many at once, in an engine that has none yet. Does nothing without a GPU's kernels."""
+    graphs, slots = engine.graphs, engine.slots
+    if graphs is None:
+        return
+    top = min(pad_rows(sequences), engine.max_batch_size)
+    rows = sorted({min(B, top) for B in (*ROWS, *CAPTURED, top)})
+    ways = [Key(B, Sampler.PLAIN, False, 0, 0, False) for B in rows]
+    ways += [Key(B, Sampler.PLAIN, False, 0, 0, True) for B in rows if graphs.is_long(B, engine.max_model_len, 0)]
+    for parts in (parts for parts in PARTS if parts * PART <= engine.max_model_len):
+        most = min(gpu.processors() // (graphs.heads * parts), top)
+        ways += [Key(B, Sampler.PLAIN, False, 0, parts, False) for B in sorted({1, most}) if most]
+    ways.append(Key(top, Sampler.PLAIN, False, 8, 1, False))  # with prompts that groups share
+    length = min(PROMPT, engine.max_model_len - 1)
+    pages = list(range(engine.pool.pages_needed(length)))
+    for count in PROMPTS:
+        hidden = engine.prefill.run_stretches([Stretch([0] * length, pages, 0, length)] * count, [length - 1])
+        engine.decoder.draw_tokens(hidden, slots.active[-1:], Sampler.PLAIN, advance=False)
+    for way in ways:
+        engine.decoder.decode_step(way.rows, way.kind, way.has_adapters, graphs.rows_by(way))
+    engine.prefill.seen.clear()
+
+
+@torch.no_grad()
+def capture_graphs(engine: Engine) -> None:
+    """Graphs of plain requests, which stand in for smaller numbers, so that few of the first requests wait for one.
+
+    Call it after `rehearse`, when kernels have been compiled. Does nothing without a GPU's kernels.
+    """
+    if engine.graphs is not None:
+        for rows in sorted({min(B, engine.max_batch_size) for B in CAPTURED}):
+            engine.graphs.capture_graph(Key(rows, Sampler.PLAIN, False, 0, 0, False))
+    if engine.prefill.captured is not None:
+        longest, most = gpu.power_of_2(engine.max_model_len), engine.max_batch_size * engine.max_model_len
+        for tokens in PASSES:
+            if tokens <= engine.prefill.most_tokens and tokens < 2 * most:
+                engine.prefill.capture_graph(Shape(tokens, tokens // SHORT, min(tokens, longest)))

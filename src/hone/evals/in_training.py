@@ -1,0 +1,43 @@
+"""Evaluation between training steps without a server: samples in place from the model that is being trained."""
+
+from hone.config.sections import EvalConfig
+from hone.engine.engine import Engine
+from hone.environments import load_environments
+from hone.evals.held_out import evaluate_environments
+from hone.inference.engine_service import EngineService, LocalClient
+from hone.models.lora import Merged
+from hone.models.transformer import Transformer
+from hone.text.tokenizer import Tokenizer
+
+CACHE_GIB = 4.0  # of keys and values, beside what training needs
+
+
+class Evaluation:
+    """Keeps its engine for a model that is given again; the weights may have changed meanwhile."""
+
+    def __init__(self, config: EvalConfig, seed: int) -> None:
+        self.config, self.seed = config, seed
+        self.environments = load_environments(config.env)
+        self._sampled: Merged | None = None
+        self._engine: Engine
+
+    def __call__(self, model: Transformer, tokenizer: Tokenizer, step: int) -> dict[str, float]:
+        """On the thread that computes."""
+        if self._sampled is None or self._sampled.trained is not model:
+            self._sampled = Merged(model)
+            self._engine = Engine(self._sampled.model, kv_cache_gib=CACHE_GIB)
+        self._sampled.follow_step()
+        self._engine.set_version(step)
+        service = EngineService(self._engine, lockstep=True)
+        found: dict[str, float] = {}
+
+        async def run_evaluation() -> None:
+            client = LocalClient(service, tokenizer)
+            try:
+                found.update(await evaluate_environments(self.config, self.environments, client, self.seed))
+            finally:  # the next evaluation has an event loop of its own
+                for environment in self.environments.values():
+                    await environment.close()
+
+        service.run_beside(run_evaluation())
+        return found

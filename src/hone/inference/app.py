@@ -1,0 +1,218 @@
+"""The server's routes: a sampler, Hone's engine or vLLM, behind the OpenAI API.
+
+    GET  /health                        200 once the model is loaded; the only route without a key
+    GET  /v1/models, /v1/models/NAME    the model, under the name it was given, and its adapters
+    POST /v1/chat/completions           a conversation; whole or streamed, ends when the client hangs up
+    POST /v1/chat/completions/tokens    the same with the token ids of the prompt as `tokens`
+    POST /v1/completions                texts or token ids
+    POST /v1/responses                  a conversation in the words of OpenAI's newer API, plain text alone
+    POST /tokenize, /detokenize
+    GET  /metrics                       for Prometheus
+    GET  /openapi.json                  the routes and their bodies
+    and the control routes of inference/control.py
+
+Every refusal is a 4xx with a message in the OpenAI error form.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hone.config.sections import LOOPBACK
+from hone.inference.control import CONTROL_PATHS, add_control
+from hone.inference.openai.routes import add_openai, build_refusal
+from hone.inference.openapi import install_description
+from hone.inference.prometheus import format_metrics
+from hone.inference.served_model import Served
+
+BODY, BODY_A_TOKEN = 2**24, 256  # bytes of a body: at least, and for each token of the context
+STILL, OPEN = 60.0, 8192  # seconds that a client may send or read nothing; requests that may be open together
+
+
+def build_app(served: Served, api_key: str | None = None, client_key: str | None = None) -> FastAPI:
+    """Return the routes. `api_key` opens all of them; `client_key` those that leave the server as it is."""
+    app = FastAPI(title="hone inference", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+
+    app.add_middleware(Limit, served=served)
+    if api_key is not None:  # asked first, before a body is read
+        app.add_middleware(KeyGuard, api_key=api_key, client_key=client_key)
+    else:
+        app.add_middleware(PageGuard)
+
+    @app.exception_handler(RequestValidationError)
+    async def answer_invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
+        if "json" not in request.headers.get("content-type", "json"):
+            return build_refusal(400, "the body is JSON: send the header Content-Type: application/json")
+        absent = [str(one["loc"][-1]) for one in error.errors() if one["type"] == "missing"]
+        if absent:
+            return build_refusal(400, f"{', '.join(dict.fromkeys(absent))}: required, and not in the request")
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        message = first["msg"].removeprefix("Value error, ")
+        return build_refusal(400, f"{where}: {message}" if where else message)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        return build_refusal(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_left(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    add_control(app, served, is_guarded=api_key is not None)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def serve_metrics() -> Response:
+        return PlainTextResponse(
+            format_metrics(await served.sampler.read_metrics()), media_type="text/plain; version=0.0.4"
+        )
+
+    add_openai(app, served)
+    install_description(app, served)
+    return app
+
+
+class KeyGuard:
+    """Let requests through that carry a key as a bearer token, and those to /health.
+
+    With the client's key the routes that control the server are refused.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str, client_key: str | None = None) -> None:
+        self.app, self.expected = app, f"Bearer {api_key}".encode()
+        self.client = None if client_key is None else f"Bearer {client_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            is_owner = hmac.compare_digest(given, self.expected)
+            if not is_owner and not (self.client is not None and hmac.compare_digest(given, self.client)):
+                message = "wrong or missing API key (header `Authorization: Bearer KEY`)"
+                await build_refusal(401, message, "authentication_error")(scope, receive, send)
+                return
+            if not is_owner and scope["path"].rstrip("/") in CONTROL_PATHS:
+                message = "this key is for clients: it opens no route that controls the server"
+                await build_refusal(403, message, "permission_error")(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+class PageGuard:
+    """Keep web pages from using a server without a key through the browser of somebody on its machine.
+
+    A page may send requests to this machine and, under its own domain if that resolves to 127.0.0.1 (DNS rebinding),
+    read the answers. So on loopback the Host header must be an address, localhost or the machine's name. On every
+    address, requests other than GET must not come from a page of elsewhere, and their body must be declared as JSON,
+    which a page cannot do without a preflight request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self.names = {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = self._find_problem(scope) if scope["type"] == "http" and scope["path"] != "/health" else ""
+        if problem:
+            await build_refusal(403, problem, "permission_error")(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _find_problem(self, scope: Scope) -> str:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        if not self._is_known(scope, host := host_of(f"//{headers.get(b'host', '')}")):
+            return f"this server has no API key and answers to no name like {host!r}: use its address or localhost"
+        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            return ""
+        origin = headers.get(b"origin")
+        if origin is not None and host_of(origin) not in LOOPBACK:
+            return f"a page of {origin} may not use this server, which has no API key"
+        kind, length = headers.get(b"content-type", ""), headers.get(b"content-length", "0")
+        has_body = length != "0" or b"transfer-encoding" in headers
+        if has_body and "json" not in kind:
+            return "the body is JSON: send the header Content-Type: application/json"
+        return ""
+
+    def _is_known(self, scope: Scope, host: str) -> bool:
+        """Return False for a request over loopback to a name that somebody else may have given to this machine."""
+        reached = (scope.get("server") or ("127.0.0.1",))[0]
+        is_local = not is_address(reached) or ipaddress.ip_address(reached).is_loopback
+        return not is_local or not host or host in self.names or is_address(host)
+
+
+def host_of(url: str) -> str:
+    """Return the host of a URL in lower case, "?" for what is none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return "?"
+
+
+def is_address(host: str) -> bool:
+    """Return True for the number of a machine, which no name server can lead elsewhere."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+class Limit:
+    """Refuses bodies that are larger than any request that could be answered or do not come, and requests beyond those
+    that a server may have open; lets go of clients that do not read."""
+
+    def __init__(self, app: ASGIApp, served: Served) -> None:
+        self.app, self.served, self.open = app, served, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == "/health":
+            return await self.app(scope, receive, send)
+        most = max(BODY, BODY_A_TOKEN * self.served.sampler.max_context)
+        words = f"the body is over {most} bytes, more than a request can use"
+        told = dict(scope["headers"]).get(b"content-length", b"")
+        if told.isdigit() and int(told) > most:
+            return await build_refusal(413, words)(scope, receive, send)
+        if self.open >= OPEN:
+            busy = f"{OPEN} requests are open, more than this server takes; ask again later"
+            return await build_refusal(429, busy, "rate_limit_error")(scope, receive, send)
+        read, is_whole = 0, False
+
+        async def receive_bounded() -> Message:
+            nonlocal read, is_whole
+            if is_whole:  # what comes is that the client hangs up
+                return await receive()
+            try:
+                async with asyncio.timeout(STILL):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"nothing of the body has come for {STILL:.0f} s") from None
+            read += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if read > most:
+                raise HTTPException(413, words)
+            return message
+
+        async def read_by_somebody(message: Message) -> None:
+            try:
+                async with asyncio.timeout(STILL):
+                    await send(message)
+            except TimeoutError:
+                raise ConnectionError(f"a client has read nothing for {STILL:.0f} s: it is let go") from None
+
+        self.open += 1
+        try:
+            await self.app(scope, receive_bounded, read_by_somebody)
+        finally:
+            self.open -= 1

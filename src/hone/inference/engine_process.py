@@ -1,0 +1,405 @@
+"""Hone's engine in a process of its own: answering requests and sampling do not share Python's one lock.
+
+    server: routes ─► ApartSampler ── frames, over a pair of sockets ──► engine: EmbeddedSampler ─► EngineService
+                           ▲                                                │
+                           └───── results, by the number of the call ◄──────┘
+
+The sockets have no name, so nobody but these two processes reads or writes them; values travel pickled. The engine ends
+when the server is gone; the server ends, to be started again, when the engine is.
+"""
+
+import asyncio
+import functools
+import gc
+import io
+import itertools
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from hone.config.inference_config import InferenceConfig
+from hone.config.sections import BACKEND_LOST
+from hone.inference.event_loop import run_event_loop as run_loop
+from hone.inference.samplers.base import ENGINE_CAN, Alternatives, Pause, Sampler
+from hone.inference.samplers.partial_completions import Streams
+from hone.inference.served_model import Served, find_allowed_directories
+from hone.records import Completion, GenerateRequest
+from hone.text.structured_outputs import Following, Form
+from hone.text.tokenizer import Tokenizer
+from hone.transport.delivery import Message
+
+if TYPE_CHECKING:
+    from hone.inference.samplers.embedded import EmbeddedSampler
+
+HEAD = 8  # bytes that tell the length of a frame
+RESULTS = 2  # that the server takes in a turn: what ends together is answered, and asked anew, one after another
+GRACE = 10.0  # seconds that the engine's process may take to end
+SWITCH = 0.0005  # seconds that the thread which samples waits at most for the one that takes calls; by default 0.005
+
+log = logging.getLogger("hone.inference")
+
+
+class Facts(NamedTuple):
+    """What the server knows of the engine without asking it. Comes with the result of what may have changed it."""
+
+    context: int
+    vocabulary: int
+    is_paused: bool
+    adapters: list[str]
+
+
+class Frames(asyncio.Protocol):
+    """Values to and from the other process. Those that are sent in one turn of the event loop arrive together; at most
+    so many are taken in one turn here."""
+
+    def __init__(self, take: Callable[[Any], None], gone: Callable[[], None], at_once: int | None = None) -> None:
+        self.take, self.gone, self.at_once = take, gone, at_once
+        self._read, self._out = bytearray(), list[bytes]()
+        self._arrived = deque[Any]()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's is none by its class
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.gone()
+
+    def data_received(self, data: bytes) -> None:
+        self._read += data
+        start = 0
+        while (end := start + HEAD) <= len(self._read):
+            end += int.from_bytes(self._read[start : start + HEAD], "little")
+            if end > len(self._read):
+                break
+            value = pickle.loads(bytes(self._read[start + HEAD : end]))
+            start = end
+            self._arrived.append(value)
+        del self._read[:start]
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        for _ in range(min(self.at_once or len(self._arrived), len(self._arrived))):
+            self.take(self._arrived.popleft())
+        if self._arrived:
+            asyncio.get_running_loop().call_soon(self._hand_on)
+
+    def send(self, value: Any) -> None:
+        if not self._out:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._out.append(encode_frame(value))
+
+    def _flush(self) -> None:
+        self.transport.write(b"".join(self._out))
+        self._out.clear()
+
+
+def encode_frame(value: Any) -> bytes:
+    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    return len(data).to_bytes(HEAD, "little") + data
+
+
+def receive_value(sock: socket.socket) -> Any:
+    """The next value from a socket that blocks. Raises EOFError where the other end is gone."""
+
+    def read_exactly(count: int) -> bytes:
+        parts = []
+        while count:
+            part = sock.recv(min(count, 2**20))
+            if not part:
+                raise EOFError
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    return pickle.loads(read_exactly(int.from_bytes(read_exactly(HEAD), "little")))
+
+
+# ---------------------------------------------------------------------------------------------- requests as bytes
+# What a request asks of its tokens (stop strings, a form) has a tokenizer, which travels once.
+
+_known: dict[int, Tokenizer] = {}  # by the number that the server gave them; in the engine's process
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, number_of: Callable[[Tokenizer], int]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.number_of = number_of
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tokenizer):
+            return _get_tokenizer, (self.number_of(value),)
+        if isinstance(value, Following):  # is read anew there
+            return _rebuild_grammar, (value.form, value.tokenizer, value.vocabulary, value.stops, value.before)
+        return NotImplemented
+
+
+def _get_tokenizer(number: int) -> Tokenizer:
+    return _known[number]
+
+
+def _rebuild_grammar(
+    form: Form, tokenizer: Tokenizer, vocabulary: int, stops: list[int], before: list[int]
+) -> Following:
+    return Following(form, tokenizer, vocabulary, stops).start_another(before)
+
+
+def _register_tokenizer(number: int, tokenizer: Tokenizer) -> None:
+    _known[number] = tokenizer
+    for old in sorted(_known)[:-2]:  # the one before is of requests that are on the way
+        del _known[old]
+
+
+# ---------------------------------------------------------------------------------------------- in the server
+
+
+class ApartSampler(Sampler):
+    """Over an engine's process that is ready. Call `open` on the event loop."""
+
+    can = ENGINE_CAN
+
+    def __init__(self, facts: Facts, lost: Callable[[], None]) -> None:
+        self.facts, self.lost = facts, lost
+        self.streams = Streams(self.generate, lambda known: self._call_engine("find_partials", known))
+        self._numbers, self._tokenizers = itertools.count(), itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._sent: tuple[Tokenizer, int] | None = None
+
+    async def open(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        _, self.frames = await loop.create_connection(lambda: Frames(self._handle_frame, self.lost, RESULTS), sock=sock)
+
+    def _handle_frame(self, frame: tuple[int, Any, BaseException | None, Facts | None]) -> None:
+        number, result, error, facts = frame
+        self.facts = facts or self.facts
+        future = self._waiting.pop(number, None)
+        if future is None or future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    async def _call_engine(self, name: str, *args: Any) -> Any:
+        number = next(self._numbers)
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self.frames.send((number, name, args))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._waiting.pop(number, None) is not None:
+                self.frames.send((number, "cancel", ()))
+            raise
+
+    def _number_of(self, tokenizer: Tokenizer) -> int:
+        if self._sent is None or self._sent[0] is not tokenizer:
+            self._sent = (tokenizer, next(self._tokenizers))
+            self.frames.send((self._sent[1], "tokenizer", (tokenizer,)))
+        return self._sent[1]
+
+    @property
+    def max_context(self) -> int:
+        return self.facts.context
+
+    @property
+    def vocab_size(self) -> int:
+        return self.facts.vocabulary
+
+    @property
+    def is_paused(self) -> bool:
+        return self.facts.is_paused
+
+    @property
+    def adapters(self) -> list[str]:
+        return self.facts.adapters
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        file = io.BytesIO()
+        _Pickler(file, self._number_of).dump(request)
+        completion, failure = await self._call_engine("generate", file.getvalue(), request.allows is not None)
+        if isinstance(request.allows, Following):
+            request.allows.failure = failure
+        return completion
+
+    def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
+        return self.streams.stream_requests(requests)
+
+    async def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
+        return await self._call_engine("score", sequences, temperature)
+
+    async def find_likeliest(
+        self, ids: list[int], number: int, adapter: str | None = None
+    ) -> tuple[list[float], list[Alternatives]]:
+        return await self._call_engine("find_likeliest", ids, number, adapter)
+
+    async def update_weights(self, place: Path, version: int, message: Message) -> dict[str, Any]:
+        return await self._call_engine("update_weights", place, version, message)
+
+    async def describe_state(self, each: bool = False) -> dict[str, Any]:
+        return await self._call_engine("describe_state", each)
+
+    async def pause(self, mode: Pause) -> None:
+        await self._call_engine("pause", mode)
+
+    async def resume(self) -> None:
+        await self._call_engine("resume")
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        await self._call_engine("load_adapter", name, directory)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._call_engine("unload_adapter", name)
+
+    async def report_progress(self, known: dict[str, int]) -> dict[str, Any]:
+        return await self._call_engine("report_progress", known)
+
+    async def read_metrics(self) -> dict[str, float]:
+        return await self._call_engine("read_metrics")
+
+
+class Apart:
+    """The backend: starts the engine's process, and ends it."""
+
+    def __init__(self, config: InferenceConfig) -> None:
+        self.config = config
+
+    def __enter__(self) -> "Apart":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while the model is loaded
+        self.sock, theirs = socket.socketpair()
+        program = f"from hone.inference.engine_process import main; main({theirs.fileno()})"
+        words = [sys.executable, "-c", program]
+        self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self.sock.sendall(encode_frame(self.config))
+        return self
+
+    def wait(self) -> Served:
+        """Raises what the engine's process could not start for."""
+        try:
+            ready = receive_value(self.sock)
+        except (EOFError, OSError):
+            raise ValueError(f"the engine's process did not start ({self._describe_failure()})") from None
+        if isinstance(ready, BaseException):
+            raise ready
+        directory, facts = ready
+        self.sampler = ApartSampler(facts, self._handle_engine_loss)
+        return Served(
+            self.sampler,
+            Tokenizer.for_model(directory, self.config.model),
+            self.config.model.name,
+            find_allowed_directories(self.config),
+        )
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.close()  # by which it ends
+        try:
+            self.process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _describe_failure(self) -> str:
+        try:
+            code = self.process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        return f"killed: {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def _handle_engine_loss(self) -> None:
+        if not self.is_over:
+            log.error("the engine's process has ended (%s): so does this server", self._describe_failure())
+            os._exit(BACKEND_LOST)  # at once: who waits for an answer learns of it and asks elsewhere
+
+    def run(self, program: Coroutine[Any, Any, None]) -> None:
+        """Raises SystemExit with BACKEND_LOST where the engine's process ends before the program does."""
+
+        async def run_both() -> None:
+            await self.sampler.open(self.sock)
+            await program
+            self.is_over = True
+
+        self.is_over = False
+        gc.freeze()  # what is loaded by now stays; going through it would stop everything for a while
+        run_loop(run_both())
+
+
+# ---------------------------------------------------------------------------------------------- in the engine's process
+
+
+def collect_facts(sampler: Sampler) -> Facts:
+    return Facts(sampler.max_context, sampler.vocab_size, sampler.is_paused, sampler.adapters)
+
+
+async def answer_calls(sock: socket.socket, sampler: "EmbeddedSampler") -> None:
+    """Does what the frames of a server ask for, until it is gone; then so is this process."""
+    tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def generate_completion(data: bytes, has_form: bool) -> tuple[Completion, str]:
+        request = await asyncio.to_thread(pickle.loads, data) if has_form else pickle.loads(data)
+        completion = await sampler.generate(request)
+        return completion, request.allows.failure if has_form else ""
+
+    async def answer_call(number: int, name: str, args: tuple[Any, ...]) -> None:
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = await (generate_completion(*args) if name == "generate" else getattr(sampler, name)(*args))
+        except asyncio.CancelledError:
+            return
+        except Exception as failed:
+            error = make_portable(failed)
+        finally:
+            tasks.pop(number, None)
+        frames.send((number, result, error, None if name in ("generate", "find_partials") else collect_facts(sampler)))
+
+    def handle_frame(frame: tuple[int, str, tuple[Any, ...]]) -> None:
+        number, name, args = frame
+        if name == "tokenizer":
+            _register_tokenizer(number, *args)
+        elif name == "cancel":
+            if task := tasks.get(number):
+                task.cancel()
+        else:
+            tasks[number] = asyncio.get_running_loop().create_task(answer_call(number, name, args))
+
+    loop = asyncio.get_running_loop()
+    _, frames = await loop.create_connection(lambda: Frames(handle_frame, functools.partial(os._exit, 0)), sock=sock)
+    await asyncio.Event().wait()
+
+
+def make_portable(error: Exception) -> Exception:
+    """As it is, where it can travel."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def main(number: int) -> None:
+    for ending in (signal.SIGINT, signal.SIGTERM):  # the server is told, ends what is open, and then this process
+        signal.signal(ending, signal.SIG_IGN)
+    from hone import machine
+    from hone.inference.backends import Embedded
+    from hone.monitors.logging_setup import start_logging
+
+    sock = socket.socket(fileno=number)
+    config = receive_value(sock)
+    sys.setswitchinterval(SWITCH)
+    machine.prepare_environment()
+    start_logging(config.log_level)
+    machine.Neighbours.start_watching()
+    try:
+        opened = Embedded(config)
+    except Exception as error:
+        sock.sendall(encode_frame(make_portable(error)))
+        return
+    sock.sendall(encode_frame((opened.served.tokenizer.directory, collect_facts(opened.sampler))))
+    opened.run(answer_calls(sock, opened.sampler))

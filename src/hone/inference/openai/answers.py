@@ -1,0 +1,337 @@
+"""The OpenAI protocol as far as the engine serves it: what is answered, whole or in pieces.
+
+    completions ─► ChatAnswer | TextAnswer ─► body()            one JSON object
+    pieces      ─►                          ─► first, piece, last, usage: chunks of a stream
+
+Whole or in pieces, the same tokens give the same text, logprobs and tool calls.
+"""
+
+import codecs
+import itertools
+import json
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from pydantic_core import PydanticSerializationError, to_json
+
+from hone.inference.openai.schema import ChatRequest, CompletionRequest, Request
+from hone.inference.samplers.partial_completions import Spelling
+from hone.records import Completion, Prompt
+from hone.text.detokenizer import name_of
+from hone.text.stop_strings import cut_at_stop
+from hone.text.tokenizer import Tokenizer
+
+Choice = dict[str, Any]
+ODD = ("NaN", "Infinity", "\x85", "\u2028", "\u2029")  # the last three end a line for some who read a stream
+PLACE = uuid.uuid4().hex  # of which nobody outside knows the second half
+NUMBERS = itertools.count()
+
+
+class Answer:
+    """What chats and texts have in common; `prompts`: the token ids of each prompt, which has `n` completions."""
+
+    kind, chunk_kind, prefix = "", "", ""
+
+    def __init__(self, request: Request, prompts: list[list[int]], tokenizer: Tokenizer) -> None:
+        self.request, self.prompts, self.tokenizer = request, prompts, tokenizer
+        self.skip = request.skip_special_tokens is not False
+        self.has_form = request.has_form
+        self._written: dict[str, str] = {}  # what is JSON already, by what stands for it
+        self._chunk_head = ""
+        self.head = {
+            "id": f"{self.prefix}-{PLACE[:16]}{next(NUMBERS):016x}",
+            "created": int(time.time()),  # noqa: TID251
+            "model": request.model,
+        }
+
+    def encode_json(self, value: dict[str, Any]) -> str:
+        """As JSON."""
+        text = _dump_json(value)
+        while self._written:
+            place, written = self._written.popitem()
+            text = text.replace(f'"{place}"', written, 1)
+        return text
+
+    def embed_json(self, text: str) -> str:
+        """Stands for JSON that is written already."""
+        place = f"{PLACE}{len(self._written)}"
+        self._written[place] = text
+        return place
+
+    def prompt_of(self, index: int) -> list[int]:
+        return self.prompts[index // (self.request.n or 1)]
+
+    def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The whole answer."""
+        choices = [
+            {"index": i, **self.build_choice(i, one), **self.build_token_fields(one)}
+            for i, one in enumerate(completions)
+        ]
+        usage = self.count_usage(sum(len(one.ids) for one in completions))
+        return {**self.head, "object": self.kind, "choices": choices, "usage": usage, **self.build_envelope()}
+
+    def count_usage(self, written: int) -> dict[str, int]:
+        read = sum(map(len, self.prompts))
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+    def build_envelope(self) -> dict[str, Any]:
+        return {}
+
+    def build_choice(self, index: int, completion: Completion) -> Choice:
+        raise NotImplementedError
+
+    def context_tokens(self, index: int) -> list[int]:
+        """Return the tokens that the text of a completion goes on from; none where it stands by itself."""
+        return []
+
+    def completion_text(self, completion: Completion, index: int = 0) -> str:
+        """Return the text of a completion, as far as a stop string."""
+        request, ids = self.request, completion.ids
+        if ids and self.has_form and ids[-1] in self.tokenizer.stop_ids:  # the form is of what comes before
+            ids = ids[:-1]
+        text = self.tokenizer.decode_after(self.context_tokens(index), ids, self.skip)
+        return cut_at_stop(text, request.stop, keep=bool(request.include_stop_str_in_output)) if request.stop else text
+
+    def build_token_fields(self, completion: Completion) -> dict[str, Any]:
+        """What is asked for beside the text, of these tokens."""
+        extras: dict[str, Any] = {}
+        if self.request.return_token_logprobs:
+            extras["token_logprobs"] = completion.logprobs
+        if self.request.return_token_ids:
+            extras |= {"token_ids": completion.ids, "policy_versions": completion.versions}
+        return extras
+
+    def token_name(self, token_id: int, piece: bytes, prefix: str = "") -> str:
+        """Return the name of a token that contributes these bytes to its text."""
+        return f"token_id:{token_id}" if self.request.return_tokens_as_token_ids else name_of(piece, prefix)
+
+    # -------------------------------------------------------------------------------------------- in pieces
+
+    def start_spelling(self, index: int) -> Spelling:
+        stops: list[str] = list(self.request.stop or [])
+        shown = [] if self.request.include_stop_str_in_output else stops
+        return Spelling(
+            self.tokenizer,
+            self.skip,
+            shown,
+            self.held_back_strings,
+            self.tokenizer.context_of(self.context_tokens(index), self.skip),
+        )
+
+    @property
+    def held_back_strings(self) -> list[str]:
+        """What is not shown before all is written."""
+        return []
+
+    def encode_chunk(self, choices: list[Choice], **more: Any) -> str:
+        """As JSON, whose head is the same for all of a stream."""
+        self._chunk_head = self._chunk_head or _dump_json({**self.head, "object": self.chunk_kind})[:-1]
+        return f"{self._chunk_head},{self.encode_json({'choices': choices, **more})[1:]}"
+
+    def build_first_delta(self, index: int) -> Choice | None:
+        """Of the chunk before the first token."""
+        return None
+
+    def build_delta(self, index: int, said: str, piece: Completion) -> Choice:
+        """Return the chunk of tokens and of what they let be said."""
+        raise NotImplementedError
+
+    def build_last_delta(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
+        """With the tokens that come last, and the reason for the end."""
+        raise NotImplementedError
+
+
+class ChatAnswer(Answer):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, request: ChatRequest, prompt: Prompt, prompt_ids: list[int], tokenizer: Tokenizer) -> None:
+        super().__init__(request, [prompt_ids], tokenizer)
+        self.chat, self.prompt = request, prompt
+        self._begun: set[int] = set()  # completions of which there were tokens
+
+    def build_envelope(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompts[0]} if self.request.return_token_ids else {}
+
+    def _build_message(self, completion: Completion) -> tuple[dict[str, Any], str]:
+        """What was said, and why it ended."""
+        most = 1 if self.chat.parallel_tool_calls is False else None
+        turn = self.tokenizer.build_turn(
+            self.prompt, self.prompts[0], completion, self.completion_text(completion), most
+        )
+        called = bool(turn.tool_calls) and completion.finish_reason == "stop"
+        return turn.assistant_message, "tool_calls" if called else completion.finish_reason
+
+    def build_choice(self, index: int, completion: Completion) -> Choice:
+        message, reason = self._build_message(completion)
+        choice = {"message": message, "finish_reason": reason, "logprobs": self._build_logprobs(index, completion)}
+        return choice | ({"routing": completion.routing} if self.chat.return_routing else {})
+
+    @property
+    def held_back_strings(self) -> list[str]:
+        if not self.prompt.tools:
+            return []
+        return list(self.tokenizer.require_template().call_format.openings)
+
+    def build_first_delta(self, index: int) -> Choice:
+        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        return choice | {"logprobs": None}
+
+    def build_delta(self, index: int, said: str, piece: Completion) -> Choice:
+        choice = {"index": index, "delta": {"content": said}, "finish_reason": None}
+        return choice | {"logprobs": self._build_logprobs(index, piece), **self.build_token_fields(piece)}
+
+    def build_last_delta(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
+        message, reason = self._build_message(whole)
+        calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls") or [])]
+        said = spelling.finish_text(message["content"])
+        delta = {**({"content": said} if said else {}), **({"tool_calls": calls} if calls else {})}
+        done = {"index": index, "delta": delta, "finish_reason": reason}
+        return done | {"logprobs": self._build_logprobs(index, piece), **self.build_token_fields(piece)}
+
+    def _build_logprobs(self, index: int, completion: Completion) -> dict[str, Any] | None:
+        """Return the entries of the next tokens of a completion, whose bytes joined are its text."""
+        if not self.chat.logprobs:
+            return None
+        is_first = index not in self._begun and self.tokenizer.token_texts.drops_first_space
+        if completion.ids:
+            self._begun.add(index)
+        if completion.alternatives is None and not is_first:
+            return {"content": self.embed_json(self._encode_entries(completion))}
+        content = []
+        for i, (token_id, logprob) in enumerate(zip(completion.ids, completion.logprobs, strict=True)):
+            begins = is_first and i == 0
+            others = completion.alternatives[i] if completion.alternatives else []
+            tops = [self._build_entry(*other, begins) for other in others]
+            content.append({**self._build_entry(token_id, logprob, begins), "top_logprobs": tops})
+        return {"content": content}
+
+    def _encode_entries(self, completion: Completion) -> str:
+        """Return the list as JSON: of most tokens only the number is new, and thousands a second are written."""
+        by_id = bool(self.request.return_tokens_as_token_ids)
+        known: dict[int, tuple[str, str]] = self.tokenizer.kept.setdefault(("entries", by_id), {})
+        if not math.isfinite(sum(completion.logprobs)):
+            raise ValueError("the model gives logprobs that are not finite")
+        for token_id in completion.ids:
+            if token_id not in known:
+                head, tail = json.dumps(self._build_entry(token_id, 0.0) | {"top_logprobs": []}).split(': 0.0, "bytes"')
+                known[token_id] = (head + ": ", ', "bytes"' + tail)
+        around = map(known.__getitem__, completion.ids)
+        parts = [f"{head}{value!r}{tail}" for (head, tail), value in zip(around, completion.logprobs, strict=True)]
+        return f"[{', '.join(parts)}]"
+
+    def _build_entry(self, token_id: int, logprob: float, begins: bool = False) -> dict[str, Any]:
+        texts = self.tokenizer.token_texts
+        piece = texts.first_bytes_of(token_id) if begins else texts.bytes_of(token_id)
+        return {"token": self.token_name(token_id, piece), "logprob": logprob, "bytes": list(piece)}
+
+
+class TextAnswer(Answer):
+    """`echoed`: logprobs of the prompts' tokens after the first, and the likeliest there, where they are echoed."""
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        prompts: list[list[int]],
+        tokenizer: Tokenizer,
+        echoed: list[Completion] | None = None,
+    ) -> None:
+        super().__init__(request, prompts, tokenizer)
+        self.ask, self.echoed = request, echoed
+        self._counts: dict[int, Characters] = {}
+
+    def context_tokens(self, index: int) -> list[int]:
+        return self.prompt_of(index)
+
+    def echoed_text(self, index: int) -> str:
+        """Return the prompt's text, where it is echoed."""
+        return self.tokenizer.decode(self.prompt_of(index), skip_special_tokens=self.skip) if self.ask.echo else ""
+
+    def build_choice(self, index: int, completion: Completion) -> Choice:
+        count = Characters(len(self.echoed_text(index)))
+        logprobs = self._build_logprobs(completion, count, follows=True)
+        if logprobs is not None and self.echoed is not None:
+            echoed = self.echoed[index // (self.request.n or 1)]
+            ahead = self._build_logprobs(echoed, Characters(0), follows=False)
+            assert ahead is not None
+            logprobs = {key: ahead[key] + logprobs[key] for key in logprobs}
+        text = self.echoed_text(index) + self.completion_text(completion, index)
+        ids = {"prompt_token_ids": self.prompt_of(index)} if self.request.return_token_ids else {}
+        return {"text": text, "finish_reason": completion.finish_reason, "logprobs": logprobs, **ids}
+
+    def build_first_delta(self, index: int) -> Choice | None:
+        if not (self.ask.echo or self.request.return_token_ids):
+            return None
+        ids = {"prompt_token_ids": self.prompt_of(index)} if self.request.return_token_ids else {}
+        return {"index": index, "text": self.echoed_text(index), "finish_reason": None, "logprobs": None, **ids}
+
+    def build_delta(self, index: int, said: str, piece: Completion) -> Choice:
+        count = self._counts.setdefault(index, Characters(len(self.echoed_text(index))))
+        choice = {"index": index, "text": said, "finish_reason": None}
+        return choice | {"logprobs": self._build_logprobs(piece, count, follows=True), **self.build_token_fields(piece)}
+
+    def build_last_delta(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
+        said = self.build_delta(index, spelling.finish_text(self.completion_text(whole, index)), piece)
+        return said | {"finish_reason": whole.finish_reason}
+
+    def _build_logprobs(self, completion: Completion, count: "Characters", follows: bool) -> dict[str, Any] | None:
+        """Return the logprobs of tokens. `count`: the characters before them; `follows`: there are tokens before."""
+        if self.ask.logprobs is None:
+            return None
+        texts, ids = self.tokenizer.token_texts, completion.ids
+        pieces = texts.token_bytes(ids, follows)
+        offsets, names, tops = [], [], list[dict[str, float] | None]()
+        for i, (token_id, piece, logprob) in enumerate(zip(ids, pieces, completion.logprobs, strict=True)):
+            offsets.append(count.so_far)
+            count.add(b"" if self.skip and self.tokenizer.is_dropped(token_id) else piece)
+            names.append(self.token_name(token_id, piece, "bytes:"))
+            others = completion.alternatives[i] if completion.alternatives else []
+            begins = not follows and i == 0
+            tops.append(
+                None if logprob is None else self._build_top_logprobs(token_id, names[-1], logprob, others, begins)
+            )
+        return {"tokens": names, "token_logprobs": completion.logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+    def _build_top_logprobs(
+        self, token_id: int, name: str, logprob: float, others: Sequence[tuple[int, float]], begins: bool
+    ) -> dict[str, float]:
+        """Return the likeliest tokens at a place and the one that is there; two of one text by their ids."""
+        texts, found = self.tokenizer.token_texts, dict[str, float]()
+        for other, value in others:
+            piece = texts.first_bytes_of(other) if begins else texts.bytes_of(other)
+            other_name = self.token_name(other, piece, "bytes:")
+            taken = other_name in found or (other_name == name and other != token_id)
+            found[f"token_id:{other}" if taken else other_name] = value
+        return found | {name: logprob}
+
+
+class Characters:
+    """How many characters a text has so far, that grows by bytes."""
+
+    def __init__(self, start: int) -> None:
+        self.so_far = start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, piece: bytes) -> None:
+        self.so_far += len(self._decoder.decode(piece))
+
+
+def _dump_json(value: dict[str, Any]) -> str:
+    """By pydantic in a fifth of the time of Python's own, which is left what that would write otherwise: numbers that
+    are not finite, for which it raises ValueError, and halves of characters and ends of lines, which it escapes."""
+    with suppress(PydanticSerializationError):
+        text = to_json(value).decode()
+        if not any(part in text for part in ODD):
+            return text
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def error_body(
+    code: int | str, message: str, kind: str = "invalid_request_error", param: str | None = None
+) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

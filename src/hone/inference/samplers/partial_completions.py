@@ -1,0 +1,151 @@
+"""Completions while they are written: one look at the engine tells all streams what is new.
+
+    Streams.of(requests) ─► generate, each under a name ─► the end of each
+            ▲
+            └── pieces ◄── look({name: known}), now and then
+
+A look costs the engine as much for a hundred streams as for one, so what a stream hands on is what came since the last
+look, a few tokens at a time; the more there is to hand on, the longer until the next.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hone.records import Completion, GenerateRequest
+from hone.text.stop_strings import held_back
+from hone.text.tokenizer import Tokenizer
+
+LOOK, LOOK_EACH = 0.01, 0.0008  # seconds between two looks, at least: for one stream, and for each …
+SHARE, SELDOM = 20, 0.5  # … so many times as long as handing on took, which is work beside what computes; at most
+
+
+@dataclass
+class _Open:
+    """A stream of several requests: where its pieces go, and which of them it is."""
+
+    pieces: asyncio.Queue[tuple[int, Completion | None]]
+    index: int
+    known: int = 0  # tokens handed on
+
+
+class Streams:
+    """`generate` is a sampler's; `look` tells of requests, by their name, what came after so many known tokens."""
+
+    def __init__(
+        self,
+        generate: Callable[[GenerateRequest], Coroutine[Any, Any, Completion]],
+        look: Callable[[dict[str, int]], Coroutine[Any, Any, dict[str, Completion]]],
+    ) -> None:
+        self.generate, self.look, self.names = generate, look, itertools.count()
+        self.open: dict[str, _Open] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    async def stream_requests(
+        self, requests: Sequence[GenerateRequest]
+    ) -> AsyncGenerator[tuple[int, Completion], None]:
+        """Pieces of the completions by their number; the last of each has a finish_reason.
+
+        Raises what the engine refuses. Closing the iterator ends the requests.
+        """
+        pieces: asyncio.Queue[tuple[int, Completion | None]] = asyncio.Queue()
+        names = [f"stream {next(self.names)}" for _ in requests]
+        told, tasks = [0] * len(requests), []
+        for i, (name, request) in enumerate(zip(names, requests, strict=True)):
+            self.open[name] = _Open(pieces, i)
+            task = asyncio.create_task(self.generate(replace(request, name=name)))
+            task.add_done_callback(lambda _, i=i: pieces.put_nowait((i, None)))  # type: ignore[misc]
+            tasks.append(task)
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._collect_pieces())
+        try:
+            left = len(requests)
+            while left:
+                i, piece = await pieces.get()
+                if piece is None:
+                    left -= 1
+                    self.open.pop(names[i], None)
+                    piece = tasks[i].result().token_range(told[i])
+                elif tasks[i].done():
+                    continue  # its end is on the way, with all that is new
+                told[i] += len(piece.ids)
+                yield i, piece
+        finally:
+            for name, task in zip(names, tasks, strict=True):
+                self.open.pop(name, None)
+                task.cancel()
+            for task in tasks:
+                with suppress(asyncio.CancelledError, Exception):
+                    await task
+
+    async def _collect_pieces(self) -> None:
+        while self.open:
+            known = {name: one.known for name, one in self.open.items()}
+            found = await self.look(known)
+            for name, piece in found.items():
+                if piece.ids and name in self.open:
+                    one = self.open[name]
+                    one.known += len(piece.ids)
+                    one.pieces.put_nowait((one.index, piece))
+            start = time.perf_counter()
+            for _ in range(3):  # those who wait take their pieces, write them, and wait again
+                await asyncio.sleep(0)
+            pause = max(LOOK, LOOK_EACH * len(self.open), SHARE * (time.perf_counter() - start))
+            await asyncio.sleep(min(pause, SELDOM))
+
+
+class Spelling:
+    """The text of a completion bit by bit: nothing is handed on that a later token could still change.
+
+    `hold` are strings that a client must not see the beginning of: stop strings, and what a tool call begins with;
+    `before`: tokens that the text goes on from, where it does.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special: bool, stops: Sequence[str], hold: Sequence[str],
+        before: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        self.tokenizer, self.skip = tokenizer, skip_special
+        self.stops, self.hold = stops, [*stops, *hold]
+        self.ids: list[int] = [*before]
+        self.text, self.sent = "", 0  # so far, and how many of its characters were handed on
+        self._start, self._read = 0, len(before)  # tokens before `_read` are in the text; decoding begins at `_start`
+
+    def decode_more(self, ids: list[int]) -> str:
+        """What can be said now."""
+        self.ids += [token for token in ids if not (self.skip and self.tokenizer.is_dropped(token))]
+        if len(self.ids) == self._read:  # nothing that is shown
+            return self._release_text(self.text, self.sent + held_back(self.text[self.sent :], self.hold))
+        before = self._decode_range(self._start, self._read)
+        now = self._decode_range(self._start, len(self.ids))
+        if not now.endswith("\ufffd"):  # the bytes of a character that is not whole yet
+            self.text += now[len(before) :]
+            self._start, self._read = self._read, len(self.ids)
+        return self._release_text(self.text, self.sent + held_back(self.text[self.sent :], self.hold))
+
+    def finish_text(self, whole: str) -> str:
+        """What of the whole text, as an answer in one piece would have it, has not been said."""
+        return self._release_text(whole, len(whole)) if whole.startswith(self.text[: self.sent]) else ""
+
+    def _decode_range(self, start: int, end: int) -> str:
+        return self.tokenizer.decode(self.ids[start:end], skip_special_tokens=self.skip)
+
+    def _release_text(self, text: str, end: int) -> str:
+        start, self.sent = self.sent, max(self.sent, end)
+        return text[start:end]
+
+
+def join_pieces(pieces: Sequence[Completion]) -> Completion:
+    """Return the completion of all of its pieces, in their order."""
+    end = pieces[-1]
+    if len(pieces) == 1:
+        return end
+    alternatives = None if end.alternatives is None else [one for piece in pieces for one in piece.alternatives or []]
+    return replace(
+        end, ids=[i for piece in pieces for i in piece.ids], logprobs=[x for piece in pieces for x in piece.logprobs],
+        versions=[v for piece in pieces for v in piece.versions], alternatives=alternatives,
+    )  # fmt: skip

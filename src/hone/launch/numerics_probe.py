@@ -1,0 +1,250 @@
+"""`hone probe`: whether tokens have the same logprobs when they are sampled and when they are trained on.
+
+random prompts ─ engine: batches of all sizes, groups, prompts that go on ─► tokens, logprobs ─┐
+                          the same tokens, packed, through the model that trains ─► logprobs ──┴─► how many differ
+some of them token by token through both sides ─► after each block ──────────────────────────────► the first that does
+"""
+
+import asyncio
+import random
+import string
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hone.clients.http import connect_clients
+from hone.config.probe_config import ProbeConfig
+from hone.config.sections import ClientConfig
+from hone.engine.engine import Engine
+from hone.models.loading import load_configured
+from hone.models.lora import Merged, add_lora, lora_modules
+from hone.models.transformer import Pending, Transformer
+from hone.records import GenerateRequest, Message, Prompt, Sampling
+from hone.trainer.packing import Packed, pack_shared, prompt_of, split_by_prompt
+
+WAVES = (1, 2, 7, 16, 33, 128)  # rollouts that are sampled at once, by turns
+BUDGETS = (700, 16_384, 3_000)  # tokens of a micro-batch, by turns
+GIB = 4.0  # of keys and values
+LETTERS = string.ascii_letters + string.digits + " .,"
+LOOKED_AT = 4  # rollouts that are compared layer by layer
+Waves = list[tuple[list[int], list[int], list[float]]]  # prompt, completion, logprobs
+
+
+@dataclass(frozen=True)
+class Found:
+    tokens: int
+    differ: int  # tokens whose logprob has other bits
+    largest: float  # difference of two logprobs
+    mismatch: float  # mean of r - 1 - log r, in nats
+    place: str  # the first layer and part where hidden states differ; "" where none does
+
+    def describe_result(self) -> str:
+        if not self.differ:
+            return f"0 of {self.tokens:,} logprobs differ between sampler and trainer"
+        where = f"; hidden states differ from {self.place} on" if self.place else ""
+        return (
+            f"{self.differ:,} of {self.tokens:,} logprobs differ between sampler and trainer, by up to "
+            f"{self.largest:.3g}; mismatch KL {self.mismatch:.2e}{where}"
+        )
+
+
+def main(config: ProbeConfig) -> None:
+    """Raises ValueError where exact numerics were asked for and a bit differs."""
+    model = load_configured(config.model, config.seed).model
+    if config.lora is not None:
+        add_lora(model, config.lora, config.seed)
+        for lora in lora_modules(model):  # a fresh one adds nothing
+            nn.init.normal_(lora.B, std=0.01)
+    if config.server is None:
+        found = probe_model(model, config.rollouts, config.max_tokens, config.temperature, config.seed)
+    else:
+        found = compare_logprobs(model, asyncio.run(sample_from_server(config, config.server)), config.temperature)
+    print(f"{config.rollouts:,} rollouts, {config.model.numerics} numerics: {found.describe_result()}", flush=True)
+    if config.model.numerics == "exact" and found.differ:
+        raise ValueError("model.numerics is exact, and logprobs differ; please report this with the line above")
+
+
+def probe_model(model: Transformer, count: int, max_tokens: int, temperature: float = 1.0, seed: int = 0) -> Found:
+    """Compares the two sides of a model as it is trained, on so many rollouts of random tokens."""
+    sampled = Merged(model).model
+    length = min(4 * max_tokens, model.spec.max_position_embeddings)
+    engine = Engine(sampled, max_batch_size=max(WAVES), max_model_len=length, kv_cache_gib=GIB)
+    rollouts = sample_waves(engine, count, max_tokens, temperature, random.Random(seed))
+    return compare_logprobs(model, rollouts, temperature, sampled)
+
+
+def compare_logprobs(
+    model: Transformer, rollouts: Waves, temperature: float, sampled: Transformer | None = None
+) -> Found:
+    """Rollouts with the logprobs that training gives their tokens; layer by layer where `sampled` made them."""
+    ours = torch.tensor([x for _, _, logprobs in rollouts for x in logprobs])
+    theirs = torch.cat(trained_logprobs(model, rollouts, temperature))
+    change = theirs.double() - ours.double()
+    mismatch = float((change.exp() - 1 - change).mean())
+    differ = int((theirs != ours).sum())
+    shortest = sorted((one for one in rollouts if len(one[1]) > 2), key=lambda one: len(one[0]))
+    place = first_layer(model, sampled, shortest[:LOOKED_AT]) if differ and sampled is not None else ""
+    return Found(len(ours), differ, float(change.abs().max()), mismatch, place)
+
+
+def sample_waves(engine: Engine, count: int, max_tokens: int, temperature: float, draw: random.Random) -> Waves:
+    """In waves: new prompts, groups of one prompt, and conversations of the wave before that go on."""
+    done: Waves = []
+    vocabulary, last = range(engine.sampler.vocab_size), list[list[int]]()
+    while len(done) < count:
+        prompts: list[list[int]] = []
+        for _ in range(min(WAVES[len(done) % len(WAVES)], count - len(done))):
+            kind = draw.random()
+            new = draw.choices(vocabulary, k=draw.randint(1, max_tokens))
+            if kind < 0.3 and prompts:
+                prompts.append(prompts[-1])
+            elif kind < 0.6 and last:
+                prompts.append([*draw.choice(last), *new[: max(1, len(new) // 4)]])
+            else:
+                prompts.append(new)
+        room = engine.max_model_len - 2
+        prompts = [prompt[-room:] for prompt in prompts]
+        requests = [
+            GenerateRequest(p, Sampling(temperature, draw.randint(1, max_tokens), len(done) + i), frozenset())
+            for i, p in enumerate(prompts)
+        ]
+        completions = engine.generate(requests)
+        done += [(p, c.ids, c.logprobs) for p, c in zip(prompts, completions, strict=True)]
+        last = [[*p, *c.ids] for p, c in zip(prompts, completions, strict=True)]
+    return done
+
+
+async def sample_from_server(config: ProbeConfig, url: str) -> Waves:
+    """The same of a server: chats in waves, alone, in groups, and such that go on."""
+    draw, done = random.Random(config.seed), Waves()
+    (client,) = connect_clients(ClientConfig(base_url=[url]), config.model.name)
+    async with client:
+        await client.check_key()
+        await client.wait_until_serving()
+        chats: list[list[Message]] = []
+        while len(done) < config.rollouts:
+            before, chats = chats, []
+            for _ in range(min(WAVES[len(done) % len(WAVES)], config.rollouts - len(done))):
+                kind, text = draw.random(), "".join(draw.choices(LETTERS, k=draw.randint(1, config.max_tokens)))
+                if kind < 0.3 and chats:
+                    chats.append(chats[-1])
+                else:
+                    chats.append([*(draw.choice(before) if kind < 0.5 and before else []), user_message(text)])
+            turns = await asyncio.gather(
+                *(
+                    client.chat(Prompt(chat), Sampling(config.temperature, config.max_tokens, len(done) + i))
+                    for i, chat in enumerate(chats)
+                )
+            )
+            done += [(turn.prompt_ids, turn.completion.ids, turn.completion.logprobs) for turn in turns]
+            chats = [[*chat, turn.assistant_message] for chat, turn in zip(chats, turns, strict=True) if len(chat) < 5]
+    return [one for one in done if one[1]]
+
+
+def user_message(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def trained_logprobs(model: Transformer, rollouts: Waves, temperature: float) -> list[Tensor]:
+    """Of each rollout, in micro-batches of several sizes, as a step of training computes them."""
+    ids = [[*prompt, *own] for prompt, own, _ in rollouts]
+    masks = [[False] * len(prompt) + [True] * len(own) for prompt, own, _ in rollouts]
+    lengths, prompts = [len(x) for x in ids], [prompt_of(*both) for both in zip(ids, masks, strict=True)]
+    found, device = [torch.empty(0)] * len(ids), model.embed.weight.device
+    for k, budget in enumerate(BUDGETS):
+        mine = list(range(k, len(ids), len(BUDGETS)))
+        parts = split_by_prompt([prompts[i] for i in mine], [lengths[i] for i in mine], budget)
+        for members in ([mine[i] for i in part] for part in parts):
+            packed = pack_shared([ids[i] for i in members], [masks[i] for i in members], device)
+            values = logprobs_of(model, packed, temperature).split([len(rollouts[i][1]) for i in members])
+            for i, own in zip(members, values, strict=True):
+                found[i] = own
+    return found
+
+
+def logprobs_of(model: Transformer, packed: Packed, temperature: float) -> Tensor:
+    kept: list[Tensor] = []
+
+    def capture_loss(part: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        kept.append(logprobs.detach().float().cpu())
+        return logprobs.sum()
+
+    temperature_N = torch.full((len(packed.targets_N),), temperature, device=packed.targets_N.device)
+    packed.compute_loss(model, temperature_N, capture_loss)
+    return torch.cat(kept)
+
+
+# ------------------------------------------------------------------------------------------ layer by layer
+
+
+def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> str:
+    """Where hidden states of decoded tokens first differ, of all these rollouts; each is decoded alone. The part of the
+    layer is named where the sampler shows both."""
+    first: tuple[int, str] | None = None
+    for prompt, own, _ in rollouts:
+        engine = Engine(sampled, max_batch_size=1, max_model_len=len(prompt) + len(own) + 1, kv_cache_gib=GIB)
+        engine.graphs = engine.packed = engine.decoder.packed = None  # block by block
+        with outputs_of(sampled) as theirs:
+            forced = engine.generate(
+                [GenerateRequest(prompt, Sampling(1.0, len(own), 0), frozenset(), allows=_allow_only(own, engine))]
+            )
+        assert forced[0].ids == own
+        packed = pack_shared([[*prompt, *own]], [[False] * len(prompt) + [True] * len(own)], model.embed.weight.device)
+        with outputs_of(model) as ours:
+            model(packed.tokens_T, packed.attention.token_positions(), packed.attention)
+        for layer, (sampling, training) in enumerate(zip(theirs, ours, strict=True)):
+            decoded = sampling[1:]  # the first is the prompt's
+            is_added = not all(isinstance(pending, Tensor) for _, pending in decoded)
+            steps = [_compared_tensors(step, is_added) for step in decoded]
+            for part, of_all in _compared_tensors(training[0], is_added).items():
+                one, two = torch.cat([step[part] for step in steps]), of_all[len(prompt) :]
+                if not torch.equal(one[: len(two)], two[: len(one)]) and (first is None or (layer, part) < first):
+                    first = layer, part
+    return "" if first is None else f"layer {first[0]}{first[1]}"
+
+
+def _compared_tensors(output: tuple[Tensor, Pending], is_added: bool) -> dict[str, Tensor]:
+    """A block's stream and what is still to be added, in this order. Where the sampler has added that already, in fast
+    numerics, the sum of both: so trainer and sampler round it differently, and the first layer differs as a rule."""
+    stream, pending = output
+    if not isinstance(pending, Tensor):
+        return {"": _on_host(stream)}
+    if pending.dim() == 3:  # parts: the next norm adds them up
+        pending = pending.float().sum(0).to(pending.dtype)
+    if is_added:
+        return {"": _on_host(stream + pending)}
+    return {" (attention)": _on_host(stream), " (feed-forward)": _on_host(pending)}
+
+
+def _allow_only(own: list[int], engine: Engine) -> Any:
+    """Allows the next of these tokens alone."""
+
+    def allow_ids(ids: list[int]) -> Any:
+        row = torch.zeros(engine.sampler.vocab_size, dtype=torch.bool)
+        row[own[min(len(ids), len(own) - 1)]] = True
+        return row.numpy()
+
+    return allow_ids
+
+
+def _on_host(x: Tensor) -> Tensor:
+    return x.detach().cpu()
+
+
+@contextmanager
+def outputs_of(model: Transformer) -> Iterator[list[list[tuple[Tensor, Pending]]]]:
+    """Inside, what every block gives: the stream, which has what attention added, and what is still to be added."""
+    found: list[list[tuple[Tensor, Pending]]] = [[] for _ in model.blocks]
+    hooks = [
+        block.register_forward_hook(lambda _, __, given, i=i: found[i].append(given))
+        for i, block in enumerate(model.blocks)
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,67 @@
+"""`python -m hone.launch.rank_launcher --ranks N sft @ FILE`: N processes of a command here, each a rank, as torchrun has them.
+
+On several nodes, once on each: `--nodes 2 --node 1 --meet HOST:PORT`, an address of the first node that all can reach.
+Unlike torchrun it hands SIGUSR1 on, by which a run is asked to leave.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from hone import preemption
+from hone.launch.plan import environments_of_ranks
+
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+
+
+def main(argv: list[str]) -> int:
+    """The first exit code that is not 0, or 0; then the others are ended."""
+    parser = argparse.ArgumentParser(prog="python -m hone.launch.rank_launcher", allow_abbrev=False)
+    parser.add_argument("--ranks", type=int, required=True, help="processes here")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes of the run (default 1)")
+    parser.add_argument(
+        "--node", type=int, default=int(os.environ.get("SLURM_NODEID", 0)),
+        help="which of them this is, from 0 (default: as Slurm says)",
+    )  # fmt: skip
+    parser.add_argument("--meet", default="", help="HOST:PORT of the first node, with several")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="sft or trainer, and its arguments")
+    args = parser.parse_args(argv)
+    args.node = args.node if args.nodes > 1 else 0
+    if args.nodes > 1 and not args.meet:
+        parser.error("--meet HOST:PORT: several nodes need an address of the first")
+    own = {"HONE_PARENT_PID": str(os.getpid())}
+    words = [sys.executable, "-P", "-m", "hone", *args.words]
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def hand_on(number: int, _: object) -> None:
+        for rank in ranks:
+            rank.send_signal(number)
+
+    with preemption.hold_signals():
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, hand_on)
+        for given in environments_of_ranks(args.ranks, args.nodes, args.node, args.meet):
+            ranks.append(subprocess.Popen(words, env=os.environ | given | own, start_new_session=True))
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if None not in codes:
+            return next((code if code > 0 else 128 - code for code in codes if code), 0)
+        if any(code not in (None, 0, preemption.AGAIN) for code in codes):
+            break
+        time.sleep(0.1)
+    for rank in ranks:
+        rank.terminate()
+    deadline = time.monotonic() + GRACE
+    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+        time.sleep(0.1)
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+    return next((code if code > 0 else 128 - code for code in codes if code not in (None, 0, preemption.AGAIN)), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

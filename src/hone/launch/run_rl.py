@@ -1,0 +1,47 @@
+"""`rl`: in one process (colocated.py) or several (processes.py)."""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from hone.config.rl_config import RLConfig
+from hone.environments import Environment
+from hone.launch.fork import fork_run
+from hone.launch.plan import uses_processes
+from hone.launch.run_callbacks import Watcher
+
+
+def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[str, Environment] | None = None) -> None:
+    """`watcher` is told of each step; `environments`: by name, instead of loading those of the configuration."""
+    with dashboard_over(config):
+        run_rl(fork_run(config), watcher, environments)
+
+
+def run_rl(config: RLConfig, watcher: Watcher | None, environments: dict[str, Environment] | None) -> None:
+    if uses_processes(config):
+        if environments is not None:
+            raise ValueError("an environment that is an object stays in this process; processes need its id")
+        from hone.launch.processes import run_components
+
+        run_components(config, watcher)
+    else:
+        from hone.launch.colocated import main as colocated
+
+        colocated(config, watcher, environments)
+
+
+@contextlib.contextmanager
+def dashboard_over(config: RLConfig) -> Iterator[None]:
+    """A process of its own, where one is asked for."""
+    if not config.dashboard:
+        yield
+        return
+    config.output_dir.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, "-P", "-m", "hone", "dashboard", str(config.output_dir)]
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(10)

@@ -1,0 +1,235 @@
+"""Causal attention over sequences that lie end to end in the flat token axis T.
+
+A token sees its own sequence up to itself and, where the sequence goes on from a prefix, all of that:
+
+    side by side      [sequence 0][sequence 1]…                                        training, whole prompts
+    shared prompts    [prompt 0][completion 00][completion 01]…[prompt 1]…             training on groups
+    continued         keys: [before 0][newest 0][before 1]…, queries: [newest 0]…      the rest of a prompt
+
+A prompt that a group of n samples shares is computed once, so that the linear layers see one prompt instead of n.
+
+On a GPU in half precision, and on a CPU with the compiled kernels, the flat layout is attended to as it lies.
+Elsewhere sequences of similar length share a rectangle, so that padding never more than doubles the attention work
+and never touches the linear layers.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, zip_longest
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hone.kernels import gpu, numerics
+from hone.kernels.flat_attention import Sequences, flat_attention, takes
+from hone.kernels.gpu_training import heads_attention
+from hone.kernels.norm_rope import norm_rope
+from hone.kernels.pinned_memory import to_device
+from hone.kernels.row_gather import put_rows, take_rows
+
+if TYPE_CHECKING:
+    from hone.kernels.gpu.attention import Tiles
+
+
+class Rotation:
+    """Rotary positions of the tokens of a call. Whole tables, P x E, and the rows of the tokens, T x 1 x E.
+
+    The latter only where the positions are given: a kernel may know them.
+    """
+
+    def __init__(self, table: tuple[Tensor, Tensor], positions_T: Tensor | None) -> None:
+        (self.cos_PE, self.sin_PE), self.positions_T = table, positions_T
+
+    @cached_property
+    def cos_T1E(self) -> Tensor:
+        return self._of_tokens(self.cos_PE)
+
+    @cached_property
+    def sin_T1E(self) -> Tensor:
+        return self._of_tokens(self.sin_PE)
+
+    def _of_tokens(self, table_PE: Tensor) -> Tensor:
+        assert self.positions_T is not None
+        return table_PE.index_select(0, self.positions_T).unsqueeze(1)  # [positions] takes a CPU thrice as long
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Makes q, k and v of a layer's fused projection T x (H + 2K) x E: head-wise norm, then rotary positions."""
+
+    H: int
+    q_scale_E: Tensor | None
+    k_scale_E: Tensor | None
+    eps: float
+    rotation: Rotation
+
+    def __call__(self, qkv_TNE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, normalised and rotated."""
+        turn = (self.rotation.cos_T1E, self.rotation.sin_T1E)
+        return norm_rope(qkv_TNE, self.q_scale_E, self.k_scale_E, *turn, self.eps, self.H)
+
+
+class FlatAttention:
+    """Mixes the values that the queries of `sequences` see. Rows of no sequence are 0."""
+
+    def __init__(self, sequences: Sequences, device: torch.device | str) -> None:
+        self.sequences, self.device = sequences, torch.device(device)
+        self.has_prefixes = bool(sequences.rows[:, 3].any())
+
+    def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+        """Mixed values, T x (H * E)."""
+        if takes(q_THE):
+            return flat_attention(q_THE, k_TKE, v_TKE, self.sequences).flatten(1)
+        if keeps_order(q_THE):
+            from hone.kernels.gpu import attention
+
+            return attention.forward(q_THE, k_TKE, v_TKE, self.tile_plan)[0].flatten(1)
+        if is_half_on_gpu(q_THE) and not self.has_prefixes:
+            return flash_varlen(q_THE, k_TKE, v_TKE.contiguous(), *self.sequence_boundaries).flatten(1)
+        outs = [bucket.attend(q_THE, k_TKE, v_TKE) for bucket in self.length_buckets]
+        if not outs:
+            return q_THE.flatten(1)  # of no token
+        return put_rows(torch.cat(outs), torch.cat([bucket.flat for bucket in self.length_buckets]), len(q_THE))
+
+    @cached_property
+    def tile_plan(self) -> "Tiles":
+        from hone.kernels.gpu import attention
+
+        return attention.tiles(self.sequences.rows, self.sequences.groups, self.device)
+
+    @cached_property
+    def sequence_boundaries(self) -> tuple[Tensor, Tensor, int, int]:
+        """Where queries, and keys, of each sequence start, and the most of each."""
+        _, lengths, _, before = self.sequences.rows.T
+        starts = (np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (lengths, lengths + before))
+        of_q, of_k = (to_device(x, self.device) for x in starts)
+        return of_q, of_k, int(lengths.max()), int((lengths + before).max())
+
+    @cached_property
+    def length_buckets(self) -> list["_Bucket"]:
+        return [_Bucket(rows, self.device) for rows in _by_length(self.sequences.rows)]
+
+
+class PackedAttention(FlatAttention):
+    """Of sequences of the given lengths, each followed by its completions, of lengths `completions[i]`, if it is a
+    prompt that some share."""
+
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device | str = "cpu", completions: Iterable[Sequence[int]] = ()
+    ) -> None:
+        groups = [(n, *own) for n, own in zip_longest(lengths, completions, fillvalue=())]
+        length = np.fromiter(chain.from_iterable(groups), np.int64)
+        sizes = np.array([len(group) for group in groups])
+        ends, start = np.cumsum(sizes), np.cumsum(length) - length
+        first = ends - sizes
+        prefix, before = np.repeat(start[first], sizes), np.repeat(length[first], sizes)
+        prefix[first] = before[first] = 0
+        self.count = length.sum()
+        rows = np.stack([start, length, prefix, before], axis=1)
+        super().__init__(Sequences(rows, np.concatenate([[0], ends])), device)
+
+    def token_positions(self) -> Tensor:
+        """Position of every flat token in its own sequence: completions go on where their prompt ends."""
+        start, length, _, before = self.sequences.rows.T
+        return to_device(np.arange(self.count) - np.repeat(start - before, length), self.device)
+
+    def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
+        turn, wants_kernel = heads.rotation, torch.is_grad_enabled() or self.has_prefixes
+        if not wants_kernel or turn.positions_T is None or not gpu.trains_model(qkv_TNE, qkv_TNE.shape[2]):
+            return self.attend(*heads(qkv_TNE))
+        rest = (turn.positions_T, self.sequences, self.tile_plan, heads.eps, heads.H)
+        return heads_attention(qkv_TNE, heads.q_scale_E, heads.k_scale_E, (turn.cos_PE, turn.sin_PE), *rest)
+
+
+class ContinuedAttention(FlatAttention):
+    """Of `lengths` tokens each that go on after `before` tokens whose keys and values are given.
+
+    Queries lie end to end; so do keys and values, each sequence's earlier ones and then its own. No gradient.
+    """
+
+    def __init__(self, lengths: list[int], before: list[int], device: torch.device | str = "cpu") -> None:
+        own, earlier = np.array(lengths), np.array(before)
+        ends = np.cumsum(own + earlier)
+        rows = np.stack([ends - own, own, ends - own - earlier, earlier], axis=1)
+        super().__init__(Sequences(rows, np.arange(len(rows) + 1)), device)
+        spans = [np.arange(end - n, end) for n, end in zip(lengths, ends, strict=True)]
+        self.own_T = to_device(np.concatenate(spans), self.device)  # where the queries stand among the keys
+
+    def attend(self, q_THE: Tensor, k_SKE: Tensor, v_SKE: Tensor) -> Tensor:
+        """T x (H * E), for S keys of T queries and all before them."""
+        if is_half_on_gpu(q_THE) and not keeps_order(q_THE):
+            return flash_varlen(q_THE, k_SKE, v_SKE, *self.sequence_boundaries).flatten(1)
+        return super().attend(put_rows(q_THE, self.own_T, len(k_SKE)), k_SKE, v_SKE)[self.own_T]
+
+
+def is_half_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in gpu.HALF
+
+
+def keeps_order(q_THE: Tensor) -> bool:
+    """Whether these are mixed by the kernel that trains, because one order is asked for. Without gradient."""
+    has_kernel = gpu.IS_AVAILABLE and is_half_on_gpu(q_THE) and gpu.trains_heads(q_THE.shape[2])
+    return has_kernel and numerics.keeps_order("attention") and not torch.is_grad_enabled()
+
+
+def flash_varlen(q: Tensor, k: Tensor, v: Tensor, of_q: Tensor, of_k: Tensor, longest_q: int, longest_k: int) -> Tensor:
+    """Flash attention over the flat layout; the last query of a sequence sees all of its keys."""
+    out: Tensor
+    if torch.is_grad_enabled():
+        from torch.nn.attention.varlen import varlen_attn
+
+        out = varlen_attn(q, k, v, of_q, of_k, longest_q, longest_k, window_size=(-1, 0))  # type: ignore[assignment]
+    else:  # what varlen_attn calls, without 0.2 ms of the host's in every layer
+        out = torch.ops.aten._flash_attention_forward(
+            q, k, v, of_q, of_k, longest_q, longest_k, 0.0, False, False, window_size_left=-1, window_size_right=0
+        )[0]
+    return out
+
+
+class _Bucket:
+    """Sequences of similar length as one padded rectangle: B x C queries, and keys of as many after P of prefixes."""
+
+    def __init__(self, rows: NDArray[np.int64], device: torch.device) -> None:
+        start, length, prefix, before = rows.T[:, :, None]
+        in_C, in_P = np.arange(length.max()), np.arange(before.max())
+        own_BC, of_P = start + np.minimum(in_C, length - 1), prefix + np.minimum(in_P, before - 1)
+        is_own = in_C < length
+        tensors = (own_BC, np.concatenate([of_P, own_BC], 1), own_BC[is_own], np.flatnonzero(is_own), in_P < before)
+        self.queries, self.keys, self.flat, self.cells, sees_BP = (to_device(x, device) for x in tensors)
+        self.mask: Tensor | None = None  # without prefixes: causal
+        if len(in_P):
+            causal_CC = torch.ones(len(in_C), len(in_C), dtype=torch.bool, device=device).tril()
+            parts = (sees_BP[:, None].expand(-1, len(in_C), -1), causal_CC.expand(len(rows), -1, -1))
+            self.mask = torch.cat(parts, dim=-1)[:, None]
+
+    def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+        """Of its tokens, which are those of `flat`."""
+        q, k, v = (_gather_rows(*x) for x in ((q_THE, self.queries), (k_TKE, self.keys), (v_TKE, self.keys)))
+        gqa = q.shape[1] != k.shape[1]
+        out_BHCE = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.mask, is_causal=self.mask is None, enable_gqa=gqa
+        )
+        return take_rows(out_BHCE.transpose(1, 2).flatten(0, 1).flatten(1), self.cells)
+
+
+def _gather_rows(x_THE: Tensor, index_BS: Tensor) -> Tensor:
+    """B x H x S x E. Gradients of a row that is taken several times are added up in one order."""
+    return F.embedding(index_BS, x_THE.flatten(1)).unflatten(2, x_THE.shape[1:]).transpose(1, 2)
+
+
+def _by_length(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Buckets whose longest is at most twice (or 32 tokens over) the shortest; their prefixes, if any, alike."""
+    buckets: list[list[NDArray[np.int64]]] = []
+    for row in sorted(rows[rows[:, 1] > 0], key=lambda row: (row[3] > 0, row[1], row[3])):
+        first = buckets[-1][0] if buckets else row
+        is_like = row[1] <= 2 * first[1] + 32 and row[3] <= 2 * first[3] + 32 and first[3] <= 2 * row[3] + 32
+        if buckets and is_like and (row[3] > 0) == (first[3] > 0):
+            buckets[-1].append(row)
+        else:
+            buckets.append([row])
+    return [np.array(bucket) for bucket in buckets]

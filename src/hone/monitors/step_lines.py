@@ -1,0 +1,128 @@
+"""The step lines of the console, as scripts read them: `Step N | Time: … | Reward: …`."""
+
+from typing import Any
+
+from hone.monitors.metrics_log import read_rows
+from hone.run_directory import RunDirectory
+
+
+def orchestrator_line(step: int, values: dict[str, float]) -> str:
+    return (
+        f"Step {step} | Time: {values['time/step']:.2f}s | Reward: {values['reward/mean']:.4f} | "
+        f"Throughput: {values['perf/throughput']:.0f} tokens/s | Seq. Length: {values['seq_len/mean']:.1f} tokens | "
+        f"Async Level: {values['batch/async_level']:.0f} | "
+        f"Max. Off-Policy Level: {values['batch/off_policy_level/max']:.0f}"
+    )
+
+
+def trainer_line(step: int, values: dict[str, float]) -> str:
+    used = f"{values['perf/mfu']:.1%}" if "perf/mfu" in values else "n/a"
+    return (
+        f"Step {step} | Time: {values['time/train']:.2f}s | Loss: {values['loss/mean']:.4f} | "
+        f"Entropy: {values['entropy/mean']:.4f} | Mismatch KL: {format_mismatch(values)} | "
+        f"Grad. Norm: {values['optim/grad_norm']:.4f} | LR: {values['optim/lr']:.2e} | "
+        f"Throughput: {values['perf/train_throughput']:.0f} tokens/s | MFU: {used} | "
+        f"Peak Mem.: {values['perf/peak_memory']:.1f} GiB"
+    )
+
+
+def format_mismatch(values: dict[str, float]) -> str:
+    """How far sampler and trainer are from each other; with exact numerics, whether any bit differs."""
+    if values.get("exact/differs", 1.0) == 0.0:
+        return "0 (exact)"
+    return f"{values.get('mismatch_kl/mean', 0.0):.2e}"
+
+
+def sft_line(step: int, values: dict[str, float]) -> str:
+    parts = [
+        f"Step {step} | Time: {values['time/step']:.2f}s | Loss: {values['loss/mean']:.4f}",
+        *([f"Val. Loss: {values['val/loss']:.4f}"] if "val/loss" in values else []),
+        f"Grad. Norm: {values['optim/grad_norm']:.4f} | LR: {values['optim/lr']:.2e}",
+        f"Throughput: {values['perf/throughput']:.0f} tokens/s",
+        *([f"MFU: {values['perf/mfu']:.1%}"] if "perf/mfu" in values else []),
+        f"Peak Mem.: {values['perf/peak_memory']:.1f} GiB",
+    ]
+    return " | ".join(parts)
+
+
+def summary_line(step: int, values: dict[str, float]) -> str:
+    """What a step was made of and what came of it, once both sides are known."""
+
+    def value_of(*names: str) -> float:
+        return sum(values.get(name, 0.0) for name in names)
+
+    def format_parts(prefix: str) -> str:
+        found = {key.removeprefix(prefix): n for key, n in values.items() if key.startswith(prefix) and n}
+        return ", ".join(f"{n:.0f} {cause.replace('_', ' ')}" for cause, n in found.items()) or "none"
+
+    waiting = value_of("time/wait_for_weights", "time/wait_for_batch")
+    sections = [
+        f"Step {step} in all",
+        f"Reward: {value_of('reward/mean'):.4f} ± {value_of('reward/std'):.4f}, groups solved by all {value_of('batch/solve_all'):.0%}, "
+        f"by none {value_of('batch/solve_none'):.0%}",
+        f"Tokens: {value_of('tokens/trained'):.0f} trained, dropped: {format_parts('tokens/dropped/')}",
+        f"Failed: {format_parts('failures/')}",
+        f"Staleness: {value_of('batch/off_policy_level/mean'):.1f}, at most {value_of('batch/off_policy_level/max'):.0f}",
+        f"Mismatch KL: {format_mismatch(values)}",
+        f"Masked: {value_of('is_masked/mean'):.2%}",
+        f"Entropy: {value_of('entropy/mean'):.4f}",
+        f"Grad. Norm: {value_of('optim/grad_norm'):.4f}",
+        f"Seconds: {value_of('time/generate'):.2f} generating, {waiting:.2f} waiting, {value_of('time/train'):.2f} training, "
+        f"{value_of('time/publish_weights', 'time/update_weights'):.2f} syncing",
+    ]
+    return " | ".join(sections)
+
+
+def evaluation_line(version: int, values: dict[str, float]) -> str:
+    """Of each environment the mean reward, and how many rollouts failed."""
+    parts = []
+    for name in (key.removesuffix("/failed") for key in values if key.endswith("/failed")):
+        failed = values[f"{name}/failed"]
+        reward = f"{values[f'{name}/reward']:.4f}" if f"{name}/reward" in values else "none"
+        parts.append(f"{name.removeprefix('eval/')}: {reward}" + (f" ({failed:.0f} failed)" if failed else ""))
+    return f"Evaluation of version {version} | " + " | ".join(parts)
+
+
+def why_no_signal(step: int, values: dict[str, float]) -> str:
+    """One sentence on a step without anything to learn from: why, and what usually helps."""
+    if any(name.endswith("/reward_raised") for name in values):
+        why, cure = "reward functions raised", "to mend what the warnings name"
+    elif values["batch/solve_all"] == 1:
+        why, cure = "every rollout was solved", "harder examples, or fewer of them"
+    elif values.get("tokens/dropped/too_easy") or values.get("tokens/dropped/too_hard"):
+        why, cure = "every group was at a threshold", "other orchestrator.buffer thresholds, or other examples"
+    elif values["is_truncated/mean"] > 0.5:
+        why, cure = "most completions were cut off", "a larger orchestrator.sampling.max_tokens"
+    elif values["batch/solve_none"] == 1:
+        why, cure = "no rollout was rewarded", "a longer supervised warm-up, easier examples, or partial rewards"
+    else:
+        why, cure = "the rollouts of each group had the same reward", "more rollouts an example, or a finer reward"
+    failed = f" ({values['progress/failed']:.0f} failed)" if values["progress/failed"] else ""
+    return f"Step {step}: nothing to learn from: {why}{failed}; what helps: {cure}"
+
+
+def whole_run_line(run: RunDirectory) -> str:
+    """What came of a run of RL, and where to look at it."""
+    rewards = {row["step"]: row["reward/mean"] for row in read_rows(run.metrics) if "reward/mean" in row}
+    look = f"look at it: hone dashboard {run.path}, hone doctor {run.path}, hone plot {run.path}"
+    if not rewards:
+        return look[0].upper() + look[1:]
+    first, last, best = min(rewards), max(rewards), max(rewards, key=rewards.__getitem__)
+    return (
+        f"Reward: {rewards[first]:.4f} at step {first}, {rewards[last]:.4f} at step {last}, at best "
+        f"{rewards[best]:.4f} (step {best}); {look}"
+    )
+
+
+def sample_lines(step: int, row: dict[str, Any]) -> str:
+    """A rollout to read, in some lines; `row` as trackers take it."""
+    end = f" ({printable(row['error'] or row['stop'])})" if row["error"] or row["stop"] else ""
+    return (
+        f"=== Step {step} Sample ===\nPrompt: {printable(row['prompt'])}\nCompletion: {printable(row['completion'])}\n"
+        f"Reward: {row['reward']:.4g}, advantage {row['advantage']:.4g}, {row['tokens']} tokens{end}"
+    )
+
+
+def printable(text: str) -> str:
+    """What a terminal shows as it is: all else, but for ends of lines, as an escape."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

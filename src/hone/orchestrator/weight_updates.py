@@ -1,0 +1,264 @@
+"""Versions of the weights: taken when the trainer publishes them, given to every server, proven by each.
+
+broadcasts/step_V ─ look ─► update every server ─► checksum is the trainer's? ─► rollouts are asked of it
+                                                        └─► canary is the trainer's? ─► batches go out; evaluate
+                             no: the run ends, with the names of the weights that differ
+
+The canary is asked for beside the first requests of a version, and no batch leaves before it is known. A server that
+cannot tell a checksum (vLLM) is asked for it first.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hone.clients.fleet import Fleet, Server
+from hone.clients.http import HttpClient, ServerLost
+from hone.config.rl_config import OrchestratorRunConfig
+from hone.records import Refused
+from hone.run_directory import RunDirectory, Steps
+from hone.transport.deadlines import POLL, PulseOf, Wait
+from hone.transport.delivery import Delivery, Superseded, read_delivery
+
+PATIENCE = 20.0  # seconds that a run may seem to be over before another trainer claims its directory
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, where none is configured
+OTHER_KERNELS = {"float32": 1e-3, "bfloat16": 0.5}  # … of a server that rounds its logits where Hone does not
+MOVED = 0.02  # a change of the trainer's canary that a server with the new weights has to show
+
+
+class Rows(Protocol):
+    """Receives the metrics of the training step that made a version."""
+
+    def write_trained(self, version: int, values: dict[str, float]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A version that a server has taken: what it said of itself, and by how much its canary differs, if it is known."""
+
+    client: HttpClient
+    state: dict[str, Any]
+    difference: float | None = None
+
+
+class Weights:
+    """The versions that the trainer publishes, and the newest that every server has taken and proven."""
+
+    def __init__(
+        self, run: RunDirectory, config: OrchestratorRunConfig, clients: list[HttpClient], log: logging.Logger
+    ) -> None:
+        self.run, self.config, self.log = run, config, log
+        self.published = Steps(run.broadcasts.resolve())  # by the real path, which servers are given
+        self.fleet = Fleet(clients, self.revive_server, config.client.ready_timeout, log, config.max_async_level > 0)
+        self.trainer = PulseOf(run.pulse_file("trainer"))
+        self.version, self.seen = -1, -1
+        self.current: Delivery | None = None
+        self.busy = asyncio.Lock()  # with taking a version and evaluating it
+        self.scored: dict[str, tuple[Delivery, list[float]]] = {}  # by address of a server, the last it took
+        self.taken: dict[Server, Taken] = {}  # of the newest version
+        self.proven = asyncio.Event()  # that every server has it
+
+    async def join_trainer(self) -> int | None:
+        """The version that the run of the living trainer starts from; every server has it then. None where no trainer
+        comes, since the run is over."""
+        hint = f"is there a trainer over it? (trainer @ FILE --output-dir {self.run.path})"
+        wait = Wait(f"the trainer of a run in {self.run.path}", self.config.weights_timeout, self.log, hint)
+        while True:
+            versions = self.published.list_numbers() if self.trainer.is_beating() else []
+            delivery = read_delivery(self.published.path_of(versions[-1])) if versions else None
+            if delivery is not None and delivery.run == self.run.id_on_disk():
+                self.run.id = delivery.run
+                self.seen = delivery.version
+                await self._adopt_delivery(delivery)
+                await self._prove_delivery(delivery)
+                return delivery.version
+            if time.monotonic() - wait.start > PATIENCE and self.run.ended_at() >= self.config.max_steps:
+                return None
+            wait.is_check_due()
+            await asyncio.sleep(0.05)
+
+    def is_evaluated(self, version: int) -> bool:
+        return self.config.eval is not None and self.config.eval.is_due(version, self.config.max_steps)
+
+    async def watch_deliveries(
+        self, rows: Rows, adopted: Callable[[int], None], evaluate: Callable[[int], Awaitable[None]]
+    ) -> None:
+        """Gives the servers each version when it comes. Ends only by raising."""
+        while True:
+            newest = self.find_delivery(rows)
+            if newest is not None:
+                async with self.busy:
+                    values = newest.metrics
+                    try:
+                        values = values | await self._adopt_delivery(newest)
+                        if self.version == newest.version:
+                            adopted(self.version)
+                            values = values | await self._prove_delivery(newest)
+                    finally:
+                        rows.write_trained(newest.version, values)
+                    if self.version < newest.version:  # superseded: the next is there, or about to be
+                        if self.is_evaluated(newest.version):
+                            self.log.warning("Version %d is not evaluated: the next one came first", newest.version)
+                        continue
+                    await evaluate(self.version)  # the next is taken after that: results are of one version
+            await asyncio.sleep(POLL)
+
+    async def at_least(self, version: int) -> None:
+        """Waits until the servers have that version."""
+        what = f"version {version} of the weights in {self.run.broadcasts}"
+        wait = Wait(what, self.config.weights_timeout, self.log, "is the trainer still at work?")
+        while self.version < version:
+            if self.seen < version and self.trainer.is_dead():
+                raise ConnectionError(f"waiting for {what}: the trainer of this run has gone silent")
+            if wait.is_check_due():
+                self.run.require_own()
+            await asyncio.sleep(POLL)
+
+    def find_delivery(self, rows: Rows) -> Delivery | None:
+        """Takes note of what has been published since; returns the newest, or the first that is to be evaluated."""
+        newest = None
+        for version in self.published.list_numbers():
+            if version > self.seen:
+                found = read_delivery(self.published.path_of(version))
+                if found is not None and found.run == self.run.id:
+                    if newest is not None:
+                        rows.write_trained(newest.version, newest.metrics)
+                    newest, self.seen = found, version
+                    if self.is_evaluated(version):
+                        break
+        return newest
+
+    async def _adopt_delivery(self, delivery: Delivery) -> dict[str, float]:
+        """Gives every server the version. A lost one gets it once it is back."""
+        start = time.perf_counter()
+        self.current, self.taken = delivery, {}
+
+        async def is_current(server: Server) -> bool:
+            try:
+                self.taken[server] = await server.unless_lost(self._update_server(server.client, delivery))
+                server.version = delivery.version
+            except ServerLost as error:
+                self.fleet.report_lost(server, str(error))
+            except Superseded:
+                return False
+            return True
+
+        if not all(await asyncio.gather(*(is_current(server) for server in self.fleet.live_servers))):
+            return {}
+        self.version = delivery.version
+        self.proven.clear()
+        seconds = time.perf_counter() - start
+        self.log.info(
+            "Version %d: %d servers took %.2f MiB (%s) in %.3f s, checksum %s",
+            delivery.version, len(self.taken), delivery.bytes / 2**20, delivery.transport["type"], seconds,
+            delivery.checksum, extra={"console": False},
+        )  # fmt: skip
+        return {
+            "weights/bytes": delivery.bytes,
+            "time/publish_weights": delivery.seconds,
+            "time/update_weights": seconds,
+        }
+
+    async def _prove_delivery(self, delivery: Delivery) -> dict[str, float]:
+        """Has the servers that took it compute the canary, if they have not yet."""
+
+        async def prove_server(server: Server, taken: Taken) -> float:
+            if taken.difference is not None:
+                return taken.difference
+            try:
+                return await server.unless_lost(self._measure_canary(taken, delivery))
+            except ServerLost as error:
+                self.fleet.report_lost(server, str(error))
+                return 0.0
+
+        asked = [prove_server(server, taken) for server, taken in self.taken.items() if server.is_up]
+        differences = await asyncio.gather(*asked)
+        self.proven.set()
+        return {"weights/canary_difference": max(differences, default=0.0)}
+
+    async def revive_server(self, client: HttpClient) -> int:
+        """Gives a server that was lost what is current."""
+        while True:
+            delivery = self.current
+            assert delivery is not None
+            try:
+                taken = await self._update_server(client, delivery)
+                if taken.difference is None:
+                    await self._measure_canary(taken, delivery)
+            except Superseded:  # what comes next is given to it too
+                await asyncio.sleep(0.1)
+                continue
+            if delivery is self.current:
+                return delivery.version
+
+    async def _update_server(self, client: HttpClient, delivery: Delivery) -> Taken:
+        """Has a server take a version and prove it by the checksum; where it has none, by the canary."""
+        version = delivery.version
+        body = {
+            "weight_dir": str(self.published.path_of(version)), "version": version,
+            "transport": delivery.transport, "model_name": self.config.model.name,
+        }  # fmt: skip
+        try:
+            state = await client.call_control("update_weights", body)
+            if state["is_paused"]:  # by whoever used the server before
+                await client.call_control("resume", {})
+        except RuntimeError as error:  # an answer that refuses: nothing that this run can go on with
+            if isinstance(error, Refused) and error.status == 409:
+                raise Superseded from None
+            raise ConnectionError(f"version {version} was not taken: {error}") from None
+        taken = Taken(client, state)
+        if state["checksum"] is None or state["dtype"] != delivery.dtype:
+            return Taken(client, state, await self._measure_canary(taken, delivery))
+        if state["checksum"] != delivery.checksum:
+            now = await client.call_control("version?each=true")
+            raise ConnectionError(
+                f"{client.base_url} serves other weights than version {version}: checksum {state['checksum']}, the "
+                f"trainer's is {delivery.checksum}; {what_differs(now, delivery)}"
+            )
+        return taken
+
+    async def _measure_canary(self, taken: Taken, delivery: Delivery) -> float:
+        """Has a server compute the canary: the largest difference of its logprobs."""
+        client, state, version = taken.client, taken.state, delivery.version
+        try:
+            scored = (await client.call_control("score", {"ids": delivery.canary.ids}))["logprobs"]
+        except RuntimeError as error:
+            raise ConnectionError(f"the canary of version {version} was not scored: {error}") from None
+        worst = max(abs(a - b) for a, b in zip(scored, delivery.canary.logprobs, strict=True))
+        usual = TOLERANCE if state["checksum"] is not None else OTHER_KERNELS
+        tolerance = self.config.canary_tolerance or max(usual[delivery.dtype], usual[state["dtype"]])
+        before = self.scored.get(client.base_url)
+        if state["checksum"] is None and before is not None and scored == before[1]:
+            moved = max(abs(a - b) for a, b in zip(delivery.canary.logprobs, before[0].canary.logprobs, strict=True))
+            if moved > MOVED:
+                raise ConnectionError(
+                    f"{client.base_url} scores the canary of version {version} exactly as that of version "
+                    f"{before[0].version}, though the trainer's has moved by {moved:.2g}: it keeps the old weights"
+                )
+        if not worst <= tolerance:
+            now = await client.call_control("version?each=true")
+            if now["version"] != version:
+                raise ServerLost(f"{client.base_url} was started again while it took version {version}")
+            raise ConnectionError(
+                f"{client.base_url} and the trainer disagree on the canary of version {version}: logprobs differ by up "
+                f"to {worst:.2g}, allowed are {tolerance:g} (canary-tolerance); {what_differs(now, delivery)}"
+            )
+        self.scored[client.base_url] = delivery, scored
+        return worst
+
+
+def what_differs(state: dict[str, Any], delivery: Delivery) -> str:
+    """Names of the weights that are not the trainer's, in the model's order."""
+    if state["checksum"] is None:
+        return "which weights differ is not known there"
+    if state["dtype"] != delivery.dtype:
+        return f"weights are {state['dtype']} there and {delivery.dtype} here, so which of them differ is not known"
+    theirs, ours = state["fingerprints"], delivery.fingerprints
+    names = [name for name in ours if theirs.get(name) != ours[name]]
+    if not names:
+        return "the weights are the same"
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"of {len(ours)} weights {len(names)} differ: {', '.join(names[:3])}{rest}"

@@ -1,0 +1,45 @@
+"""The weights of a step as files, by the run's layout.
+
+hone     weights/step_N/     the model in HF format, adapters merged; in it lora_adapters/ where there are any
+trainer  checkpoint-N/       the adapter alone where there is one, else the model; trainer_state.json
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hone.models.loading import Loaded
+from hone.monitors.metrics_log import read_rows
+from hone.monitors.trainer_lines import trainer_names
+from hone.run_directory import RunDirectory
+from hone.trainer.sharding import Export
+
+
+def save_weights(
+    export: Export, run: RunDirectory, step: int, max_steps: int, loaded: Loaded, base: str, values: dict[str, float]
+) -> None:
+    """Collective; the first rank writes. `base`: the name of the model that was trained; `values`: the step's own."""
+    where, alone, more = partial(run.weights_for, step), False, None
+    if run.layout == "trainer":
+        alone, more = export.lora_config is not None, partial(write_state, run.metrics, step, max_steps, values)
+    export.save_model(loaded.directory, where, base, alone, more, loaded.tokenizer.chat_template)
+
+
+def write_state(metrics: Path, step: int, max_steps: int, values: dict[str, float], directory: Path) -> None:
+    """trainer_state.json as transformers' TrainerState reads it: where training is, and what was told of each step."""
+    rows: dict[int, dict[str, Any]] = {}
+    for row in [*read_rows(metrics), {**values, "step": step}]:  # an evaluation is a row of its own
+        if 0 < row["step"] <= step:
+            rows.setdefault(row["step"], {}).update(row)
+    history = [trainer_names(rows[number]) | {"step": number} for number in sorted(rows)]
+    state = {
+        "global_step": step,
+        "max_steps": max_steps,
+        "epoch": history[-1].get("epoch", 0.0),
+        "logging_steps": 1,
+        "log_history": history,
+        "is_local_process_zero": True,
+        "is_world_process_zero": True,
+    }
+    (directory / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
